@@ -1,0 +1,150 @@
+"""What is measured, the same for every system; imports nothing but the standard library.
+
+A system module gives `open_loader(job)` and `touch(batch)` and calls `main`. `touch` looks at the payload, the keys and
+the sources of a batch and returns the keys, so that no system gets away with not making them.
+
+CPU time is that of this process, of children it waited for and of living descendants (from /proc: the workers of a data
+loader have not been waited for while they run), in ticks of 10 ms.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SAVES = 20
+COMPARED_BATCHES = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One measurement of one system.
+
+    Attributes:
+        task: `throughput`, `save` or `restore`.
+        mode: `raw` (bytes as they are), `uint8` or `float` (decoded CHW images).
+        part: the part of a sample that carries the payload, `jpg` or `json`.
+        state_file: where `save` writes the state and `restore` finds it.
+    """
+
+    task: str
+    path: str
+    mode: str
+    part: str
+    workers: int
+    batch_size: int
+    shuffle_buffer_size: int
+    slice_size: int
+    seconds: float
+    warmup_seconds: float
+    consumed_batches: int = 0
+    state_file: str = ""
+
+
+Touch = Callable[[Any], list[str]]
+
+
+def descendants(root: int) -> Iterator[tuple[int, list[str]]]:
+    """Yield (pid, fields of /proc/PID/stat from `state` on) of all living descendants of a process."""
+    children: dict[int, list[tuple[int, list[str]]]] = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                fields = Path("/proc", entry, "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue  # it ended meanwhile
+            children.setdefault(int(fields[1]), []).append((int(entry), fields))
+    waiting = [root]
+    while waiting:
+        for pid, fields in children.get(waiting.pop(), []):
+            waiting.append(pid)
+            yield pid, fields
+
+
+def cpu_seconds() -> float:
+    """Return the CPU time used so far by this process and everything it started."""
+    used = 0.0
+    for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
+        usage = resource.getrusage(who)
+        used += usage.ru_utime + usage.ru_stime
+    ticks = sum(int(value) for _, fields in descendants(os.getpid()) for value in fields[11:15])
+    return used + ticks / os.sysconf("SC_CLK_TCK")
+
+
+def consume(batches: Iterator[Any], touch: Touch, seconds: float) -> tuple[int, float]:
+    """Take batches for at least the given time; return the samples seen and the time it took."""
+    samples = 0
+    start = time.perf_counter()
+    while (elapsed := time.perf_counter() - start) < seconds:
+        samples += len(touch(next(batches)))
+    return samples, elapsed
+
+
+def throughput(job: Job, open_loader: Callable[[Job], Any], touch: Touch) -> dict[str, Any]:
+    start = time.perf_counter()
+    loader = open_loader(job)
+    batches = iter(loader)
+    touch(next(batches))
+    first = time.perf_counter() - start
+    consume(batches, touch, job.warmup_seconds)
+    cpu = cpu_seconds()
+    samples, elapsed = consume(batches, touch, job.seconds)
+    cpu = cpu_seconds() - cpu
+    return {
+        "first_batch_s": first,
+        "samples": samples,
+        "samples_per_s": samples / elapsed,
+        "cpu_us_per_sample": cpu / samples * 1e6,
+    }
+
+
+def save(job: Job, open_loader: Callable[[Job], Any], touch: Touch) -> dict[str, Any]:
+    start = time.perf_counter()
+    loader = open_loader(job)
+    batches = iter(loader)
+    touch(next(batches))
+    first = time.perf_counter() - start
+    for _ in range(job.consumed_batches - 1):
+        touch(next(batches))
+    times = []
+    state: Any = None
+    for _ in range(SAVES):
+        start = time.perf_counter()
+        state = loader.save_state_rank()
+        times.append(time.perf_counter() - start)
+    expected = [touch(next(batches)) for _ in range(COMPARED_BATCHES)]
+    data = pickle.dumps(state)
+    Path(job.state_file).write_bytes(pickle.dumps((data, expected)))
+    return {"first_batch_s": first, "save_ms": statistics.median(times) * 1e3, "state_bytes": len(data)}
+
+
+def restore(job: Job, open_loader: Callable[[Job], Any], touch: Touch) -> dict[str, Any]:
+    data, expected = pickle.loads(Path(job.state_file).read_bytes())
+    state = pickle.loads(data)
+    start = time.perf_counter()
+    loader = open_loader(job)
+    loader.restore_state_rank(state)
+    batches = iter(loader)
+    seen = [touch(next(batches))]
+    first = time.perf_counter() - start
+    seen += [touch(next(batches)) for _ in range(COMPARED_BATCHES - 1)]
+    return {"restore_to_first_batch_s": first, "exact": seen == expected}
+
+
+TASKS = {"throughput": throughput, "save": save, "restore": restore}
+
+
+def main(open_loader: Callable[[Job], Any], touch: Touch) -> None:
+    """Do the job that the command line holds as JSON; the last line printed is the result as JSON."""
+    job = Job(**json.loads(sys.argv[1]))
+    result = TASKS[job.task](job, open_loader, touch)
+    print(json.dumps(result), flush=True)

@@ -1,0 +1,193 @@
+"""Multimodal training data with one order on any number of ranks and workers, resumable anywhere.
+
+The public names below are looked up on first use (PEP 562): importing the package imports none of its modules, so that
+the command line starts at once and a program that only reads metadata never pays for torch.
+
+`_EXPORTS` is what happens at run time; the block under TYPE_CHECKING says the same to type checkers, and a test holds
+the two together.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from energon_bridge.dataloader import EnergonDataloader as EnergonDataloader, cyclic_iter as cyclic_iter
+    from energon_bridge.datamodule import EnergonMultiModalDataModule as EnergonMultiModalDataModule
+    from energon_bridge.datasets import (
+        get_loader as get_loader,
+        get_savable_loader as get_savable_loader,
+        get_train_dataset as get_train_dataset,
+        get_val_dataset as get_val_dataset,
+    )
+    from energon_bridge.errors import (
+        BatchSizeMismatchError as BatchSizeMismatchError,
+        ConfigurationError as ConfigurationError,
+        CorruptShardError as CorruptShardError,
+        DatasetError as DatasetError,
+        DatasetMismatchError as DatasetMismatchError,
+        DatasetNotFoundError as DatasetNotFoundError,
+        DecodeError as DecodeError,
+        DuplicateKeyError as DuplicateKeyError,
+        EmptyDatasetError as EmptyDatasetError,
+        EnergonError as EnergonError,
+        FatalSampleError as FatalSampleError,
+        FieldAccessError as FieldAccessError,
+        FieldMapError as FieldMapError,
+        LoaderError as LoaderError,
+        MetadataError as MetadataError,
+        MissingRankError as MissingRankError,
+        NoShardsError as NoShardsError,
+        NotPreparedError as NotPreparedError,
+        OrderVersionError as OrderVersionError,
+        SampleError as SampleError,
+        SeedMismatchError as SeedMismatchError,
+        SettingMismatchError as SettingMismatchError,
+        ShardMissingError as ShardMissingError,
+        ShortReadError as ShortReadError,
+        SkipSample as SkipSample,
+        SliceSizeMismatchError as SliceSizeMismatchError,
+        SplitMismatchError as SplitMismatchError,
+        StateError as StateError,
+        StateFormatError as StateFormatError,
+        StateVersionError as StateVersionError,
+        StepMismatchError as StepMismatchError,
+        StorageError as StorageError,
+        TooManyRanksError as TooManyRanksError,
+        UnknownArgumentError as UnknownArgumentError,
+        UnknownSplitError as UnknownSplitError,
+        UntrustedCodeError as UntrustedCodeError,
+        WorkerDiedError as WorkerDiedError,
+    )
+    from energon_bridge.loader import SavableDataLoader as SavableDataLoader
+    from energon_bridge.samples import (
+        Batch as Batch,
+        CaptioningSample as CaptioningSample,
+        CrudeSample as CrudeSample,
+        ImageClassificationSample as ImageClassificationSample,
+        ImageSample as ImageSample,
+        InterleavedSample as InterleavedSample,
+        MultiChoiceVQASample as MultiChoiceVQASample,
+        OCRSample as OCRSample,
+        Sample as Sample,
+        SimilarityInterleavedSample as SimilarityInterleavedSample,
+        SourceInfo as SourceInfo,
+        TextSample as TextSample,
+        VidQASample as VidQASample,
+        VQAOCRSample as VQAOCRSample,
+        VQASample as VQASample,
+        edataclass as edataclass,
+    )
+    from energon_bridge.task_encoder import (
+        DefaultTaskEncoder as DefaultTaskEncoder,
+        ImageToken as ImageToken,
+        MultiModalSampleConfig as MultiModalSampleConfig,
+        MultiModalTaskEncoder as MultiModalTaskEncoder,
+        SampleDecoder as SampleDecoder,
+        TaskEncoder as TaskEncoder,
+        batch_list as batch_list,
+        batch_pad_stack as batch_pad_stack,
+        batch_stack as batch_stack,
+        generic_batch as generic_batch,
+        stateless as stateless,
+    )
+    from energon_bridge.topology import WorkerConfig as WorkerConfig
+
+_EXPORTS: dict[str, tuple[str, ...]] = {
+    "dataloader": ("EnergonDataloader", "cyclic_iter"),
+    "datamodule": ("EnergonMultiModalDataModule",),
+    "datasets": ("get_loader", "get_savable_loader", "get_train_dataset", "get_val_dataset"),
+    "errors": (
+        "BatchSizeMismatchError",
+        "ConfigurationError",
+        "CorruptShardError",
+        "DatasetError",
+        "DatasetMismatchError",
+        "DatasetNotFoundError",
+        "DecodeError",
+        "DuplicateKeyError",
+        "EmptyDatasetError",
+        "EnergonError",
+        "FatalSampleError",
+        "FieldAccessError",
+        "FieldMapError",
+        "LoaderError",
+        "MetadataError",
+        "MissingRankError",
+        "NoShardsError",
+        "NotPreparedError",
+        "OrderVersionError",
+        "SampleError",
+        "SeedMismatchError",
+        "SettingMismatchError",
+        "ShardMissingError",
+        "ShortReadError",
+        "SkipSample",
+        "SliceSizeMismatchError",
+        "SplitMismatchError",
+        "StateError",
+        "StateFormatError",
+        "StateVersionError",
+        "StepMismatchError",
+        "StorageError",
+        "TooManyRanksError",
+        "UnknownArgumentError",
+        "UnknownSplitError",
+        "UntrustedCodeError",
+        "WorkerDiedError",
+    ),
+    "loader": ("SavableDataLoader",),
+    "samples": (
+        "Batch",
+        "CaptioningSample",
+        "CrudeSample",
+        "ImageClassificationSample",
+        "ImageSample",
+        "InterleavedSample",
+        "MultiChoiceVQASample",
+        "OCRSample",
+        "Sample",
+        "SimilarityInterleavedSample",
+        "SourceInfo",
+        "TextSample",
+        "VQAOCRSample",
+        "VQASample",
+        "VidQASample",
+        "edataclass",
+    ),
+    "task_encoder": (
+        "DefaultTaskEncoder",
+        "ImageToken",
+        "MultiModalSampleConfig",
+        "MultiModalTaskEncoder",
+        "SampleDecoder",
+        "TaskEncoder",
+        "batch_list",
+        "batch_pad_stack",
+        "batch_stack",
+        "generic_batch",
+        "stateless",
+    ),
+    "topology": ("WorkerConfig",),
+}
+
+_MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names}
+
+__all__ = ["__version__", *sorted(_MODULE_OF)]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the module that defines a public name, once."""
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """List the public names as well, whether or not they have been used."""
+    return sorted({*globals(), *_MODULE_OF})

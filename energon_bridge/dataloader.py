@@ -1,0 +1,144 @@
+"""The iterator that training loops hold: a savable loader behind `next()`.
+
+Two kinds of loop use it. Megatron-LM calls `next()` and nothing else, for training as for validation, and never expects
+an end. Lightning calls `iter()` at the start of every epoch and every validation. So:
+
+- Over an endless (training) loader `iter()` returns the object itself: there is one stream, and nobody can start a
+  second one beside it by asking again.
+- Over a finite (validation) loader `iter()` starts one pass from the beginning and `next()` cycles through passes.
+  A loader has one stream at a time, so starting a pass ends the cycle: the `next()` after it starts over.
+
+*Delivered* is what `next()` returned. Nothing is fetched ahead here, so the state is always that of the batches the
+training step has seen. Lightning fetches ahead of a loader without a length; that is what `length` is for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sized
+from typing import Any
+
+from energon_bridge.errors import ConfigurationError, EmptyDatasetError
+
+
+def cyclic_iter(iterable: Iterable[Any]) -> Iterator[Any]:
+    """Go through an iterable again and again.
+
+    Raises:
+        EmptyDatasetError: A pass yields nothing; going on would never end.
+    """
+    while True:
+        empty = True
+        for item in iterable:
+            empty = False
+            yield item
+        if empty:
+            raise EmptyDatasetError(
+                f"cannot cycle through {type(iterable).__name__}: a whole pass over it yields nothing. Check the split "
+                "part (energon info shows how many samples it has) and, on many ranks, batch_drop_last"
+            )
+
+
+class EnergonDataloader:
+    """An iterator over a savable loader, with the state methods that Megatron-LM and Lightning look for.
+
+    Args:
+        loader: What `get_savable_loader` returns. Any iterable will do where no state is asked for.
+        length: For an endless loader: batches that `len()` reports, the length of a virtual epoch. The stream itself
+            goes on. None leaves the object without a length, as Megatron-LM wants it.
+
+    Attributes:
+        loader: The loader.
+        wait_seconds: Time spent inside `next()`, all batches together.
+
+    Raises:
+        ConfigurationError: There is no loader, or a length that no loop can use.
+    """
+
+    def __init__(self, loader: Any, *, length: int | None = None) -> None:
+        if loader is None:
+            raise ConfigurationError(
+                "EnergonDataloader(None): a split without data is None, not an EnergonDataloader of None, because trainers "
+                "take any object for data to iterate over"
+            )
+        if length is not None and length < 1:
+            raise ConfigurationError(f"EnergonDataloader: length must be at least 1, got {length}")
+        self.loader = loader
+        self.wait_seconds = 0.0
+        self._length = length
+        self._stream: Iterator[Any] | None = None
+
+    @property
+    def endless(self) -> bool:
+        """Whether the stream never ends: a loader says so itself, else one without a length."""
+        return bool(getattr(self.loader, "endless", not isinstance(self.loader, Sized)))
+
+    def __iter__(self) -> Iterator[Any]:
+        """Return the one stream of an endless loader, or start one pass over a finite one."""
+        if self.endless:
+            return self
+        self._stream = None
+        return self._one_pass()
+
+    def __next__(self) -> Any:
+        """Return the next batch; a finite loader starts again at its end.
+
+        Raises:
+            EmptyDatasetError: The loader yields nothing at all.
+        """
+        if self._stream is None:
+            self._stream = iter(cyclic_iter(self.loader))
+        start = time.perf_counter()
+        batch = next(self._stream)
+        self.wait_seconds += time.perf_counter() - start
+        return batch
+
+    def __len__(self) -> int:
+        """Return the batches of a pass, or the virtual length of an endless loader.
+
+        Raises:
+            TypeError: The loader is endless and no length was given.
+        """
+        if self._length is not None:
+            return self._length
+        if self.endless:
+            raise TypeError("this EnergonDataloader is endless and has no len(); give it one with length=")
+        return len(self.loader)
+
+    def save_state(self) -> Any:
+        """Return the state of this data-parallel rank (what Megatron-LM writes, one file per rank)."""
+        return self.loader.save_state_rank()
+
+    def restore_state(self, state: Any) -> None:
+        """Continue from a state of `save_state`; the next batch is the one that followed it."""
+        self.loader.restore_state_rank(state)
+        self._stream = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the whole run, gathered over the data-parallel ranks: all of them must call this."""
+        state: dict[str, Any] = self.loader.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a state of `state_dict`, written on any number of ranks; loading it twice changes nothing."""
+        self.loader.load_state_dict(state)
+        self._stream = None
+
+    def close(self) -> None:
+        """Stop the worker processes, where the loader has any."""
+        self._stream = None
+        close = getattr(self.loader, "close", None)
+        if close is not None:
+            close()
+
+    def _one_pass(self) -> Iterator[Any]:
+        stream = iter(self.loader)
+        while True:
+            start = time.perf_counter()
+            try:
+                batch = next(stream)
+            except StopIteration:
+                return
+            finally:
+                self.wait_seconds += time.perf_counter() - start
+            yield batch

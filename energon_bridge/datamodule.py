@@ -1,0 +1,313 @@
+"""`EnergonMultiModalDataModule`: training and validation data for Lightning, Megatron-LM or a loop of one's own.
+
+The module works out which part of the data this process loads: the rank and size of the *pure* data-parallel group.
+Tensor-, context- and pipeline-parallel ranks of one replica have the same data-parallel rank and so load the same
+batches; the combined data- and context-parallel group would give the context-parallel ranks different ones.
+
+Under Lightning the state of the data is in the checkpoint twice, once as the loader's and once as this module's, because
+each alone can be missing (another trainer, another class name). Both are the topology-free state of the whole run, so
+loading one after the other changes nothing.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import logging
+import math
+import sys
+from typing import Any, Literal
+
+from energon_bridge.dataloader import EnergonDataloader
+from energon_bridge.datasets import get_savable_loader, get_train_dataset, get_val_dataset
+from energon_bridge.errors import ConfigurationError, UnknownArgumentError
+from energon_bridge.task_encoder.multimodal import MultiModalSampleConfig, MultiModalTaskEncoder
+from energon_bridge.topology import WorkerConfig
+
+logger = logging.getLogger(__name__)
+
+
+def _lightning_base() -> type:
+    """Return LightningDataModule, of whichever package the program uses, or `object` where there is none."""
+    if "lightning.pytorch" not in sys.modules and "pytorch_lightning" in sys.modules:
+        base: type = sys.modules["pytorch_lightning"].LightningDataModule
+        return base
+    try:
+        from lightning.pytorch import LightningDataModule
+    except ImportError:
+        return object
+    return LightningDataModule
+
+
+_Base: Any = _lightning_base()
+
+_TRAINING_ONLY = frozenset({"batch_drop_last"})
+"""Settings meant for training that would change what is validated."""
+
+
+class EnergonMultiModalDataModule(_Base):  # type: ignore[misc]
+    """Multimodal training and validation data.
+
+    Args:
+        path: A prepared dataset.
+        tokenizer: For the default task encoder; may be None with a `task_encoder` of your own.
+        image_processor: The same.
+        seq_length: Longest token sequence.
+        micro_batch_size: Samples per batch that the loader yields.
+        global_batch_size: Samples per optimizer step, all ranks together; a multiple of `micro_batch_size` times the
+            data-parallel size. It makes the order of the run fit every legal number of ranks. 1, the default, stands
+            for "not given".
+        num_workers: Worker processes for training; 0 loads in this process.
+        num_val_workers: The same for validation; default: `num_workers`.
+        pin_memory: Copy batches to pinned memory where there is a GPU.
+        shuffle_buffer_size: Samples among which the order is shuffled.
+        max_samples_per_sequence: Length of a slice, the unit of shuffled reading; None: a whole shard.
+        multimodal_sample_config: For the default task encoder.
+        task_encoder: Encodes samples; default: `MultiModalTaskEncoder(tokenizer, image_processor, …)`.
+        decoder_seq_length: Longest sequence of the decoder of an encoder-decoder model; where given, it takes the place
+            of `seq_length` in the default task encoder, whose tokens the decoder reads.
+        packing_buffer_size: Not available yet.
+        validation_task_encoder: Encodes the validation samples; default: `task_encoder`.
+        pg_collection: megatron-core's `ProcessGroupCollection`; its `dp` group says which data to load.
+        seed: Seed of the order.
+        num_lanes: Logical streams of the run; see `WorkerConfig`.
+        prefetch_factor: Microbatches made ahead, per worker.
+        decode_threads: Threads that read and decode, per process.
+        **kwargs: Further arguments of `get_train_dataset`, checked by name.
+
+    Attributes:
+        init_global_step: Optimizer steps that the restored state had seen; 0 in a new run.
+        train_dataloader_object: What `train_dataloader()` returned, or None before.
+        val_dataloader_object: The same for validation.
+
+    Raises:
+        UnknownArgumentError: A keyword that neither this module nor `get_train_dataset` has.
+        ConfigurationError: Values that do not fit together.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        tokenizer: Any,
+        image_processor: Any,
+        seq_length: int = 2048,
+        micro_batch_size: int = 1,
+        global_batch_size: int = 1,
+        num_workers: int = 1,
+        num_val_workers: int | None = None,
+        pin_memory: bool = True,
+        shuffle_buffer_size: int | None = 100,
+        max_samples_per_sequence: int | None = None,
+        multimodal_sample_config: MultiModalSampleConfig = MultiModalSampleConfig(),  # noqa: B008 - it is frozen
+        task_encoder: Any | None = None,
+        decoder_seq_length: int | None = None,
+        packing_buffer_size: int | None = None,
+        validation_task_encoder: Any | None = None,
+        pg_collection: Any | None = None,
+        *,
+        seed: int = 0,
+        num_lanes: int | None = None,
+        prefetch_factor: int = 2,
+        decode_threads: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__()
+        if packing_buffer_size is not None:
+            raise ConfigurationError(
+                f"packing_buffer_size={packing_buffer_size}: packing is not available yet; leave it at None"
+            )
+        _check_names(kwargs)
+        self.path = path
+        self.tokenizer = tokenizer
+        self.image_processor = image_processor
+        self.seq_length = seq_length
+        self.decoder_seq_length = decoder_seq_length
+        self.micro_batch_size = micro_batch_size
+        self.global_batch_size = global_batch_size
+        self.num_workers = num_workers
+        self.num_val_workers = num_workers if num_val_workers is None else num_val_workers
+        self.pin_memory = pin_memory
+        self.shuffle_buffer_size = shuffle_buffer_size
+        self.max_samples_per_sequence = max_samples_per_sequence
+        self.multimodal_sample_config = multimodal_sample_config
+        self.packing_buffer_size = packing_buffer_size
+        self.pg_collection = pg_collection
+        self.seed = seed
+        self.num_lanes = num_lanes
+        self.prefetch_factor = prefetch_factor
+        self.decode_threads = decode_threads
+        self.dataset_kwargs = kwargs
+        self.task_encoder = task_encoder or MultiModalTaskEncoder(
+            tokenizer, image_processor, multimodal_sample_config, decoder_seq_length or seq_length
+        )
+        self.validation_task_encoder = validation_task_encoder or self.task_encoder
+        self.init_global_step = 0
+        self.train_dataloader_object: EnergonDataloader | None = None
+        self.val_dataloader_object: EnergonDataloader | None = None
+        self._pending_state: dict[str, Any] | None = None
+
+    def _build_worker_config(self, num_workers: int, split: Literal["train", "val"] = "train") -> WorkerConfig:
+        """Return the worker configuration of this process, whose rank and size are the pure data-parallel ones."""
+        config = WorkerConfig(
+            num_workers=num_workers,
+            data_parallel_group=_data_parallel_group(self.pg_collection),
+            seed=self.seed,
+            num_lanes=self.num_lanes,
+            prefetch_factor=self.prefetch_factor,
+            decode_threads=self.decode_threads,
+            microbatches_per_global_batch=self._microbatches_per_global_batch(),
+            pin_memory=None if self.pin_memory else False,
+        )
+        per_step = self.micro_batch_size * config.dp_size
+        if self.global_batch_size != 1 and self.global_batch_size % per_step:
+            raise ConfigurationError(
+                f"global_batch_size={self.global_batch_size} cannot be shared by {config.dp_size} data-parallel ranks of "
+                f"micro_batch_size={self.micro_batch_size}: it must be a multiple of {per_step}"
+            )
+        logger.info(
+            "%s data of %s: data-parallel rank %d of %d, %d workers",
+            split,
+            self.path,
+            config.dp_rank,
+            config.dp_size,
+            num_workers,
+        )
+        return config
+
+    def datasets_provider(self, worker_config: WorkerConfig, split: Literal["train", "val"] = "val") -> Any:
+        """Return the dataset of a split: endless and shuffled for `train`, finite and in order for `val`.
+
+        Raises:
+            ConfigurationError: Another split is asked for.
+        """
+        if split == "train":
+            return get_train_dataset(
+                self.path,
+                split_part="train",
+                worker_config=worker_config,
+                batch_size=self.micro_batch_size,
+                shuffle_buffer_size=self.shuffle_buffer_size,
+                max_samples_per_sequence=self.max_samples_per_sequence,
+                task_encoder=self.task_encoder,
+                **self.dataset_kwargs,
+            )
+        if split == "val":
+            accepted = set(inspect.signature(get_val_dataset).parameters) - _TRAINING_ONLY
+            return get_val_dataset(
+                self.path,
+                split_part="val",
+                worker_config=worker_config,
+                batch_size=self.micro_batch_size,
+                task_encoder=self.validation_task_encoder,
+                **{name: value for name, value in self.dataset_kwargs.items() if name in accepted},
+            )
+        raise ConfigurationError(f"datasets_provider: split must be 'train' or 'val', got {split!r}")
+
+    def build(self) -> tuple[EnergonDataloader, EnergonDataloader]:
+        """Return the training and the validation iterator."""
+        return self.train_dataloader(), self.val_dataloader()
+
+    def train_dataloader(self) -> EnergonDataloader:
+        """Return the training iterator: one object, however often it is asked for."""
+        if self.train_dataloader_object is None:
+            worker_config = self._build_worker_config(self.num_workers, "train")
+            loader = get_savable_loader(self.datasets_provider(worker_config, "train"))
+            self.train_dataloader_object = EnergonDataloader(loader, length=self._epoch_length(loader))
+            if self._pending_state is not None:
+                self.train_dataloader_object.load_state_dict(self._pending_state)
+                self._pending_state = None
+        return self.train_dataloader_object
+
+    def val_dataloader(self) -> EnergonDataloader:
+        """Return the validation iterator: one object, whose every pass is the same."""
+        if self.val_dataloader_object is None:
+            worker_config = self._build_worker_config(self.num_val_workers, "val")
+            loader = get_savable_loader(self.datasets_provider(worker_config, "val"))
+            self.val_dataloader_object = EnergonDataloader(loader)
+        return self.val_dataloader_object
+
+    def test_dataloader(self) -> None:
+        """Return None: there is no test split."""
+        return
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the training data of the whole run; all data-parallel ranks must call this."""
+        if self.train_dataloader_object is None:
+            return {}
+        trainer = getattr(self, "trainer", None)
+        step = self.init_global_step if trainer is None else int(trainer.global_step)
+        return {"global_step": step, "train": self.train_dataloader_object.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a state of `state_dict`; before or after `train_dataloader()`, once or twice."""
+        if not state_dict:
+            return
+        self.init_global_step = int(state_dict["global_step"])
+        if self.train_dataloader_object is None:
+            self._pending_state = state_dict["train"]
+        else:
+            self.train_dataloader_object.load_state_dict(state_dict["train"])
+
+    def close(self) -> None:
+        """Stop the worker processes of both iterators."""
+        for dataloader in (self.train_dataloader_object, self.val_dataloader_object):
+            if dataloader is not None:
+                dataloader.close()
+
+    def _epoch_length(self, loader: Any) -> int | None:
+        """Return the length of an epoch where a Lightning trainer is attached.
+
+        Without a length Lightning fetches one batch ahead, and the state it saves is one batch too late. It also ends
+        the accumulation of gradients with the epoch, so an epoch holds whole optimizer steps.
+        """
+        trainer = getattr(self, "trainer", None)
+        if trainer is None:
+            return None
+        accumulate = int(getattr(trainer, "accumulate_grad_batches", 1))
+        return max(1, math.ceil(len(loader) / accumulate)) * accumulate
+
+    def _microbatches_per_global_batch(self) -> int | None:
+        if self.global_batch_size == 1:
+            return None
+        if self.global_batch_size % self.micro_batch_size:
+            raise ConfigurationError(
+                f"global_batch_size={self.global_batch_size} is not a multiple of micro_batch_size={self.micro_batch_size}"
+            )
+        return self.global_batch_size // self.micro_batch_size
+
+
+def _data_parallel_group(pg_collection: Any) -> Any:
+    """Return the pure data-parallel process group, or None where torch.distributed as a whole (or nothing) is it."""
+    if pg_collection is not None:
+        # A field that was never set raises AttributeError there.
+        group = getattr(pg_collection, "dp", None)
+        if group is not None:
+            return group
+        logger.info("pg_collection has no dp group; looking at megatron's parallel_state and torch.distributed")
+    # What was never imported cannot be initialised, and importing megatron-core takes seconds.
+    parallel_state = sys.modules.get("megatron.core.parallel_state")
+    if parallel_state is not None and parallel_state.model_parallel_is_initialized():
+        return parallel_state.get_data_parallel_group(with_context_parallel=False)
+    return None
+
+
+_OWN_NAMES = frozenset(
+    {"path", "split_part", "worker_config", "batch_size", "shuffle_buffer_size", "max_samples_per_sequence", "task_encoder"}
+)
+
+
+def _check_names(kwargs: dict[str, Any]) -> None:
+    """Refuse keywords that would be lost, or that this module sets itself."""
+    parameters = inspect.signature(get_train_dataset).parameters.values()
+    known = {p.name for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD} - _OWN_NAMES
+    own = set(inspect.signature(EnergonMultiModalDataModule.__init__).parameters) - {"self", "kwargs"}
+    for name in kwargs:
+        if name not in known:
+            raise UnknownArgumentError(_unknown_name(name, sorted(known | own)))
+
+
+def _unknown_name(name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    near = ["micro_batch_size"] if name == "batch_size" else near
+    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+    return f"EnergonMultiModalDataModule has no argument {name!r}; {hint}"

@@ -1,0 +1,206 @@
+"""The builders: from a path to a dataset for training or validation, and from a dataset to a loader.
+
+The names and parameters are those that users of Megatron Energon know.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import inspect
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+from energon_bridge.errors import ConfigurationError, UnknownArgumentError
+from energon_bridge.format.dataset import open_dataset
+from energon_bridge.loader.savable import SavableDataLoader
+from energon_bridge.loader.spec import DatasetSpec
+from energon_bridge.task_encoder.base import DefaultTaskEncoder
+from energon_bridge.task_encoder.decoder import SampleDecoder
+from energon_bridge.topology import WorkerConfig
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_SHUFFLE_BUFFER_SIZE = 100
+DEFAULT_MAX_SAMPLES_PER_SEQUENCE = 100
+
+_UNSET: Any = type("_Unset", (), {"__repr__": lambda self: "<default>"})()
+_IGNORED_LOADER_ARGUMENTS = {
+    "checkpoint_every_sec",
+    "checkpoint_every_min_n_samples",
+    "n_checkpoints",
+    "gc_collect_every_n_steps",
+    "watchdog_timeout_seconds",
+    "watchdog_initial_timeout_seconds",
+    "fail_on_timeout",
+}
+"""Arguments of energon's loaders that have nothing to set here: states are exact and cost nothing to keep."""
+
+
+def get_train_dataset(
+    path: str | os.PathLike[str],
+    *,
+    split_part: str = "train",
+    worker_config: WorkerConfig | None = None,
+    batch_size: int | None,
+    batch_drop_last: bool = False,
+    shuffle_buffer_size: int | None = _UNSET,
+    max_samples_per_sequence: int | None = _UNSET,
+    parallel_shard_iters: int | None = None,
+    shuffle_over_epochs_multiplier: int | None = 1,
+    task_encoder: Any = None,
+    image_decode: str | None = None,
+    dataset_config: str = "dataset.yaml",
+    split_config: str = "split.yaml",
+    trust_remote_code: bool = False,
+    **kwargs: Any,
+) -> DatasetSpec:
+    """Open a prepared dataset for training: an endless, shuffled stream of microbatches.
+
+    Args:
+        path: Folder of a dataset prepared by `energon prepare`, or its URL.
+        split_part: Part of the split to read.
+        worker_config: Who loads what; default: `WorkerConfig.default_worker_config()`.
+        batch_size: Samples in a microbatch; None delivers samples.
+        batch_drop_last: Of no effect on an endless stream, whose batches are all full.
+        shuffle_buffer_size: About how many samples of a lane are mixed at a time (default 100); None, 0 or 1: the
+            slices are shuffled and read side by side, nothing more. It costs no memory beyond what is read at a time.
+        max_samples_per_sequence: Consecutive samples in a slice, the unit of shuffled reading (default 100); None: a
+            slice is a shard.
+        parallel_shard_iters: Slices read side by side (default 16).
+        shuffle_over_epochs_multiplier: 1 shuffles within each epoch; None keeps the dataset's own order.
+        task_encoder: Default: `DefaultTaskEncoder()`.
+        image_decode: Form of decoded images, such as "torchrgb8" or "pilrgb"; overrides the encoder's decoder.
+        dataset_config, split_config: Names of the files in `.nv-meta`.
+        trust_remote_code: Allow the dataset's `sample_loader.py` to run.
+
+    Raises:
+        DatasetError: The dataset cannot be used; a class of its own for each reason.
+        ConfigurationError: An argument is wrong.
+    """
+    _refuse_unknown(get_train_dataset, kwargs)
+    if shuffle_buffer_size is _UNSET or max_samples_per_sequence is _UNSET:
+        shuffle_buffer_size = DEFAULT_SHUFFLE_BUFFER_SIZE if shuffle_buffer_size is _UNSET else shuffle_buffer_size
+        if max_samples_per_sequence is _UNSET:
+            max_samples_per_sequence = DEFAULT_MAX_SAMPLES_PER_SEQUENCE
+        logger.info(
+            "%s: shuffle_buffer_size=%s, max_samples_per_sequence=%s", path, shuffle_buffer_size, max_samples_per_sequence
+        )
+    if shuffle_over_epochs_multiplier not in (None, 1):
+        raise ConfigurationError(
+            f"shuffle_over_epochs_multiplier must be 1 (shuffle each epoch) or None (keep the dataset's order), got "
+            f"{shuffle_over_epochs_multiplier!r}"
+        )
+    return DatasetSpec(
+        dataset=open_dataset(
+            path,
+            split_part=split_part,
+            dataset_config=dataset_config,
+            split_config=split_config,
+            trust_remote_code=trust_remote_code,
+        ),
+        finite=False,
+        worker_config=worker_config or WorkerConfig.default_worker_config(),
+        batch_size=_positive("batch_size", batch_size),
+        task_encoder=_encoder(task_encoder, image_decode),
+        batch_drop_last=batch_drop_last,
+        shuffle_buffer_size=_positive("shuffle_buffer_size", shuffle_buffer_size, least=0) or 0,
+        max_samples_per_sequence=_positive("max_samples_per_sequence", max_samples_per_sequence),
+        parallel_shard_iters=_positive("parallel_shard_iters", parallel_shard_iters) or 16,
+        shuffle=shuffle_over_epochs_multiplier is not None,
+    )
+
+
+def get_val_dataset(
+    path: str | os.PathLike[str],
+    *,
+    split_part: str = "val",
+    worker_config: WorkerConfig | None = None,
+    batch_size: int | None,
+    batch_drop_last: bool = False,
+    limit: int | None = None,
+    task_encoder: Any = None,
+    image_decode: str | None = None,
+    dataset_config: str = "dataset.yaml",
+    split_config: str = "split.yaml",
+    trust_remote_code: bool = False,
+    **kwargs: Any,
+) -> DatasetSpec:
+    """Open a prepared dataset for validation: every sample once, in order, the same batches on any topology.
+
+    Args:
+        limit: Steps after which a pass ends, on every rank.
+        batch_drop_last: Leave out a last microbatch that is not full.
+
+    The others are those of `get_train_dataset`. All ranks make the same number of steps; rows that do not exist are
+    marked in `batch.__valid__`.
+    """
+    _refuse_unknown(get_val_dataset, kwargs)
+    return DatasetSpec(
+        dataset=open_dataset(
+            path,
+            split_part=split_part,
+            dataset_config=dataset_config,
+            split_config=split_config,
+            trust_remote_code=trust_remote_code,
+        ),
+        finite=True,
+        worker_config=worker_config or WorkerConfig.default_worker_config(),
+        batch_size=_positive("batch_size", batch_size),
+        task_encoder=_encoder(task_encoder, image_decode),
+        batch_drop_last=batch_drop_last,
+        shuffle=False,
+        limit=_positive("limit", limit),
+    )
+
+
+def get_savable_loader(
+    dataset: DatasetSpec, *, worker_config: WorkerConfig | None = None, prefetch_factor: int | None = None, **kwargs: Any
+) -> SavableDataLoader:
+    """Return a loader over a dataset, whose position can be saved and restored.
+
+    Args:
+        dataset: From `get_train_dataset` or `get_val_dataset`.
+        worker_config: Default: the one the dataset was made with.
+        prefetch_factor: Overrides that of the worker configuration.
+    """
+    ignored = kwargs.keys() & _IGNORED_LOADER_ARGUMENTS
+    _refuse_unknown(get_savable_loader, {name: value for name, value in kwargs.items() if name not in ignored})
+    if ignored:
+        logger.info("get_savable_loader: %s: not needed here", ", ".join(sorted(ignored)))
+    config = worker_config or dataset.worker_config
+    if prefetch_factor is not None:
+        config = copy.copy(config)
+        object.__setattr__(config, "prefetch_factor", _positive("prefetch_factor", prefetch_factor))
+    return SavableDataLoader(dataset, worker_config=config)
+
+
+def get_loader(
+    dataset: DatasetSpec, *, worker_config: WorkerConfig | None = None, prefetch_factor: int | None = None, **kwargs: Any
+) -> SavableDataLoader:
+    """Return a loader over a dataset. Saving costs nothing here, so it is the savable one."""
+    return get_savable_loader(dataset, worker_config=worker_config, prefetch_factor=prefetch_factor, **kwargs)
+
+
+def _encoder(task_encoder: Any, image_decode: str | None) -> Any:
+    encoder = DefaultTaskEncoder() if task_encoder is None else task_encoder
+    if image_decode is not None:
+        encoder = copy.copy(encoder)  # the caller's encoder stays as it is
+        encoder.decoder = SampleDecoder(image_decode=image_decode)
+    return encoder
+
+
+def _positive(name: str, value: int | None, least: int = 1) -> int | None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+        raise ConfigurationError(f"{name} must be an integer of at least {least} or None, got {value!r}")
+    return value
+
+
+def _refuse_unknown(function: Callable[..., Any], kwargs: dict[str, Any]) -> None:
+    for name in kwargs:
+        known = [p for p in inspect.signature(function).parameters if p not in ("kwargs", "path", "dataset")]
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else f"; it takes {', '.join(known)}"
+        raise UnknownArgumentError(f"{function.__name__} takes no argument {name!r}{hint}")

@@ -1,0 +1,195 @@
+"""Every error this package raises on purpose, so that callers can catch one family or one case.
+
+::
+
+    EnergonError
+    ├── ConfigurationError              an argument or a configuration value is wrong (also a ValueError)
+    │   └── UnknownArgumentError        a keyword or key that does not exist; names the nearest match
+    ├── DatasetError                    a dataset on disk cannot be used
+    │   ├── DatasetNotFoundError        the folder or file does not exist
+    │   ├── NotPreparedError            there is no .nv-meta; run `energon prepare`
+    │   ├── NoShardsError               no tar files below the folder
+    │   ├── ShardMissingError           a shard or its index is listed but not there
+    │   ├── CorruptShardError           a tar is truncated or has a broken header; names the offset
+    │   ├── DuplicateKeyError           two samples share a key
+    │   ├── UnknownSplitError           the split part is not in split.yaml
+    │   ├── EmptyDatasetError           the split part has no samples
+    │   ├── MetadataError               a file in .nv-meta cannot be parsed or has wrong types
+    │   ├── FieldMapError               dataset.yaml maps an unknown field or misses a required one
+    │   └── UntrustedCodeError          the dataset wants to run code; pass trust_remote_code=True
+    ├── StorageError                    bytes could not be read or written (after retries)
+    │   └── ShortReadError              fewer bytes than the index promises
+    ├── SampleError                     one sample is bad; skipped and counted unless the policy says otherwise
+    │   ├── DecodeError                 a part cannot be decoded
+    │   └── FieldAccessError            a field cannot be found in the parts of a sample
+    ├── FatalSampleError                a sample error that must stop the run
+    ├── StateError                      a saved state does not fit this run
+    │   ├── StateFormatError            not a state of this package, or damaged
+    │   ├── StateVersionError           written by a newer version of the state format
+    │   ├── OrderVersionError           written under other rules of order
+    │   ├── DatasetMismatchError        another dataset, or its content changed
+    │   ├── SplitMismatchError          another split part
+    │   ├── SettingMismatchError        a setting that the order depends on differs
+    │   │   ├── SeedMismatchError
+    │   │   ├── BatchSizeMismatchError
+    │   │   └── SliceSizeMismatchError
+    │   ├── MissingRankError            the states of some ranks (lanes) are not there
+    │   ├── StepMismatchError           the ranks were not saved at the same step
+    │   └── TooManyRanksError           more data-parallel ranks than lanes
+    └── LoaderError                     the loader cannot go on
+        └── WorkerDiedError             workers died more often than the limit allows
+
+`SkipSample` is not an error: user code raises it to leave a sample out on purpose.
+"""
+
+from __future__ import annotations
+
+
+class EnergonError(Exception):
+    """Base of all errors that this package raises on purpose."""
+
+
+class ConfigurationError(EnergonError, ValueError):
+    """An argument or a configuration value is wrong."""
+
+
+class UnknownArgumentError(ConfigurationError, TypeError):
+    """A keyword or key that does not exist."""
+
+
+class DatasetError(EnergonError):
+    """A dataset on disk cannot be used."""
+
+
+class DatasetNotFoundError(DatasetError, FileNotFoundError):
+    """The folder or file does not exist."""
+
+
+class NotPreparedError(DatasetError):
+    """The folder has no `.nv-meta`."""
+
+
+class NoShardsError(DatasetError):
+    """There are no tar files below the folder."""
+
+
+class ShardMissingError(DatasetError):
+    """A shard or its index is listed but not there."""
+
+
+class CorruptShardError(DatasetError):
+    """A tar is truncated or has a broken header."""
+
+
+class DuplicateKeyError(DatasetError):
+    """Two samples of one dataset share a key."""
+
+
+class UnknownSplitError(DatasetError):
+    """The split part is not in the split file."""
+
+
+class EmptyDatasetError(DatasetError):
+    """The split part has no samples."""
+
+
+class MetadataError(DatasetError):
+    """A metadata file cannot be parsed or holds wrong types."""
+
+
+class FieldMapError(MetadataError):
+    """The field map names an unknown field or misses a required one."""
+
+
+class UntrustedCodeError(DatasetError):
+    """The dataset wants to run code and the caller did not allow it."""
+
+
+class StorageError(EnergonError, OSError):
+    """Bytes could not be read or written, after retries."""
+
+
+class ShortReadError(StorageError):
+    """A range holds fewer bytes than the index promises."""
+
+
+class SampleError(EnergonError):
+    """One sample is bad."""
+
+
+class DecodeError(SampleError, ValueError):
+    """A part of a sample cannot be decoded."""
+
+
+class FieldAccessError(SampleError, KeyError):
+    """A field of a sample cannot be found in its parts."""
+
+    __str__ = Exception.__str__
+
+
+class FatalSampleError(EnergonError):
+    """A sample error that must stop the run."""
+
+
+class StateError(EnergonError):
+    """A saved state does not fit this run."""
+
+
+class StateFormatError(StateError):
+    """Not a state of this package, or damaged."""
+
+
+class StateVersionError(StateError):
+    """Written by a newer version of the state format."""
+
+
+class OrderVersionError(StateError):
+    """Written under other rules of order."""
+
+
+class DatasetMismatchError(StateError):
+    """The state belongs to another dataset, or the content of the dataset changed."""
+
+
+class SplitMismatchError(StateError):
+    """The state belongs to another split part."""
+
+
+class SettingMismatchError(StateError):
+    """A setting that the order depends on differs."""
+
+
+class SeedMismatchError(SettingMismatchError):
+    """The state was written with another seed."""
+
+
+class BatchSizeMismatchError(SettingMismatchError):
+    """The state was written with another (micro) batch size."""
+
+
+class SliceSizeMismatchError(SettingMismatchError):
+    """The state was written with another `max_samples_per_sequence`."""
+
+
+class MissingRankError(StateError):
+    """The states of some ranks are not there."""
+
+
+class StepMismatchError(StateError):
+    """The ranks were not saved at the same step."""
+
+
+class TooManyRanksError(StateError):
+    """There are more data-parallel ranks than lanes."""
+
+
+class LoaderError(EnergonError):
+    """The loader cannot go on."""
+
+
+class WorkerDiedError(LoaderError):
+    """Worker processes died more often than the limit allows."""
+
+
+class SkipSample(Exception):  # noqa: N818 - the name that energon users know
+    """Raise it in a hook to leave the current sample out; it is counted, and the batch still fills."""

@@ -1,0 +1,140 @@
+"""Opening a prepared dataset: everything that training needs to know before it reads the first sample.
+
+Opening reads `.info.json`, the split file and `dataset.yaml`, and asks for the sizes of the shards; it touches no tar,
+no `.tar.idx` and no sqlite index. Energon's order of shards is kept: the order of the split file.
+
+The fingerprint (design section 5) hashes shard names, counts and sizes in split order, the excluded samples and the
+content of dataset.yaml. It does not see a tar that was edited without changing its size.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from energon_bridge.errors import EmptyDatasetError, MetadataError, ShardMissingError
+from energon_bridge.format.dataset_config import PartFilter, read_dataset_config
+from energon_bridge.format.field_map import FieldMap
+from energon_bridge.format.nvmeta import (
+    DEFAULT_DATASET_CONFIG,
+    DEFAULT_SPLIT_CONFIG,
+    DatasetInfo,
+    meta_path,
+    read_info,
+    read_splits,
+)
+from energon_bridge.format.tar_index import load_index
+from energon_bridge.storage import Store, open_store
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedDataset:
+    """One split part of a prepared dataset; arrays have one entry per shard of `shard_names`."""
+
+    path: str
+    store: Store
+    split_part: str
+    shard_names: tuple[str, ...]
+    shard_counts: np.ndarray = field(repr=False, compare=False)
+    shard_sizes: np.ndarray = field(repr=False, compare=False)
+    excluded: frozenset[tuple[str, str]]
+    sample_type: type
+    field_map: FieldMap | None
+    sample_loader: Callable[[dict[str, Any]], dict[str, Any]] | None
+    part_filter: PartFilter | None
+    subflavors: dict[str, Any]
+    fingerprint: str
+    num_samples: int
+
+
+def open_dataset(
+    path: str | os.PathLike[str],
+    *,
+    split_part: str,
+    dataset_config: str = DEFAULT_DATASET_CONFIG,
+    split_config: str = DEFAULT_SPLIT_CONFIG,
+    trust_remote_code: bool = False,
+) -> PreparedDataset:
+    """Open one split part of a prepared dataset in a folder or behind a URL.
+
+    Raises DatasetNotFoundError, NotPreparedError, UnknownSplitError, EmptyDatasetError, ShardMissingError,
+    MetadataError, FieldMapError or UntrustedCodeError, each naming the file and what to do.
+    """
+    store = open_store(path)
+    store.check_root()
+    info = read_info(store)
+    splits = read_splits(store, split_config)
+    shards = splits.shards_of(split_part)
+    counts = [_count(store, info, shard, where=splits.where, split_part=split_part) for shard in shards]
+    if sum(counts) == 0:
+        raise EmptyDatasetError(
+            f"{splits.where}: the split part {split_part!r} of {store.root} has no samples "
+            f"({len(shards)} shards). Prepare the dataset with another split, or ask for another part."
+        )
+    sizes = [_size(store, shard, where=splits.where, split_part=split_part) for shard in shards]
+    excluded = splits.excluded_samples(shards)
+    config = read_dataset_config(store, dataset_config, trust_remote_code=trust_remote_code)
+    return PreparedDataset(
+        path=store.root,
+        store=store,
+        split_part=split_part,
+        shard_names=tuple(shards),
+        shard_counts=np.asarray(counts, dtype=np.int64),
+        shard_sizes=np.asarray(sizes, dtype=np.int64),
+        excluded=excluded,
+        sample_type=config.sample_type,
+        field_map=config.field_map,
+        sample_loader=config.sample_loader,
+        part_filter=config.part_filter,
+        subflavors=config.subflavors,
+        fingerprint=_fingerprint(shards, counts, sizes, excluded, config.canonical),
+        num_samples=sum(counts),
+    )
+
+
+def read_index(dataset: PreparedDataset, shard: int) -> np.ndarray:
+    """Read the index of shard number `shard`: uint64 offsets of its samples and of the end, shape (count + 1,).
+
+    Raises ShardMissingError or CorruptShardError, naming the file and the remedy.
+    """
+    return load_index(
+        dataset.store,
+        dataset.shard_names[shard],
+        count=int(dataset.shard_counts[shard]),
+        size=int(dataset.shard_sizes[shard]),
+    )
+
+
+def _count(store: Store, info: DatasetInfo, shard: str, *, where: str, split_part: str) -> int:
+    if shard.startswith("/") or ".." in shard.split("/"):
+        raise MetadataError(f"{where}, field `split_parts.{split_part}`: {shard!r} lies outside of the dataset.")
+    count = info.shard_counts.get(shard)
+    if count is None:
+        raise MetadataError(
+            f"{where}, field `split_parts.{split_part}`: the shard {shard!r} is not in "
+            f"{store.url(meta_path('.info.json'))}. Run `energon prepare {store.root}` again after adding shards."
+        )
+    return count
+
+
+def _size(store: Store, shard: str, *, where: str, split_part: str) -> int:
+    try:
+        return store.size(shard)
+    except ShardMissingError as error:
+        raise ShardMissingError(
+            f"{store.url(shard)}: no such shard; {where} lists it in {split_part!r}. Bring it back, or run "
+            f"`energon prepare {store.root}` again."
+        ) from error
+
+
+def _fingerprint(
+    shards: list[str], counts: list[int], sizes: list[int], excluded: frozenset[tuple[str, str]], config: str
+) -> str:
+    content = [1, list(zip(shards, counts, sizes, strict=True)), sorted(excluded), config]
+    return hashlib.sha256(json.dumps(content, separators=(",", ":")).encode()).hexdigest()

@@ -1,0 +1,129 @@
+"""The `field_map` of dataset.yaml: which part, or which value inside a part, becomes which field of the sample.
+
+Grammar of one access: alternatives separated by commas, tried from left to right; each is a part name followed by any
+number of `[step]`, a step being a key of a mapping or an index of a list: `jpg,png`, `json[caption]`, `json[a][0]`.
+Source: reference section 1.8.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from energon_bridge.errors import FieldAccessError, FieldMapError
+from energon_bridge.samples import META_FIELDS
+
+_ACCESS = re.compile(r"([^\[\],]+)((?:\[[^\[\]]+\])*)")
+
+Alternative = tuple[str, tuple[str, ...]]
+
+
+class FieldMap:
+    """A compiled field map: call it with the decoded parts of a sample to get the values of the fields."""
+
+    __slots__ = ("_getters", "fields", "parts")
+
+    def __init__(self, fields: Mapping[str, str], *, where: str = "field_map") -> None:
+        """Compile `{field: access}`; raises FieldMapError naming `where` and the field if an access is malformed."""
+        alternatives = {field: parse_access(access, where=where, field=field) for field, access in fields.items()}
+        self.fields: dict[str, str] = dict(fields)
+        self.parts: frozenset[str] = frozenset(part for options in alternatives.values() for part, _ in options)
+        self._getters = tuple((field, _compile(field, options)) for field, options in alternatives.items())
+
+    def __call__(self, parts: Mapping[str, Any]) -> dict[str, Any]:
+        """Return {field: value}; raises FieldAccessError naming the field, its access and the parts that there are."""
+        return {field: getter(parts) for field, getter in self._getters}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return FieldMap, (self.fields,)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, FieldMap) and self.fields == other.fields
+
+    def __hash__(self) -> int:
+        return hash(tuple(sorted(self.fields.items())))
+
+    def __repr__(self) -> str:
+        return f"FieldMap({self.fields!r})"
+
+
+def parse_access(access: str, *, where: str, field: str) -> tuple[Alternative, ...]:
+    """Split an access into alternatives of (part name, steps); raises FieldMapError."""
+    if not isinstance(access, str):
+        raise FieldMapError(f"{where}, field `{field}`: expected an access like `json[caption]`, found {access!r}.")
+    alternatives: list[Alternative] = []
+    for option in access.split(","):
+        match = _ACCESS.fullmatch(option.strip())
+        if match is None:
+            raise FieldMapError(
+                f"{where}, field `{field}`: cannot read the access {access!r}; "
+                f"expected a part name with steps, like `jpg,png` or `json[caption][0]`."
+            )
+        alternatives.append((match.group(1), tuple(re.findall(r"\[([^\[\]]+)\]", match.group(2)))))
+    return tuple(alternatives)
+
+
+def check_fields(field_map: FieldMap, sample_type: type, *, where: str) -> None:
+    """Check that a field map names fields of the sample type only, and all that it requires; raises FieldMapError."""
+    fields = {
+        field.name: field
+        for field in dataclasses.fields(sample_type)
+        if field.init and (field.name == "__key__" or field.name not in META_FIELDS)
+    }
+    offered = sorted(fields.keys() - {"__key__"})
+    for name in field_map.fields:
+        if name not in fields:
+            near = difflib.get_close_matches(name, offered, n=1)
+            hint = f" Did you mean `{near[0]}`?" if near else ""
+            raise FieldMapError(
+                f"{where}, field `{name}`: {sample_type.__name__} has no such field; it has {', '.join(offered)}.{hint}"
+            )
+    for name in offered:
+        field = fields[name]
+        has_default = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
+        if not has_default and name not in field_map.fields:
+            raise FieldMapError(
+                f"{where}: {sample_type.__name__} requires the field `{name}`, which the field map does not give. "
+                f"Add `{name}: <part>`."
+            )
+
+
+def _compile(field: str, alternatives: tuple[Alternative, ...]) -> Callable[[Mapping[str, Any]], Any]:
+    if len(alternatives) == 1 and not alternatives[0][1]:
+        part = alternatives[0][0]
+
+        def get_part(parts: Mapping[str, Any]) -> Any:
+            try:
+                return parts[part]
+            except KeyError:
+                raise _not_found(field, alternatives, parts) from None
+
+        return get_part
+
+    def get_value(parts: Mapping[str, Any]) -> Any:
+        for part, steps in alternatives:
+            try:
+                value = parts[part]
+                for step in steps:
+                    value = value[int(step)] if isinstance(value, (list, tuple)) else _entry(value, step)
+                return value
+            except (KeyError, IndexError, ValueError, TypeError):
+                continue
+        raise _not_found(field, alternatives, parts)
+
+    return get_value
+
+
+def _entry(value: Any, step: str) -> Any:
+    if not isinstance(value, Mapping):
+        raise TypeError  # text has indices too, but a step into it is a mistake in the map
+    return value[step]
+
+
+def _not_found(field: str, alternatives: tuple[Alternative, ...], parts: Mapping[str, Any]) -> FieldAccessError:
+    access = ",".join(part + "".join(f"[{step}]" for step in steps) for part, steps in alternatives)
+    there = ", ".join(name for name in parts if not name.startswith("__")) or "none"
+    return FieldAccessError(f"field `{field}`: nothing at {access!r}; the sample has the parts {there}.")

@@ -1,0 +1,108 @@
+"""`index.sqlite`: which shard and bytes a sample key has, for looking samples up by key. Training does not need it.
+
+Tables `samples(tar_file_id, sample_key UNIQUE, sample_index, byte_offset, byte_size)` and `sample_parts(tar_file_id,
+sample_index, part_name, content_byte_offset, content_byte_size)` with three indexes; a tar_file_id is the position of
+the shard in `.info.json`. Schema and names: reference section 1.5.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from collections.abc import Sequence
+from itertools import pairwise, repeat
+from types import TracebackType
+
+from energon_bridge.errors import DuplicateKeyError, StorageError
+from energon_bridge.format.tar_scan import ShardScan
+
+_TABLES = (
+    """CREATE TABLE samples (
+        tar_file_id INTEGER NOT NULL,
+        sample_key TEXT NOT NULL UNIQUE,
+        sample_index INTEGER NOT NULL,
+        byte_offset INTEGER,
+        byte_size INTEGER
+    )""",
+    """CREATE TABLE sample_parts (
+        tar_file_id INTEGER,
+        sample_index INTEGER,
+        part_name TEXT,
+        content_byte_offset INTEGER,
+        content_byte_size INTEGER
+    )""",
+)
+_INDEXES = (
+    "CREATE INDEX idx_samples_by_tar_and_idx ON samples(tar_file_id, sample_index)",
+    "CREATE INDEX idx_sample_parts_seq ON sample_parts(tar_file_id, sample_index, content_byte_offset)",
+    "CREATE INDEX idx_sample_parts_full ON sample_parts"
+    "(tar_file_id, sample_index, part_name, content_byte_offset, content_byte_size)",
+)
+# The file is built under a temporary name and thrown away after a crash: it needs no journal and no sync before the end.
+_PRAGMAS = (
+    "PRAGMA journal_mode = OFF",
+    "PRAGMA synchronous = OFF",
+    "PRAGMA locking_mode = EXCLUSIVE",
+    "PRAGMA cache_size = -262144",
+)
+
+
+class KeyIndexWriter:
+    """Writes a new key index to a local file, one shard after the other; a context manager.
+
+    `shards` are the names of all shards in the order of `.info.json`, for errors.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], shards: Sequence[str]) -> None:
+        self._shards = shards
+        self._connection = sqlite3.connect(path, isolation_level=None)
+        for statement in (*_PRAGMAS, *_TABLES, "BEGIN"):
+            self._connection.execute(statement)
+
+    def add(self, shard: int, scan: ShardScan) -> None:
+        """Add the samples of shard number `shard`; raises DuplicateKeyError naming both shards."""
+        sizes = [end - start for start, end in pairwise(scan.offsets)]
+        rows = zip(repeat(shard), scan.keys, range(len(sizes)), scan.offsets, sizes, strict=False)
+        try:
+            self._connection.executemany("INSERT INTO samples VALUES (?, ?, ?, ?, ?)", rows)
+            parts = zip(
+                repeat(shard), scan.part_samples, scan.part_names, scan.part_offsets, scan.part_sizes, strict=False
+            )
+            self._connection.executemany("INSERT INTO sample_parts VALUES (?, ?, ?, ?, ?)", parts)
+        except sqlite3.IntegrityError as error:
+            raise self._duplicate(shard, scan) from error
+        except sqlite3.OperationalError as error:
+            raise StorageError(f"cannot write the key index: {error}") from error
+
+    def finish(self) -> None:
+        """Create the indexes and write everything to disk."""
+        try:
+            for statement in (*_INDEXES, "COMMIT"):
+                self._connection.execute(statement)
+        except sqlite3.OperationalError as error:
+            raise StorageError(f"cannot write the key index: {error}") from error
+        self._connection.close()
+
+    def __enter__(self) -> KeyIndexWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._connection.close()
+
+    def _duplicate(self, shard: int, scan: ShardScan) -> DuplicateKeyError:
+        """Find the key that made the insertion fail; rows of this shard before it may be in the table."""
+        seen: set[str] = set()
+        for key in scan.keys:
+            query = "SELECT tar_file_id FROM samples WHERE sample_key = ? AND tar_file_id != ?"
+            row = self._connection.execute(query, (key, shard)).fetchone()
+            if row is not None or key in seen:
+                other = self._shards[row[0]] if row is not None else self._shards[shard]
+                return DuplicateKeyError(
+                    f"the sample key {key!r} stands in {other!r} and again in {self._shards[shard]!r}. Keys must be "
+                    f"unique in a dataset, and the members of a sample must follow one another. Rename them, leave a "
+                    f"shard out with --exclude, or prepare with --no-key-index if nothing looks samples up by key."
+                )
+            seen.add(key)
+        return DuplicateKeyError(f"a sample key of {self._shards[shard]!r} stands twice in the dataset.")

@@ -1,0 +1,147 @@
+"""The files of `.nv-meta` that say which shards there are and how they are split: `.info.json` and `split.yaml`.
+
+`.info.json`: `{"energon_version": str, "shard_counts": {"<relative tar path>": <samples>, ...}}`, indent 2; the order
+of the shards is their number in the key index. `.info.yaml` is the old spelling of the same.
+`split.yaml` (or `.json`): `split_parts: {<name>: [<shard or brace expression>, ...]}` and `exclude: [...]` of shards
+or `<shard>/<sample key>`.
+
+Formats: reference sections 1.3 and 1.7.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from energon_bridge.errors import MetadataError, NotPreparedError, ShardMissingError, UnknownSplitError
+from energon_bridge.format.braces import collapse_braces, expand_braces
+from energon_bridge.format.documents import (
+    dump_yaml,
+    expect_keys,
+    expect_mapping,
+    expect_string,
+    expect_strings,
+    read_document,
+    wrong_type,
+)
+from energon_bridge.storage import Store
+
+META_FOLDER = ".nv-meta"
+INFO_JSON = ".info.json"
+INFO_YAML = ".info.yaml"
+INDEX_SQLITE = "index.sqlite"
+INDEX_UUID = "index.uuid"
+DEFAULT_SPLIT_CONFIG = "split.yaml"
+DEFAULT_DATASET_CONFIG = "dataset.yaml"
+# The release of energon whose formats are written; its readers take any text here.
+FORMAT_VERSION = "7.4.1"
+
+
+def meta_path(name: str) -> str:
+    """Return the path of a metadata file relative to the root of the dataset."""
+    return f"{META_FOLDER}/{name}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DatasetInfo:
+    """All shards of a prepared dataset with their numbers of samples, in the order of the key index."""
+
+    shard_counts: dict[str, int]
+    energon_version: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Splits:
+    """The split parts, expanded to shard names, and what is excluded."""
+
+    parts: dict[str, list[str]]
+    exclude: list[str]
+    where: str
+
+    def shards_of(self, split_part: str) -> list[str]:
+        """Return the shards of a split part in its order, excluded shards left out; raises UnknownSplitError."""
+        if split_part not in self.parts:
+            known = ", ".join(self.parts) or "none"
+            raise UnknownSplitError(f"{self.where}: no split part {split_part!r}. Known split parts: {known}.")
+        excluded = set(self.exclude)
+        return [shard for shard in self.parts[split_part] if shard not in excluded]
+
+    def excluded_samples(self, shards: Sequence[str]) -> frozenset[tuple[str, str]]:
+        """Return the excluded samples of these shards as (shard, key)."""
+        known = set(shards)
+        found: set[tuple[str, str]] = set()
+        for entry in self.exclude:
+            slash = entry.find("/")
+            while slash >= 0:  # shard names and keys may both hold slashes: try every cut
+                if entry[:slash] in known:
+                    found.add((entry[:slash], entry[slash + 1 :]))
+                slash = entry.find("/", slash + 1)
+        return frozenset(found)
+
+
+def read_info(store: Store) -> DatasetInfo:
+    """Read `.info.json`, or the old `.info.yaml`; raises DatasetNotFoundError, NotPreparedError, MetadataError."""
+    for name in (INFO_JSON, INFO_YAML):
+        try:
+            document = read_document(store, meta_path(name))
+        except ShardMissingError:
+            continue
+        where = store.url(meta_path(name))
+        info = expect_mapping(document, where=where)
+        expect_keys(info, allowed=("energon_version", "shard_counts"), required=("shard_counts",), where=where)
+        version = info.get("energon_version")
+        if version is not None:
+            version = expect_string(version, where=where, field="energon_version")
+        counts = expect_mapping(info["shard_counts"], where=where, field="shard_counts")
+        for shard, count in counts.items():
+            if type(count) is not int or count < 0:
+                raise wrong_type(count, "a number of samples", where=where, field=f"shard_counts.{shard}")
+        return DatasetInfo(shard_counts=counts, energon_version=version)
+    raise NotPreparedError(
+        f"{store.root}: not prepared, there is no {meta_path(INFO_JSON)}. Run `energon prepare {store.root}`."
+    )
+
+
+def render_info(shard_counts: Mapping[str, int], *, energon_version: str = FORMAT_VERSION) -> bytes:
+    """Write `.info.json`."""
+    return json.dumps({"energon_version": energon_version, "shard_counts": dict(shard_counts)}, indent=2).encode()
+
+
+def read_splits(store: Store, split_config: str = DEFAULT_SPLIT_CONFIG) -> Splits:
+    """Read a split file of `.nv-meta`; for the default name `split.json` will do as well. Raises MetadataError."""
+    if not split_config.endswith((".yaml", ".json")):
+        raise MetadataError(
+            f"split_config={split_config!r}: expected the name of a .yaml or .json file in {META_FOLDER}."
+        )
+    rel = meta_path(split_config)
+    if split_config == DEFAULT_SPLIT_CONFIG and not store.exists(rel) and store.exists(meta_path("split.json")):
+        rel = meta_path("split.json")
+    where = store.url(rel)
+    try:
+        document = read_document(store, rel)
+    except ShardMissingError as error:
+        raise MetadataError(f"{where}: no such split file. Run `energon prepare {store.root}`.") from error
+    config = expect_mapping(document, where=where)
+    expect_keys(config, allowed=("split_parts", "exclude"), required=("split_parts",), where=where)
+    parts = expect_mapping(config["split_parts"], where=where, field="split_parts")
+    return Splits(
+        parts={name: _expand(value, where=where, field=f"split_parts.{name}") for name, value in parts.items()},
+        exclude=_expand(config.get("exclude"), where=where, field="exclude"),
+        where=where,
+    )
+
+
+def _expand(value: object, *, where: str, field: str) -> list[str]:
+    if value is None:  # `val:` with nothing behind it is an empty list
+        return []
+    try:
+        return [name for entry in expect_strings(value, where=where, field=field) for name in expand_braces(entry)]
+    except ValueError as error:
+        raise MetadataError(f"{where}, field `{field}`: {error}.") from error
+
+
+def render_splits(parts: Mapping[str, Sequence[str]], *, exclude: Sequence[str] = ()) -> bytes:
+    """Write `split.yaml`, runs of shards collapsed to brace expressions."""
+    collapsed = {name: collapse_braces(shards) for name, shards in parts.items()}
+    return dump_yaml({"split_parts": collapsed, "exclude": list(exclude)})

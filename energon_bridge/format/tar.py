@@ -1,0 +1,243 @@
+"""Parts of one sample from the bytes of its range in a tar: the hot path of reading.
+
+A tar is a row of 512-byte blocks. A member is a header block (name at 0, size in octal at 124, checksum at 148, type
+at 156, magic at 257, name prefix at 345) and its content, padded to whole blocks. GNU `L` members and PAX `x` members
+carry a long name (PAX: also the size) for the member that follows. Field meanings are those of Python's `tarfile`,
+which Megatron Energon reads with, so that both see the same names.
+
+Invariant: all members of a range that belong to a sample have the sample's key; anything else means that index and tar
+do not fit, and raises CorruptShardError.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from energon_bridge.errors import CorruptShardError
+from energon_bridge.format.names import split_member_name
+
+BLOCK = 512
+_REGULAR = b"0\x007"
+_NO_CONTENT = b"123456"
+_LONG_NAME = 76  # "L"
+_PAX_EXTENDED = (120, 88)  # "x", and "X" of old Solaris
+_SPARSE = 83  # "S"
+_NAME_ERRORS = "surrogateescape"
+
+
+class Member(NamedTuple):
+    """One member of a tar, long names resolved; offsets in bytes."""
+
+    name: str
+    regular: bool
+    header: int  # of the first header block that belongs to the member
+    content: int
+    size: int
+    end: int  # of the padded content: where the next member starts
+
+
+def parse_sample(
+    data: bytes | bytearray | memoryview, *, where: str = "", parts: frozenset[str] | None = None
+) -> tuple[str, dict[str, memoryview]]:
+    """Split the bytes of one sample's range into its key and its parts (views of `data`, in the order of the tar).
+
+    `parts` limits what is returned to these part names. `where` names dataset, shard and sample in an error.
+    Raises CorruptShardError if the bytes are no tar members of one sample.
+    """
+    view = memoryview(data)
+    length = len(view)
+    found: dict[str, memoryview] = {}
+    key = ""
+    prefix = b""
+    position = 0
+    while position + 512 <= length:
+        header = bytes(view[position : position + 512])
+        # Fast path: a plain ustar header, of the first part (no prefix yet) or a further one.
+        if header[156] == 48 and not header[345] and header.startswith(prefix) and header[257:262] == b"ustar":
+            end = header.find(0, 0, 100)
+            try:
+                name = header[len(prefix) : end if end >= 0 else 100].decode()
+                size = int(header[124:135], 8)
+            except ValueError:
+                name = "/"  # other spellings of names and sizes: the general path knows them
+            if not prefix:
+                names = split_member_name(name)
+                if names is not None and _is_plain(names[0]):
+                    key, name = names
+                    prefix = f"{key}.".encode()
+                else:
+                    name = "/"
+            if "/" not in name and "\n" not in name:
+                content = position + 512
+                position = content + (size + 511 & -512)
+                if content + size > length:
+                    raise _truncated(where, content - 512, f"{key}.{name}", content + size, length)
+                if parts is None or name in parts:
+                    found[name] = view[content : content + size]
+                continue
+        member = next_member(view, position, where=where, verify=False)
+        if member is None:
+            break
+        position = member.end
+        if not member.regular:
+            continue
+        names = split_member_name(member.name)
+        if names is None:
+            continue
+        if member.content + member.size > length:
+            raise _truncated(where, member.header, member.name, member.content + member.size, length)
+        if not key:
+            key = names[0]
+            if _is_plain(key):
+                prefix = key.encode("utf-8", _NAME_ERRORS) + b"."
+        elif names[0] != key:
+            raise CorruptShardError(
+                f"{where}: the range of sample {key!r} also holds {member.name!r}: the index does not fit the tar. "
+                f"Rebuild it with `energon prepare --tar-index-only`."
+            )
+        if parts is None or names[1] in parts:
+            found[names[1]] = view[member.content : member.content + member.size]
+    if not key:
+        raise CorruptShardError(
+            f"{where}: no member of a sample in a range of {length} bytes: the index does not fit the tar. "
+            f"Rebuild it with `energon prepare --tar-index-only`."
+        )
+    return key, found
+
+
+def _is_plain(key: str) -> bool:
+    """Tell whether names with this key and a dot may be split right there, without a look at the whole name."""
+    return not key.startswith("__") and not key.endswith("/") and "\n" not in key
+
+
+def next_member(view: memoryview, position: int, *, where: str, base: int = 0, verify: bool = True) -> Member | None:
+    """Read the member that starts at `position`, with the GNU and PAX headers in front of it.
+
+    Returns None at a zero block (end of the archive). `base` is the offset of `view` in the tar: positions are of the
+    view, offsets in errors of the tar. `verify=False` trusts a header with the ustar magic without adding up its
+    checksum. Raises NeedMoreBytes if headers go on behind the view, CorruptShardError for a
+    block that is no header.
+    """
+    start = position
+    long_name: str | None = None
+    pax: dict[str, str] = {}
+    while True:
+        content = position + BLOCK
+        if content > len(view):
+            raise NeedMoreBytes(f"{where}: header at byte {base + position} is cut off", needed=content)
+        header = bytes(view[position:content])
+        if header[156] == 0 and not any(header):
+            if position != start:
+                raise CorruptShardError(f"{where}: a long name at byte {base + start} is followed by no member.")
+            return None
+        if verify or header[257:262] != b"ustar":
+            check_header(header, where=where, offset=base + position)
+        kind = header[156]
+        size = _number(header[124:136], where=where, offset=base + position)
+        padded = size + 511 & -512
+        if kind == _LONG_NAME or kind in _PAX_EXTENDED:
+            if content + size > len(view):
+                raise NeedMoreBytes(f"{where}: long name at byte {base + position} is cut off", needed=content + padded)
+            body = bytes(view[content : content + size])
+            if kind == _LONG_NAME:
+                long_name = _text(body)
+            else:
+                pax.update(_pax_records(body, where=where, offset=base + position))
+            position = content + padded
+            continue
+        if kind == _SPARSE or any(name.startswith("GNU.sparse.") for name in pax):
+            raise CorruptShardError(
+                f"{where}: the member at byte {base + position} is sparse and cannot be read by range. "
+                f"Write the tar again without --sparse."
+            )
+        if kind == 75 or kind == 103:  # "K", a long link target, and "g", global PAX records: not for regular members
+            if kind == 103:
+                start = content + padded  # tarfile counts it as a member of its own
+            position = content + padded
+            continue
+        name = _text(header[:100])
+        if kind == 0 and name.endswith("/"):
+            kind = 53  # old tars mark folders by the name alone
+        ustar_prefix = _text(header[345:500])
+        if ustar_prefix:
+            name = f"{ustar_prefix}/{name}"
+        if "size" in pax:
+            size = _pax_size(pax["size"], where=where, offset=base + position)
+        if long_name is not None:
+            name = long_name
+        name = pax.get("path", name)
+        return Member(
+            name=name,
+            regular=kind in _REGULAR,
+            header=start,
+            content=content,
+            size=size,
+            end=content if kind in _NO_CONTENT else content + (size + 511 & -512),
+        )
+
+
+class NeedMoreBytes(CorruptShardError):  # noqa: N818 - a request to the caller that can read on, an error to others
+    """The headers of a member go on behind the end of the view; `needed` is the length of view that they take."""
+
+    def __init__(self, message: str, *, needed: int = 0) -> None:
+        super().__init__(message)
+        self.needed = needed
+
+
+def check_header(header: bytes, *, where: str, offset: int) -> None:
+    """Raise CorruptShardError unless the checksum of a header block fits; old tars added up signed bytes."""
+    try:
+        expected = int(header[148:156].partition(b"\0")[0].strip() or b"0", 8)
+    except ValueError:
+        expected = -1
+    computed = sum(header) - sum(header[148:156]) + 256
+    if expected != computed:
+        signed = computed - 256 * sum(byte > 127 for byte in header[:148] + header[156:])
+        if expected != signed:
+            raise CorruptShardError(
+                f"{where}: no tar header at byte {offset} (checksum {header[148:156]!r}, expected {computed:o}). "
+                f"The tar is damaged, or it is not an uncompressed tar."
+            )
+
+
+def _truncated(where: str, offset: int, name: str, expected: int, got: int) -> CorruptShardError:
+    return CorruptShardError(
+        f"{where}: member {name!r} at byte {offset} of the range ends at byte {expected}, the range has {got} bytes. "
+        f"Rebuild the index with `energon prepare --tar-index-only`."
+    )
+
+
+def _text(field: bytes) -> str:
+    return field.partition(b"\0")[0].decode("utf-8", _NAME_ERRORS)
+
+
+def _number(field: bytes, *, where: str, offset: int) -> int:
+    """Read a number field: octal text, or big-endian binary if its first byte says so."""
+    if field[0] in (0o200, 0o377):
+        value = int.from_bytes(field[1:], "big")
+        return value - (1 << 8 * (len(field) - 1)) if field[0] == 0o377 else value
+    try:
+        return int(field.partition(b"\0")[0].strip() or b"0", 8)
+    except ValueError:
+        raise CorruptShardError(f"{where}: header at byte {offset} has the size {field!r}, expected octal.") from None
+
+
+def _pax_records(body: bytes, *, where: str, offset: int) -> dict[str, str]:
+    """Parse PAX records, each `<length> <name>=<value>` and a line end, length counting the whole record."""
+    records: dict[str, str] = {}
+    position = 0
+    while position < len(body) and body[position]:
+        digits, space, _ = body[position : position + 21].partition(b" ")
+        length = int(digits) if space and digits.isdigit() else 0
+        name, equals, value = body[position + len(digits) + 1 : position + length - 1].partition(b"=")
+        if not equals or position + length > len(body):
+            raise CorruptShardError(f"{where}: PAX header at byte {offset} has a broken record at byte {position}.")
+        records[name.decode("utf-8", _NAME_ERRORS)] = value.decode("utf-8", _NAME_ERRORS)
+        position += length
+    return records
+
+
+def _pax_size(text: str, *, where: str, offset: int) -> int:
+    if not (text.isascii() and text.isdigit()):
+        raise CorruptShardError(f"{where}: PAX header before byte {offset} has the size {text!r}, expected a number.")
+    return int(text)

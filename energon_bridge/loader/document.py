@@ -1,0 +1,210 @@
+"""The saved state of a run: one plain document that says nothing about ranks or workers.
+
+Built-in types only, so that it loads with `torch.load` and its defaults, as JSON, and in restricted unpicklers::
+
+    {"format": "energon_bridge.state", "format_version": 1, "order_version": 1,
+     "kind": "train" | "finite", "num_lanes": L, "microbatches": m0,
+     "settings": {name: value, ...},         # everything that the order depends on
+     "leaves": [{"identity", "fingerprint", "path", "split_part", "num_samples", "num_shards", "counts": {...}}],
+     "lanes": {"numbers": column, "microbatches": column, "draws": column, "taken": column, "leaf_draws": [column, ...]}}
+
+A *column* is a string: the integers' differences as little-endian int64, zlib, base85. The state of a rank holds the
+lanes of that rank; several such states merge into one as long as they stand at the same microbatch. Counts of a rank's
+state are that rank's own; they add up in a merge.
+"""
+
+from __future__ import annotations
+
+import base64
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from energon_bridge.errors import (
+    BatchSizeMismatchError,
+    DatasetMismatchError,
+    MissingRankError,
+    OrderVersionError,
+    SeedMismatchError,
+    SettingMismatchError,
+    SliceSizeMismatchError,
+    SplitMismatchError,
+    StateFormatError,
+    StateVersionError,
+    StepMismatchError,
+)
+from energon_bridge.plan.leaf import ORDER_VERSION
+from energon_bridge.stream.state import LaneState
+
+FORMAT = "energon_bridge.state"
+FORMAT_VERSION = 1
+
+_SETTING_ERRORS: dict[str, type[SettingMismatchError]] = {
+    "seed": SeedMismatchError,
+    "batch_size": BatchSizeMismatchError,
+    "max_samples_per_sequence": SliceSizeMismatchError,
+}
+
+State = dict[str, Any]
+
+
+def encode_column(numbers: Iterable[int]) -> str:
+    """Return integers as one string: differences, zlib, base85."""
+    array = np.fromiter(numbers, dtype="<i8")
+    return base64.b85encode(zlib.compress(np.diff(array, prepend=np.int64(0)).tobytes(), 9)).decode()
+
+
+def decode_column(text: str) -> list[int]:
+    """Return the integers of a column."""
+    raw = zlib.decompress(base64.b85decode(text))
+    numbers: list[int] = np.cumsum(np.frombuffer(raw, dtype="<i8")).tolist()
+    return numbers
+
+
+def write_lanes(lanes: Mapping[int, LaneState]) -> State:
+    """Return the `lanes` entry of a document."""
+    numbers = sorted(lanes)
+    states = [lanes[number] for number in numbers]
+    leaves = len(states[0].leaf_draws) if states else 0
+    return {
+        "numbers": encode_column(numbers),
+        "microbatches": encode_column(s.microbatches for s in states),
+        "draws": encode_column(s.draw for s in states),
+        "taken": encode_column(s.taken for s in states),
+        "leaf_draws": [encode_column(s.leaf_draws[i] for s in states) for i in range(leaves)],
+    }
+
+
+def read_lanes(document: State) -> dict[int, LaneState]:
+    """Return the lanes of a document by number."""
+    entry = document["lanes"]
+    names = ("numbers", "microbatches", "draws", "taken")
+    numbers, microbatches, draws, taken = (decode_column(entry[name]) for name in names)
+    leaf_draws = [decode_column(column) for column in entry["leaf_draws"]]
+    columns = zip(numbers, microbatches, draws, taken, zip(*leaf_draws, strict=True), strict=True)
+    return {number: LaneState(m, draw, t, tuple(leaf)) for number, m, draw, t, leaf in columns}
+
+
+def check_format(state: Any) -> State:
+    """Return the document if this version can read it.
+
+    Raises:
+        StateFormatError: It is none, or damaged.
+        StateVersionError: It was written in a newer format.
+        OrderVersionError: It was written under other rules of order.
+    """
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        found = state.get("format") if isinstance(state, dict) else type(state).__name__
+        raise StateFormatError(f"not a state of energon_bridge: expected format {FORMAT!r}, found {found!r}")
+    version = state.get("format_version")
+    if not isinstance(version, int) or version > FORMAT_VERSION:
+        raise StateVersionError(
+            f"the state has format version {version!r}, this version of energon_bridge reads up to {FORMAT_VERSION}: "
+            "upgrade energon_bridge"
+        )
+    order = state.get("order_version")
+    if order != ORDER_VERSION:
+        raise OrderVersionError(
+            f"the state was written under order version {order!r}, this version of energon_bridge orders samples by "
+            f"version {ORDER_VERSION}: resume with the version that wrote it, or start a new run"
+        )
+    missing = {"kind", "num_lanes", "microbatches", "settings", "leaves", "lanes"} - state.keys()
+    if missing:
+        raise StateFormatError(f"the state is damaged: it has no {', '.join(sorted(missing))}")
+    return state
+
+
+def merge(states: Sequence[Any]) -> State:
+    """Return one document for the states of some or all ranks of a run.
+
+    Raises:
+        StepMismatchError: They stand at different microbatches.
+        StateFormatError: They belong to different runs.
+    """
+    documents = [check_format(state) for state in states]
+    if not documents:
+        raise StateFormatError("no state given")
+    first = documents[0]
+    lanes: dict[int, LaneState] = {}
+    counts = [dict.fromkeys(leaf["counts"], 0) for leaf in first["leaves"]]
+    for number, document in enumerate(documents):
+        if document["microbatches"] != first["microbatches"]:
+            raise StepMismatchError(
+                f"the states were saved at different steps: state 0 after {first['microbatches']} microbatches of the "
+                f"run, state {number} after {document['microbatches']}; take the states of one checkpoint"
+            )
+        if document["settings"] != first["settings"] or document["num_lanes"] != first["num_lanes"]:
+            raise StateFormatError(f"state {number} belongs to another run than state 0: {_difference(first, document)}")
+        known = read_lanes(document)
+        fresh = not lanes.keys() & known.keys()
+        lanes |= known
+        for total, leaf in zip(counts, document["leaves"], strict=True):
+            for name, value in leaf["counts"].items() if fresh else ():
+                total[name] += value
+    leaves = [leaf | {"counts": total} for leaf, total in zip(first["leaves"], counts, strict=True)]
+    return first | {"lanes": write_lanes(lanes), "leaves": leaves}
+
+
+def _difference(a: State, b: State) -> str:
+    names = [name for name in a["settings"] if a["settings"][name] != b["settings"].get(name)]
+    return ", ".join(f"{n}: {a['settings'][n]!r} and {b['settings'].get(n)!r}" for n in names) or "num_lanes"
+
+
+def check_fits(document: State, kind: str, settings: State, leaves: list[State]) -> None:
+    """Refuse a document that does not belong to a dataset and its settings.
+
+    Raises:
+        SplitMismatchError, DatasetMismatchError: Other data.
+        SettingMismatchError: A setting that the order depends on differs (seed, batch size and slice size have classes
+            of their own).
+    """
+    if document["kind"] != kind:
+        raise StateFormatError(f"the state is of a {document['kind']} stream, this loader delivers a {kind} one")
+    for saved, here in zip(document["leaves"], leaves, strict=False):
+        if saved["split_part"] != here["split_part"]:
+            raise SplitMismatchError(
+                f"the state belongs to split {saved['split_part']!r} of {saved['path']}, this run reads split "
+                f"{here['split_part']!r} of {here['path']}"
+            )
+    for name in sorted(settings.keys() | document["settings"].keys(), key=lambda n: (n not in _SETTING_ERRORS, n)):
+        saved, here = document["settings"].get(name), settings.get(name)
+        if saved != here:
+            raise _SETTING_ERRORS.get(name, SettingMismatchError)(
+                f"the state was saved with {name}={saved!r}, this run has {name}={here!r}: the order of samples depends "
+                f"on it; set {name}={saved!r} to resume, or start a new run"
+            )
+    if [leaf["identity"] for leaf in document["leaves"]] != [leaf["identity"] for leaf in leaves]:
+        lines = [f"  {sign} {_describe(leaf)}" for sign, part in (("-", document["leaves"]), ("+", leaves)) for leaf in part]
+        raise DatasetMismatchError(
+            "the state belongs to other data (- in the state, + in this run):\n"
+            + "\n".join(lines)
+            + "\nShards, their sample counts or sizes, excludes or dataset.yaml differ: restore the data that the run "
+            "was started with, or start a new run"
+        )
+
+
+def _describe(leaf: State) -> str:
+    return (
+        f"{leaf['path']} [{leaf['split_part']}]: {leaf['num_samples']} samples in {leaf['num_shards']} shards, "
+        f"fingerprint {leaf['fingerprint'][:12]}"
+    )
+
+
+def check_lanes(lanes: Mapping[int, LaneState], wanted: Iterable[int], microbatches: int, num_lanes: int) -> None:
+    """Refuse a union of states in which lanes are missing or do not stand where the run stands."""
+    missing = [lane for lane in wanted if lane not in lanes]
+    if missing:
+        raise MissingRankError(
+            f"the state holds {len(lanes)} of {num_lanes} lanes; this rank needs lanes {missing[:8]}"
+            f"{' …' if len(missing) > 8 else ''}: the states of some ranks are missing, restore from the states of all "
+            "ranks of the checkpoint (a list of them, or save_state_global)"
+        )
+    for lane, state in lanes.items():
+        expected = max(0, -((lane - microbatches) // num_lanes))
+        if state.microbatches != expected:
+            raise StateFormatError(
+                f"the state is damaged: lane {lane} has delivered {state.microbatches} microbatches, a run at microbatch "
+                f"{microbatches} has {expected} of it"
+            )

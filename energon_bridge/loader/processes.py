@@ -1,0 +1,124 @@
+"""Where units are made: in the calling process, or in worker processes that are started again when they die.
+
+Both sources give the same items. A source holds nothing that is needed to go on: the loader starts a new one from what
+was delivered.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch.utils.data
+from torch.utils.data import _utils
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+
+from energon_bridge.errors import WorkerDiedError
+from energon_bridge.loader.transport import Arena, unpack
+from energon_bridge.stream.state import Produced
+
+logger = logging.getLogger(__name__)
+
+_POLL_SECONDS = 0.5
+_RESTARTS_WITHOUT_A_BATCH = 3
+
+
+class WorkerIterator(_MultiProcessingDataLoaderIter):
+    """DataLoader's iterator over worker processes, which notices a dead worker soon and only when asked.
+
+    DataLoader raises from its SIGCHLD handler, that is in the middle of whatever the training process does; here a dead
+    worker is seen when its next item is fetched, so that it can be replaced.
+    """
+
+    def __init__(self, loader: torch.utils.data.DataLoader[Any]) -> None:
+        super().__init__(loader)
+        if self._worker_pids_set:  # type: ignore[has-type]
+            _utils.signal_handling._remove_worker_pids(id(self))
+            self._worker_pids_set = False
+
+    def _try_get_data(self, timeout: float = _POLL_SECONDS) -> Any:
+        return super()._try_get_data(timeout)
+
+    def dead(self) -> list[tuple[int, int | None]]:
+        """Return worker number and exit code of every worker that has died."""
+        gone = [(i, w) for i, w in enumerate(self._workers) if not w.is_alive()]
+        return [(number, worker.exitcode) for number, worker in gone if worker.exitcode != 0]
+
+    def stop(self) -> None:
+        """Stop all workers and wait for them."""
+        self._shutdown_workers()
+
+
+class WorkerSource:
+    """Items from worker processes.
+
+    Args:
+        start: Starts the workers from what was delivered and returns their iterator.
+        arenas: The shared memory of each worker.
+        max_restarts: How often workers are started again in all.
+    """
+
+    def __init__(self, start: Callable[[], WorkerIterator], arenas: list[Arena | None], max_restarts: int) -> None:
+        self._start = start
+        self._arenas = arenas
+        self._left = max_restarts
+        self._in_a_row = 0
+        self._iterator: WorkerIterator | None = None
+
+    def __iter__(self) -> Iterator[Produced]:
+        return self
+
+    def __next__(self) -> Produced:
+        while True:
+            if self._iterator is None:
+                self._iterator = self._start()
+            try:
+                item = next(self._iterator)
+                if item is None:
+                    continue
+                worker, message = item
+                produced: Produced = unpack(message, self._arenas[worker])
+            except StopIteration:
+                raise
+            except (RuntimeError, OSError, EOFError) as error:  # how torch reports a worker that is gone
+                dead = self._iterator.dead()
+                self.stop()
+                if not dead:
+                    raise
+                self._replace(dead, error)
+                continue
+            except BaseException:
+                self.stop()
+                raise
+            self._in_a_row = 0
+            return produced
+
+    def _replace(self, dead: list[tuple[int, int | None]], error: Exception) -> None:
+        what = ", ".join(f"worker {number} ({_how(code)})" for number, code in dead)
+        if self._left <= 0 or self._in_a_row >= _RESTARTS_WITHOUT_A_BATCH:
+            raise WorkerDiedError(
+                f"{what} died and is not started again: {self._in_a_row} restarts in a row gave no batch, {self._left} of "
+                "max_worker_restarts are left. Out of memory? Lower num_workers, prefetch_factor or the batch size. A "
+                "crash in a decoder or hook shows itself with num_workers=0"
+            ) from error
+        self._left -= 1
+        self._in_a_row += 1
+        logger.warning("%s died; all workers start again from the last delivered batch, no sample is lost", what)
+
+    def another_pass(self, loader: torch.utils.data.DataLoader[Any]) -> bool:
+        """Let running workers start a finite stream again; say whether there are any that could."""
+        if self._iterator is None or not loader.persistent_workers or self._iterator.dead():
+            return False
+        self._iterator._reset(loader)
+        return True
+
+    def stop(self) -> None:
+        """Stop the workers; the next item starts new ones."""
+        if self._iterator is not None:
+            self._iterator.stop()
+            self._iterator = None
+
+
+def _how(code: int | None) -> str:
+    return f"killed by signal {-code}" if code is not None and code < 0 else f"exit code {code}"

@@ -1,0 +1,154 @@
+"""What runs in one process of a loader: the units of a rank, in order, each made by a stream.
+
+A *unit* is a lane (of an endless run) or the number of a microbatch (of a finite one). The same generator runs in a
+worker process, in the training process with `num_workers=0`, and in tests, which is why no order can depend on where
+it runs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch.utils.data
+
+from energon_bridge.loader.transport import Arena, pack
+from energon_bridge.stream.finite import FiniteStream
+from energon_bridge.stream.lane import Lane
+from energon_bridge.stream.pipeline import Pipeline
+from energon_bridge.stream.state import LaneState, Produced
+from energon_bridge.topology import ticks
+
+
+class Stream(Protocol):
+    """Makes the microbatches of units."""
+
+    def prepare(self, unit: int, count: int) -> None: ...
+    def produce(self, unit: int) -> Produced: ...
+    def close(self) -> None: ...
+
+
+class LaneStreams:
+    """The lanes of one process, each opened when it is first asked for."""
+
+    def __init__(self, pipeline: Pipeline, states: dict[int, LaneState]) -> None:
+        self._pipeline = pipeline
+        self._states = states
+        self._lanes: dict[int, Lane] = {}
+
+    def _lane(self, number: int) -> Lane:
+        lane = self._lanes.get(number)
+        if lane is None:
+            lane = self._lanes[number] = Lane(number, self._pipeline, self._states.get(number, LaneState()))
+        return lane
+
+    def prepare(self, unit: int, count: int) -> None:
+        if self._pipeline.threaded:
+            self._lane(unit).prepare(count)
+
+    def produce(self, unit: int) -> Produced:
+        return self._lane(unit).produce()
+
+    def close(self) -> None:
+        self._pipeline.close()
+
+
+class FiniteStreams:
+    """The microbatches of a finite stream in one process."""
+
+    def __init__(self, pipeline: Pipeline, *, drop_last: bool) -> None:
+        self._pipeline = pipeline
+        self._stream = FiniteStream(pipeline, drop_last=drop_last)
+
+    def prepare(self, unit: int, count: int) -> None:
+        if self._pipeline.threaded:
+            self._stream.prepare(unit)
+
+    def produce(self, unit: int) -> Produced:
+        return self._stream.produce(unit)
+
+    def close(self) -> None:
+        self._pipeline.close()
+
+
+def produced(stream: Stream, units: Iterator[int | None], ahead: int) -> Iterator[Produced | None]:
+    """Make units in order, loading up to `ahead` further ones beside; None is an empty tick.
+
+    The first unit is made before anything is loaded ahead, so that the first batch comes as soon as it can.
+    """
+    upcoming: deque[int | None] = deque()
+
+    def look_ahead(length: int) -> None:
+        upcoming.extend(itertools.islice(units, length - len(upcoming)))
+        for unit, count in Counter(unit for unit in upcoming if unit is not None).items():
+            stream.prepare(unit, count)
+
+    try:
+        look_ahead(1)
+        while upcoming:
+            unit = upcoming.popleft()
+            item = None if unit is None else stream.produce(unit)
+            look_ahead(max(1, ahead))
+            yield item
+    finally:
+        stream.close()
+
+
+class WorkerTicks(torch.utils.data.IterableDataset[Any]):
+    """The dataset that DataLoader's workers iterate: packed microbatches, and None for empty ticks.
+
+    Args:
+        make_stream: Builds the stream, in the worker.
+        schedule: Gives the units of the rank, in order, with the worker of each.
+        rewind: Called, in the worker, before every pass but the first.
+        num_workers: W.
+        ahead: Units loaded ahead by threads of the worker, if it has any.
+        arenas: Shared memory, one per worker.
+    """
+
+    def __init__(
+        self,
+        make_stream: Callable[[], Stream],
+        schedule: Callable[[], Iterator[tuple[int, int]]],
+        rewind: Callable[[], None],
+        num_workers: int,
+        ahead: int,
+        arenas: list[Arena | None],
+    ) -> None:
+        self._make_stream = make_stream
+        self._schedule = schedule
+        self._rewind = rewind
+        self._num_workers = num_workers
+        self._ahead = ahead
+        self._arenas = arenas
+        self._passes = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        info = torch.utils.data.get_worker_info()
+        assert info is not None, "iterated by DataLoader's workers only"
+        if self._passes:
+            self._rewind()
+        self._passes += 1
+        units = ticks(self._schedule(), self._num_workers, info.id)
+        for item in produced(self._make_stream(), units, self._ahead):
+            yield None if item is None else (info.id, pack(item, self._arenas[info.id]))
+
+
+def identity(item: Any) -> Any:
+    """Collate nothing: items are whole microbatches."""
+    return item
+
+
+def quiet_interrupts(worker: int) -> None:
+    """Set a worker up: Ctrl-C is for the training process, which then stops its workers."""
+    import signal
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform == "linux":
+        import ctypes
+
+        # A worker must not outlive a training process that was killed: 1 is PR_SET_PDEATHSIG.
+        ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)

@@ -1,0 +1,138 @@
+"""Keyed randomness: hashes, draws and permutations that depend on their key alone.
+
+Everything the order of a stream depends on is computed here with 64-bit integer arithmetic, so that it never
+depends on a numpy, torch, Python or processor version; golden values stand in the tests. There is no generator
+object and nothing to save: the key *is* the state.
+
+- `key_of` turns names into a key, `fold` derives a key from a key and integers.
+- `draws` and `below` give keyed integers, `shuffled` a keyed permutation of a small range as an array.
+- `Permutation` is a keyed permutation of `range(n)` for any n in O(1) memory that can be asked in both directions:
+  a balanced Feistel network over the next power of four, with cycle walking to stay inside the range.
+
+The mixing function is the finaliser of SplitMix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number
+Generators", OOPSLA 2014).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+MASK64 = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+_M1 = 0xBF58476D1CE4E5B9
+_M2 = 0x94D049BB133111EB
+_ROUNDS = 6
+
+IntArray = npt.NDArray[np.int64]
+UIntArray = npt.NDArray[np.uint64]
+
+
+def mix64(x: int) -> int:
+    """Mix a 64-bit integer so that every input bit touches every output bit; a bijection."""
+    x &= MASK64
+    x = ((x ^ (x >> 30)) * _M1) & MASK64
+    x = ((x ^ (x >> 27)) * _M2) & MASK64
+    return x ^ (x >> 31)
+
+
+def key_of(*parts: int | str | bytes) -> int:
+    """Hash any sequence of integers and names to a 64-bit key (BLAKE2b over a length-prefixed encoding)."""
+    digest = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        if isinstance(part, bytes):
+            tag, raw = b"b", part
+        elif isinstance(part, str):
+            tag, raw = b"s", part.encode()
+        else:
+            tag, raw = b"i", str(int(part)).encode()
+        digest.update(tag + str(len(raw)).encode() + b":" + raw)
+    return int.from_bytes(digest.digest(), "little")
+
+
+def fold(key: int, *numbers: int) -> int:
+    """Derive a key from a key and integers; cheap enough to be called once per sample."""
+    for number in numbers:
+        key = mix64((key ^ mix64(number + _GOLDEN)) + _GOLDEN)
+    return key
+
+
+def _mix64_array(x: UIntArray) -> UIntArray:
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(_M1)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(_M2)
+    return x ^ (x >> np.uint64(31))
+
+
+def draws(key: int, n: int) -> UIntArray:
+    """Return n keyed 64-bit integers, shape (n,)."""
+    steps = np.arange(1, n + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
+    return _mix64_array(steps + np.uint64(key & MASK64))
+
+
+def below(key: int, n: int, bound: int) -> IntArray:
+    """Return n keyed integers in `range(bound)`, shape (n,); bound must be below 2**32."""
+    return (((draws(key, n) >> np.uint64(32)) * np.uint64(bound)) >> np.uint64(32)).astype(np.int64)
+
+
+def shuffled(key: int, n: int) -> IntArray:
+    """Return a keyed permutation of `range(n)` as an array of shape (n,)."""
+    return np.argsort(draws(key, n), kind="stable")
+
+
+class Permutation:
+    """A keyed permutation of `range(n)` that holds no table.
+
+    `at` maps a place to the number that stands there, `place_of` is its inverse. Expected cost is constant: the
+    domain of the network is at most four times n.
+    """
+
+    __slots__ = ("_half", "_keys", "_mask", "n")
+
+    def __init__(self, n: int, key: int) -> None:
+        self.n = n
+        self._half = max(1, ((max(1, n - 1)).bit_length() + 1) // 2)
+        self._mask = (1 << self._half) - 1
+        self._keys = tuple(fold(key, r) for r in range(_ROUNDS))
+
+    def _forward(self, x: int) -> int:
+        left, right = x >> self._half, x & self._mask
+        for key in self._keys:
+            left, right = right, left ^ (mix64(right ^ key) & self._mask)
+        return (left << self._half) | right
+
+    def _backward(self, x: int) -> int:
+        left, right = x >> self._half, x & self._mask
+        for key in reversed(self._keys):
+            left, right = right ^ (mix64(left ^ key) & self._mask), left
+        return (left << self._half) | right
+
+    def at(self, place: int) -> int:
+        """Return the number that stands at a place."""
+        x = self._forward(place)
+        while x >= self.n:
+            x = self._forward(x)
+        return x
+
+    def place_of(self, number: int) -> int:
+        """Return the place at which a number stands."""
+        x = self._backward(number)
+        while x >= self.n:
+            x = self._backward(x)
+        return x
+
+    def at_many(self, places: npt.NDArray[Any]) -> IntArray:
+        """Return the numbers at many places, shape as given."""
+        out = places.astype(np.uint64)
+        walking = np.arange(out.size)
+        while walking.size:
+            x = out[walking]
+            left, right = x >> np.uint64(self._half), x & np.uint64(self._mask)
+            for key in self._keys:
+                left, right = right, left ^ (_mix64_array(right ^ np.uint64(key)) & np.uint64(self._mask))
+            x = (left << np.uint64(self._half)) | right
+            out[walking] = x
+            walking = walking[x >= np.uint64(self.n)]
+        return out.astype(np.int64)

@@ -1,0 +1,63 @@
+"""Sample and batch types: what a dataset gives, and what a loader delivers.
+
+`base` has the two roots and what they share, `types` the sample types that a `dataset.yaml` can name, `stacking` how
+tensors of different sizes become one. Importing this package imports neither torch nor numpy.
+"""
+
+from __future__ import annotations
+
+from energon_bridge.samples.base import (
+    META_FIELDS,
+    Batch,
+    CrudeSample,
+    Sample,
+    SourceInfo,
+    add_source_info,
+    batch_meta,
+    edataclass,
+    field_names,
+    init_field_names,
+    required_field_names,
+)
+from energon_bridge.samples.types import (
+    CaptioningSample,
+    ImageClassificationSample,
+    ImageSample,
+    InterleavedSample,
+    MultiChoiceVQASample,
+    OCRSample,
+    SimilarityInterleavedSample,
+    TextSample,
+    VidQASample,
+    VQAOCRSample,
+    VQASample,
+    sample_type_by_name,
+    sample_type_names,
+)
+
+__all__ = [
+    "META_FIELDS",
+    "Batch",
+    "CaptioningSample",
+    "CrudeSample",
+    "ImageClassificationSample",
+    "ImageSample",
+    "InterleavedSample",
+    "MultiChoiceVQASample",
+    "OCRSample",
+    "Sample",
+    "SimilarityInterleavedSample",
+    "SourceInfo",
+    "TextSample",
+    "VQAOCRSample",
+    "VQASample",
+    "VidQASample",
+    "add_source_info",
+    "batch_meta",
+    "edataclass",
+    "field_names",
+    "init_field_names",
+    "required_field_names",
+    "sample_type_by_name",
+    "sample_type_names",
+]

@@ -1,0 +1,244 @@
+"""The roots of all samples and batches, and the five fields that every one of them carries.
+
+    __key__          the name of the sample in its dataset; in a batch a list, one per row
+    __restore_key__  enough to make the same sample or batch again; in a batch a tuple of the rows' keys
+    __subflavors__   the free labels that a dataset configuration attaches; in a batch a list, one per row
+    __sources__      the files the content came from, for error messages; in a batch those of all rows in order
+    __valid__        of a batch only: a bool tensor, one per row, false where a row is there for its shape alone
+
+Fields are read as attributes or by name, so `batch.image` and `batch['image']` are the same. Nothing here runs code per
+sample beyond the generated constructor, because samples are made on the hot path.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from functools import cache
+from itertools import chain
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar, dataclass_transform
+
+from energon_bridge.errors import ConfigurationError
+
+T = TypeVar("T")
+
+META_FIELDS = ("__key__", "__restore_key__", "__subflavors__", "__sources__", "__valid__")
+
+
+@dataclass_transform(kw_only_default=True, field_specifiers=(field,))
+def edataclass(cls: type[T]) -> type[T]:
+    """Make a class a slotted, keyword-only dataclass: what every sample and batch type is."""
+    return dataclass(kw_only=True, slots=True)(cls)
+
+
+class SourceInfo(NamedTuple):
+    """One access to the files of a dataset: where a part of a sample came from."""
+
+    dataset_path: str
+    # The name energon users know; it hides tuple.index, which nobody needs on a record.
+    index: int | str  # type: ignore[assignment]
+    shard_name: str
+    file_names: tuple[str, ...]
+
+
+def _once_per_class(function: Callable[[type], T]) -> Callable[[type], T]:
+    """Remember what a function says about each class; `cache` with a type that accepts classes."""
+    return cache(function)
+
+
+@_once_per_class
+def field_names(cls: type) -> tuple[str, ...]:
+    """Return the names of a dataclass's fields, in order."""
+    return tuple(entry.name for entry in fields(cls))
+
+
+@_once_per_class
+def init_field_names(cls: type) -> tuple[str, ...]:
+    """Return the names of the fields that a dataclass's constructor takes, in order."""
+    return tuple(entry.name for entry in fields(cls) if entry.init)
+
+
+@_once_per_class
+def required_field_names(cls: type) -> frozenset[str]:
+    """Return the names of the fields without which a dataclass cannot be made."""
+    entries = (entry for entry in fields(cls) if entry.init)
+    return frozenset(e.name for e in entries if e.default is MISSING and e.default_factory is MISSING)
+
+
+class _Record:
+    """What samples and batches share: access by name, derivation, pinning."""
+
+    __slots__ = ()
+    # Other names under which `[]` finds a field; a field of that very name goes first.
+    __aliases__: ClassVar[Mapping[str, str]] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        names = field_names(type(self))
+        if name in names:
+            return getattr(self, name)
+        if (target := self.__aliases__.get(name)) in names:
+            return getattr(self, target)
+        raise KeyError(f"{type(self).__name__} has no field {name!r}; it has {', '.join((*names, *self.__aliases__))}")
+
+    def __contains__(self, name: object) -> bool:
+        return name in field_names(type(self)) or name in self.__aliases__
+
+    def keys(self) -> tuple[str, ...]:
+        """Return the names of all fields, without aliases; with this, `dict(sample)` works."""
+        return field_names(type(self))
+
+    @classmethod
+    def derive_from(cls, base: Sample | Batch | CrudeSample, **values: Any) -> Self:
+        """Make an object of this type that carries the meta fields of `base`; `values` give the rest."""
+        if isinstance(base, dict):
+            meta = {name: base[name] for name in META_FIELDS if name in base}
+        else:
+            meta = {name: getattr(base, name) for name in META_FIELDS}
+        return cls(**{**meta, **values})
+
+    def pin_memory(self) -> Self:
+        """Return a copy whose tensors, at any depth, lie in pinned host memory."""
+        pinned = copy.copy(self)
+        # Only the validity mask is a tensor; walking the sources of a large batch would cost more than it pins.
+        for name in field_names(type(self)):
+            if name not in META_FIELDS or name == "__valid__":
+                object.__setattr__(pinned, name, _pinned(getattr(self, name)))
+        return pinned
+
+
+@edataclass
+class Sample(_Record):
+    """One record of a dataset; every sample type derives from it."""
+
+    __key__: str
+    __restore_key__: tuple[Any, ...] = ()
+    __subflavors__: dict[str, Any] | None = None
+    __sources__: tuple[SourceInfo, ...] | None = None
+    __valid__: Any = field(default=None, repr=False, compare=False)
+
+    @classmethod
+    def extend(cls, source: Sample, **values: Any) -> Self:
+        """Make a sample of this type from one of a base type: all its fields, and `values` for the new ones."""
+        if not issubclass(cls, type(source)):
+            raise TypeError(
+                f"{cls.__name__}.extend takes a sample of a base class, not {type(source).__name__}; "
+                f"use {cls.__name__}.derive_from to copy only the meta fields"
+            )
+        return cls(**{**{name: getattr(source, name) for name in init_field_names(type(source))}, **values})
+
+    @classmethod
+    def from_joined(cls, primary: Sample, *others: Sample | None, **values: Any) -> Self:
+        """Make one sample of several: the fields of the primary, overridden by those of the others in turn.
+
+        Key, restore key and subflavors are the primary's; the sources of all are kept, each once. An inner-joined
+        dataset that has no matching sample stands as None and adds nothing. `values` override everything.
+        """
+        merged = {name: getattr(primary, name) for name in init_field_names(type(primary))}
+        present = [sample for sample in others if sample is not None]
+        for sample in present:
+            names = init_field_names(type(sample))
+            merged.update({name: getattr(sample, name) for name in names if name not in META_FIELDS})
+        merged["__sources__"] = _concatenated([primary.__sources__, *(sample.__sources__ for sample in present)])
+        return cls(**{**merged, **values})
+
+
+class CrudeSample(dict[str, Any]):
+    """A sample without a type: its decoded parts by name, and the meta fields that are known."""
+
+
+@edataclass
+class Batch(_Record):
+    """Several samples collated; the root for batch types of one's own."""
+
+    __key__: list[str]
+    __restore_key__: tuple[Any, ...] = ()
+    __subflavors__: list[dict[str, Any] | None] | None = None
+    __sources__: tuple[SourceInfo, ...] | None = None
+    __valid__: Any = field(default=None, repr=False, compare=False)
+
+    @classmethod
+    def from_samples(cls, samples: Sequence[Sample | CrudeSample], **values: Any) -> Self:
+        """Collate samples into this type, field by field; `values` override.
+
+        A column of tensors is zero-padded at the end of every dimension to the largest size and stacked; any other
+        column stays a list. Raises ConfigurationError if there is no sample, a required field is in no sample, or the
+        tensors of a column differ in rank.
+        """
+        from energon_bridge.samples.stacking import batch_pad_stack, is_tensor_column
+
+        if not samples:
+            raise ConfigurationError(f"{cls.__name__}.from_samples got no samples; it needs at least one")
+        collated = dict(values)
+        for name in init_field_names(cls):
+            if name in values or not all(_has(sample, name) for sample in samples):
+                continue
+            column = [_read(sample, name) for sample in samples]
+            if name in META_FIELDS:
+                collated[name] = batch_meta(name, column)
+            else:
+                collated[name] = batch_pad_stack(column) if is_tensor_column(column) else column
+        if missing := sorted(required_field_names(cls) - collated.keys()):
+            raise ConfigurationError(
+                f"{cls.__name__}.from_samples: not every {type(samples[0]).__name__} has {', '.join(missing)}; "
+                f"give a default in {cls.__name__}, or the value as a keyword"
+            )
+        return cls(**collated)
+
+
+def add_source_info(sample: Sample | Batch | CrudeSample, *infos: SourceInfo) -> None:
+    """Note that more files were read for a sample; error messages then name them."""
+    if isinstance(sample, dict):
+        sample["__sources__"] = (*(sample.get("__sources__") or ()), *infos)
+    else:
+        sample.__sources__ = (*(sample.__sources__ or ()), *infos)
+
+
+def batch_meta(name: str, column: list[Any]) -> Any:
+    """Collate one meta field of the rows of a batch (how: see the module)."""
+    return _META_COLLATORS[name](column)
+
+
+def _concatenated(sources: list[tuple[SourceInfo, ...] | None]) -> tuple[SourceInfo, ...] | None:
+    present = [entry for entry in sources if entry is not None]
+    return tuple(chain.from_iterable(present)) if present else None
+
+
+_META_COLLATORS: dict[str, Callable[[list[Any]], Any]] = {
+    "__key__": list,
+    "__restore_key__": tuple,
+    "__subflavors__": list,
+    "__sources__": _concatenated,
+    # Which rows are real is known to whoever asked for the batch, not to its rows.
+    "__valid__": lambda _: None,
+}
+
+
+def _has(sample: Any, name: str) -> bool:
+    return name in sample if isinstance(sample, _Record | dict) else hasattr(sample, name)
+
+
+def _read(sample: Any, name: str) -> Any:
+    return sample[name] if isinstance(sample, _Record | dict) else getattr(sample, name)
+
+
+def _pinned(value: Any) -> Any:
+    # Tensors and nested records both have the method; asking for it spares the import of torch.
+    if hasattr(value, "pin_memory"):
+        return value.pin_memory()
+    if isinstance(value, dict):
+        pinned = copy.copy(value)  # keeps the class, whatever its constructor takes
+        for key, entry in value.items():
+            pinned[key] = _pinned(entry)
+        return pinned
+    if isinstance(value, tuple):
+        entries = [_pinned(entry) for entry in value]
+        return type(value)(*entries) if hasattr(value, "_fields") else tuple(entries)
+    if isinstance(value, list):
+        return [_pinned(entry) for entry in value]
+    if is_dataclass(value) and not isinstance(value, type):
+        record = copy.copy(value)
+        for name in field_names(type(value)):
+            object.__setattr__(record, name, _pinned(getattr(value, name)))
+        return record
+    return value

@@ -1,0 +1,83 @@
+"""Tensors of several samples as one: stacked where their shapes agree, zero-padded where they do not.
+
+Decoded images are views: shape (channels, height, width) over memory in the order (height, width, channels). Stacking
+such views directly would gather every row one element at a time (16 times slower for 256 px images). So rows are
+stacked in the order of their memory and the *result* is viewed in the order that was asked for: values and shapes are
+those of `torch.stack`, the copy runs at the speed of memcpy, and a batch of images is what torch calls channels-last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+from typing import Any
+
+import torch
+
+from energon_bridge.errors import ConfigurationError
+
+
+def is_tensor_column(values: Sequence[Any]) -> bool:
+    """Tell whether a field holds a tensor in every row."""
+    return bool(values) and all(isinstance(value, torch.Tensor) for value in values)
+
+
+def batch_stack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Stack n tensors of one shape (…) into (n, …). Raises ConfigurationError if the shapes differ."""
+    _check_not_empty(tensors)
+    shape = tensors[0].shape
+    for row, tensor in enumerate(tensors):
+        if tensor.shape != shape:
+            raise ConfigurationError(
+                f"batch_stack needs tensors of one shape, but row 0 has {tuple(shape)} and row {row} has "
+                f"{tuple(tensor.shape)}; use batch_pad_stack, or make them equal in encode_sample"
+            )
+    return _stack(tensors)
+
+
+def batch_pad_stack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Stack n tensors of one rank into (n, …), each dimension as large as its largest, the rest zero.
+
+    Rows of different dtypes are promoted as torch promotes them. Raises ConfigurationError if the ranks differ.
+    """
+    _check_not_empty(tensors)
+    first = tensors[0]
+    if all(tensor.shape == first.shape for tensor in tensors):
+        return _stack(tensors)
+    for row, tensor in enumerate(tensors):
+        if tensor.ndim != first.ndim:
+            raise ConfigurationError(
+                f"batch_pad_stack needs tensors of one rank, but row 0 has shape {tuple(first.shape)} and row {row} "
+                f"has {tuple(tensor.shape)}; make them equal in encode_sample, or collate this field in batch"
+            )
+    largest = [max(sizes) for sizes in zip(*(tensor.shape for tensor in tensors), strict=True)]
+    order = _memory_order(first)
+    dtype = reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
+    memory = torch.zeros([len(tensors), *(largest[dim] for dim in order)], dtype=dtype, device=first.device)
+    batch = memory.permute(_undo(order))
+    for row, tensor in zip(batch, tensors, strict=True):
+        row[tuple(slice(size) for size in tensor.shape)] = tensor
+    return batch
+
+
+def _stack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    if tensors[0].is_contiguous():
+        return torch.stack(list(tensors))
+    order = _memory_order(tensors[0])
+    return torch.stack([tensor.permute(order) for tensor in tensors]).permute(_undo(order))
+
+
+def _memory_order(tensor: torch.Tensor) -> list[int]:
+    """Return the dimensions of a tensor from the one with the widest step in memory to the one with the narrowest."""
+    strides = tensor.stride()
+    return sorted(range(tensor.ndim), key=lambda dim: -strides[dim])
+
+
+def _undo(order: list[int]) -> list[int]:
+    """Return the permutation that puts a batch of rows laid out by `order` back, the row number first."""
+    return [0, *(1 + order.index(dim) for dim in range(len(order)))]
+
+
+def _check_not_empty(tensors: Sequence[torch.Tensor]) -> None:
+    if not tensors:
+        raise ConfigurationError("there is nothing to stack: a batch needs at least one row")

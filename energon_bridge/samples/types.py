@@ -1,0 +1,169 @@
+"""The sample types that a `dataset.yaml` can name, and how its names are resolved.
+
+A name resolves through the table below and nowhere else, so that a file never decides what is imported. Datasets
+prepared by old releases name the class that loaded them (`CaptioningWebdataset`); those names mean the same types.
+Fields without a default must come from the dataset. Boxes are tensors of shape (boxes, 4 or 4 corners, 2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from energon_bridge.errors import UnknownArgumentError
+from energon_bridge.samples.base import CrudeSample, Sample, edataclass
+
+if TYPE_CHECKING:
+    import torch
+
+
+@edataclass
+class CaptioningSample(Sample):
+    """An image and its caption; `sample['text']` is the caption as well."""
+
+    __aliases__: ClassVar[Mapping[str, str]] = {"text": "caption"}
+
+    image: torch.Tensor
+    caption: str
+
+
+@edataclass
+class ImageSample(Sample):
+    """An image alone."""
+
+    image: torch.Tensor
+
+
+@edataclass
+class ImageClassificationSample(Sample):
+    """An image and its class, as a number, a name, or both."""
+
+    image: torch.Tensor
+    label: int | None = None
+    label_name: str | None = None
+
+
+@edataclass
+class InterleavedSample(Sample):
+    """Images and texts in their order in a document."""
+
+    sequence: list[torch.Tensor | str]
+
+
+@edataclass
+class MultiChoiceVQASample(Sample):
+    """A question about an image with answers to choose from."""
+
+    image: torch.Tensor
+    context: str
+    choices: list[str] | None = None
+    correct_choice_idx: int = 0
+
+
+@edataclass
+class OCRSample(Sample):
+    """An image of a page, its text, and where the text stands: by block, line, word and character."""
+
+    image: torch.Tensor
+    text: str
+    block_boxes: torch.Tensor | None = None
+    block_classes: torch.Tensor | list[str] | None = None
+    block_text: list[str] | None = None
+    lines_boxes: torch.Tensor | None = None
+    lines_text: list[str] | None = None
+    words_boxes: torch.Tensor | None = None
+    words_text: list[str] | None = None
+    chars_boxes: torch.Tensor | None = None
+    chars_text: list[str] | None = None
+
+
+@edataclass
+class SimilarityInterleavedSample(Sample):
+    """The images and texts of a document, and how well each image fits each text."""
+
+    images: list[torch.Tensor]
+    texts: list[str]
+    audio: Any = None
+    video: Any = None
+    similarity_matrix: torch.Tensor | None = None
+    matched_text_indices: list[int] | None = None
+
+
+@edataclass
+class TextSample(Sample):
+    """A text alone."""
+
+    text: str
+
+
+@edataclass
+class VidQASample(Sample):
+    """A question about a video, with answers and how much each counts."""
+
+    video: Any
+    context: str
+    answers: list[str] | None = None
+    answer_weights: torch.Tensor | None = None
+
+
+@edataclass
+class VQASample(Sample):
+    """A question about an image, with answers and how much each counts."""
+
+    image: torch.Tensor
+    context: str
+    answers: list[str] | None = None
+    answer_weights: torch.Tensor | None = None
+
+
+@edataclass
+class VQAOCRSample(Sample):
+    """A question about an image of text, with that text and where its words stand."""
+
+    image: torch.Tensor
+    context: str
+    text: str
+    answers: list[str] | None = None
+    answer_weights: torch.Tensor | None = None
+    words_boxes: torch.Tensor | None = None
+    words_text: list[str] | None = None
+
+
+_TYPED: tuple[type[Sample], ...] = (
+    CaptioningSample,
+    ImageClassificationSample,
+    ImageSample,
+    InterleavedSample,
+    MultiChoiceVQASample,
+    OCRSample,
+    SimilarityInterleavedSample,
+    TextSample,
+    VQAOCRSample,
+    VQASample,
+    VidQASample,
+)
+
+_ALL: tuple[type, ...] = (*_TYPED, CrudeSample)
+
+_BY_NAME: dict[str, type] = {
+    name: cls for cls in _ALL for name in (cls.__name__, cls.__name__.removesuffix("Sample") + "Webdataset")
+}
+
+
+def sample_type_names() -> tuple[str, ...]:
+    """Return the names of all types with fields, sorted: CrudeSample has none and is left out."""
+    return tuple(cls.__name__ for cls in _TYPED)
+
+
+def sample_type_by_name(name: str) -> type:
+    """Return the sample type of a name in a `dataset.yaml`, of today (`VQASample`) or of old (`VQAWebdataset`).
+
+    `CrudeWebdataset` gives CrudeSample. Raises UnknownArgumentError, naming the nearest match, for any other name.
+    """
+    if name in _BY_NAME:
+        return _BY_NAME[name]
+    near = get_close_matches(name, _BY_NAME, n=1)
+    hint = f"; did you mean {near[0]}?" if near else "."
+    known = ", ".join((*sample_type_names(), CrudeSample.__name__))
+    raise UnknownArgumentError(f"there is no sample type {name!r}{hint} Known types: {known}")

@@ -1,0 +1,68 @@
+"""The protocol that every place of storage speaks: size, ranged reads, listing, writing.
+
+Invariant: names are POSIX paths relative to the root, reads return exactly the bytes asked for or raise, and a store
+can be pickled and used after a fork.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from energon_bridge.errors import ShortReadError
+
+
+class Store(Protocol):
+    """Files below one root."""
+
+    @property
+    def root(self) -> str:
+        """Absolute path or URL of the root, without a trailing slash."""
+        ...
+
+    def url(self, rel: str) -> str:
+        """Return the full path or URL of `rel`, for messages and other programs."""
+        ...
+
+    def check_root(self) -> None:
+        """Raise DatasetNotFoundError unless the root is a folder."""
+        ...
+
+    def size(self, rel: str) -> int:
+        """Return the size of `rel` in bytes; raises ShardMissingError or DatasetNotFoundError."""
+        ...
+
+    def exists(self, rel: str) -> bool:
+        """Tell whether `rel` is a file."""
+        ...
+
+    def read(self, rel: str) -> bytes:
+        """Read all of `rel`."""
+        ...
+
+    def read_range(self, rel: str, offset: int, length: int) -> bytes:
+        """Read exactly `length` bytes from byte `offset` of `rel`; raises ShortReadError if there are fewer."""
+        ...
+
+    def list(self, suffix: str = "") -> list[tuple[str, int]]:
+        """List (name, size in bytes) of all files below the root whose name ends with `suffix`, sorted by name."""
+        ...
+
+    def write(self, rel: str, data: bytes) -> None:
+        """Write `rel` as a whole; a reader sees the old content or the new, where the storage can promise that."""
+        ...
+
+    def put_file(self, path: str, rel: str) -> None:
+        """Move or copy the local file `path` to `rel`, replacing what is there as a whole."""
+        ...
+
+    def delete(self, rel: str) -> None:
+        """Delete `rel` if it is there."""
+        ...
+
+
+def short_read(url: str, *, offset: int, expected: int, got: int) -> ShortReadError:
+    """Build the error for a range that ends early."""
+    return ShortReadError(
+        f"{url}: expected {expected} bytes at offset {offset}, got {got}. The file is shorter than its index says: "
+        f"copy it again, or rebuild the index with `energon prepare --tar-index-only`."
+    )

@@ -1,0 +1,133 @@
+"""Any `proto://` URL that fsspec knows; `memory://` in tests proves that nothing above cares where bytes live.
+
+Invariant: the file system object belongs to one process. After a fork or in a spawned process it is made anew.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import fsspec
+
+from energon_bridge.errors import ConfigurationError, DatasetNotFoundError, ShardMissingError, StorageError
+from energon_bridge.storage.base import short_read
+
+
+class FsspecStore:
+    """A folder behind an fsspec file system; fork-safe and picklable."""
+
+    def __init__(self, url: str) -> None:
+        self.root = url.rstrip("/")
+        self._pid = -1
+        self._fs: Any = None
+        self._base = ""
+        self._connect()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return FsspecStore, (self.root,)
+
+    def __repr__(self) -> str:
+        return f"FsspecStore({self.root!r})"
+
+    def url(self, rel: str) -> str:
+        """Return the full URL of `rel`."""
+        return f"{self.root}/{rel}" if rel else self.root
+
+    def check_root(self) -> None:
+        """Raise DatasetNotFoundError unless the root is a folder."""
+        fs, path = self._locate("")
+        if not fs.isdir(path):
+            raise DatasetNotFoundError(f"{self.root}: no such folder. Check the URL.")
+
+    def size(self, rel: str) -> int:
+        """Return the size of `rel` in bytes."""
+        fs, path = self._locate(rel)
+        try:
+            return int(fs.size(path))
+        except OSError as error:
+            raise self._failed(rel, error) from error
+
+    def exists(self, rel: str) -> bool:
+        """Tell whether `rel` is a file."""
+        fs, path = self._locate(rel)
+        return bool(fs.isfile(path))
+
+    def read(self, rel: str) -> bytes:
+        """Read all of `rel`."""
+        fs, path = self._locate(rel)
+        try:
+            return bytes(fs.cat_file(path))
+        except OSError as error:
+            raise self._failed(rel, error) from error
+
+    def read_range(self, rel: str, offset: int, length: int) -> bytes:
+        """Read exactly `length` bytes from byte `offset` of `rel`; raises ShortReadError if there are fewer."""
+        fs, path = self._locate(rel)
+        try:
+            data = bytes(fs.cat_file(path, start=offset, end=offset + length))
+        except OSError as error:
+            raise self._failed(rel, error) from error
+        if len(data) != length:
+            raise short_read(self.url(rel), offset=offset, expected=length, got=len(data))
+        return data
+
+    def list(self, suffix: str = "") -> list[tuple[str, int]]:
+        """List (name, size in bytes) of all files below the root whose name ends with `suffix`, sorted by name."""
+        fs, path = self._locate("")
+        try:
+            found = fs.find(path, detail=True)
+        except OSError as error:
+            raise self._failed("", error) from error
+        if not found:
+            self.check_root()
+        start = len(path.rstrip("/")) + 1
+        return sorted((name[start:], int(entry["size"])) for name, entry in found.items() if name.endswith(suffix))
+
+    def write(self, rel: str, data: bytes) -> None:
+        """Write `rel` as a whole."""
+        fs, path = self._locate(rel)
+        try:
+            fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+            fs.pipe_file(path, data)
+        except OSError as error:
+            raise StorageError(f"{self.url(rel)}: cannot write {len(data)} bytes: {error}") from error
+
+    def put_file(self, path: str, rel: str) -> None:
+        """Write a local file to `rel`."""
+        fs, target = self._locate(rel)
+        try:
+            fs.makedirs(target.rpartition("/")[0], exist_ok=True)
+            fs.put_file(path, target)
+        except OSError as error:
+            raise StorageError(f"{self.url(rel)}: cannot write: {error}") from error
+
+    def delete(self, rel: str) -> None:
+        """Delete `rel` if it is there."""
+        fs, path = self._locate(rel)
+        try:
+            if fs.isfile(path):
+                fs.rm_file(path)
+        except OSError as error:
+            raise StorageError(f"{self.url(rel)}: cannot delete: {error}") from error
+
+    def _connect(self) -> None:
+        try:
+            self._fs, self._base = fsspec.core.url_to_fs(self.root)
+        except (ValueError, ImportError) as error:
+            raise ConfigurationError(f"{self.root}: no storage for this kind of URL: {error}") from error
+        self._pid = os.getpid()
+
+    def _locate(self, rel: str) -> tuple[Any, str]:
+        if self._pid != os.getpid():
+            self._connect()
+        return self._fs, f"{self._base.rstrip('/')}/{rel}" if rel else self._base
+
+    def _failed(self, rel: str, error: OSError) -> Exception:
+        if not isinstance(error, (FileNotFoundError, NotADirectoryError)):
+            return StorageError(f"{self.url(rel)}: cannot read: {error}")
+        try:
+            self.check_root()
+        except DatasetNotFoundError as missing:
+            return missing
+        return ShardMissingError(f"{self.url(rel)}: no such file.")

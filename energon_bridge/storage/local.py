@@ -1,0 +1,194 @@
+"""Files on a mounted file system, read by position through a bounded pool of open descriptors.
+
+Invariant: a descriptor is closed only when no read uses it any more. The pool drops its reference, and the descriptor
+closes with the last one; so a slow read in another thread never meets a descriptor number that was used again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import threading
+from collections import OrderedDict
+from typing import Any
+
+from energon_bridge.errors import DatasetNotFoundError, ShardMissingError, StorageError
+from energon_bridge.storage.base import short_read
+
+DEFAULT_OPEN_FILES = 128
+
+
+class _OpenFile:
+    """An open descriptor that lives as long as somebody refers to it."""
+
+    __slots__ = ("descriptor",)
+
+    def __init__(self, path: str) -> None:
+        self.descriptor = -1  # __del__ also runs when the next line raises
+        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def __del__(self) -> None:
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+
+
+class LocalStore:
+    """A folder of the local (or network-mounted) file system; thread-safe, fork-safe and picklable."""
+
+    def __init__(self, root: str | os.PathLike[str], *, max_open_files: int = DEFAULT_OPEN_FILES) -> None:
+        self.root = os.path.abspath(os.path.expanduser(os.fspath(root)))
+        self._max_open_files = max_open_files
+        self._files: OrderedDict[str, _OpenFile] = OrderedDict()
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _reopen, (self.root, self._max_open_files)
+
+    def __repr__(self) -> str:
+        return f"LocalStore({self.root!r})"
+
+    def url(self, rel: str) -> str:
+        """Return the absolute path of `rel`."""
+        return os.path.join(self.root, rel) if rel else self.root
+
+    def check_root(self) -> None:
+        """Raise DatasetNotFoundError unless the root is a folder."""
+        if not os.path.isdir(self.root):
+            found = "is a file, not a folder" if os.path.exists(self.root) else "no such folder"
+            raise DatasetNotFoundError(f"{self.root}: {found}. Check the path.")
+
+    def size(self, rel: str) -> int:
+        """Return the size of `rel` in bytes."""
+        try:
+            return os.stat(os.path.join(self.root, rel)).st_size
+        except OSError as error:
+            raise self._cannot_open(rel, error) from error
+
+    def exists(self, rel: str) -> bool:
+        """Tell whether `rel` is a file."""
+        return os.path.isfile(os.path.join(self.root, rel))
+
+    def read(self, rel: str) -> bytes:
+        """Read all of `rel`."""
+        try:
+            with open(os.path.join(self.root, rel), "rb") as file:
+                return file.read()
+        except OSError as error:
+            raise self._cannot_open(rel, error) from error
+
+    def read_range(self, rel: str, offset: int, length: int) -> bytes:
+        """Read exactly `length` bytes from byte `offset` of `rel`; raises ShortReadError if there are fewer."""
+        file = self._open(rel)
+        try:
+            data = os.pread(file.descriptor, length, offset)
+            if len(data) == length:
+                return data
+            # One pread gives at most 2 GiB, and network file systems may return less.
+            pieces = [data]
+            got = len(data)
+            while got < length:
+                data = os.pread(file.descriptor, length - got, offset + got)
+                if not data:
+                    raise short_read(self.url(rel), offset=offset, expected=length, got=got)
+                pieces.append(data)
+                got += len(data)
+            return b"".join(pieces)
+        except StorageError:
+            raise
+        except OSError as error:
+            raise StorageError(f"{self.url(rel)}: cannot read {length} bytes at offset {offset}: {error}") from error
+
+    def list(self, suffix: str = "") -> list[tuple[str, int]]:
+        """List (name, size in bytes) of all files below the root whose name ends with `suffix`, sorted by name."""
+        self.check_root()
+        found: list[tuple[str, int]] = []
+        visited: set[tuple[int, int]] = set()
+        for folder, subfolders, names in os.walk(self.root, followlinks=True):
+            status = os.stat(folder)
+            if (status.st_dev, status.st_ino) in visited:
+                subfolders.clear()  # a link back to a folder above
+                continue
+            visited.add((status.st_dev, status.st_ino))
+            relative = os.path.relpath(folder, self.root).replace(os.sep, "/")
+            prefix = "" if relative == "." else relative + "/"
+            for name in names:
+                if name.endswith(suffix):
+                    found.append((prefix + name, os.stat(os.path.join(folder, name)).st_size))
+        found.sort()
+        return found
+
+    def write(self, rel: str, data: bytes) -> None:
+        """Write `rel` as a whole: a reader sees the old content or the new, never a part."""
+        path = os.path.join(self.root, rel)
+        temporary = f"{path}.{os.getpid()}.{threading.get_ident()}.tmp"
+        try:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            with open(temporary, "wb") as file:
+                file.write(data)
+            os.replace(temporary, path)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise StorageError(f"{path}: cannot write {len(data)} bytes: {error}") from error
+
+    def put_file(self, path: str, rel: str) -> None:
+        """Move a local file to `rel`, replacing what is there as a whole."""
+        target = os.path.join(self.root, rel)
+        try:
+            os.makedirs(os.path.dirname(target), exist_ok=True)
+            try:
+                os.replace(path, target)
+            except OSError as error:
+                if error.errno != errno.EXDEV:
+                    raise
+                temporary = f"{target}.{os.getpid()}.tmp"
+                shutil.copyfile(path, temporary)
+                os.replace(temporary, target)
+        except OSError as error:
+            raise StorageError(f"{target}: cannot write: {error}") from error
+
+    def delete(self, rel: str) -> None:
+        """Delete `rel` if it is there."""
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(os.path.join(self.root, rel))
+        except OSError as error:
+            raise StorageError(f"{self.url(rel)}: cannot delete: {error}") from error
+
+    def _open(self, rel: str) -> _OpenFile:
+        if self._pid != os.getpid():
+            # A fork may have copied a lock that a thread of the parent held. The descriptors themselves stay good:
+            # positional reads do not share a file position.
+            self._lock = threading.Lock()
+            self._pid = os.getpid()
+        with self._lock:
+            file = self._files.get(rel)
+            if file is not None:
+                self._files.move_to_end(rel)
+                return file
+        try:
+            file = _OpenFile(os.path.join(self.root, rel))
+        except OSError as error:
+            raise self._cannot_open(rel, error) from error
+        with self._lock:
+            self._files[rel] = file
+            self._files.move_to_end(rel)
+            while len(self._files) > self._max_open_files:
+                self._files.popitem(last=False)
+        return file
+
+    def _cannot_open(self, rel: str, error: OSError) -> Exception:
+        if not isinstance(error, (FileNotFoundError, NotADirectoryError)):
+            return StorageError(f"{self.url(rel)}: cannot open: {error}")
+        try:
+            self.check_root()
+        except DatasetNotFoundError as missing:
+            return missing
+        return ShardMissingError(f"{self.url(rel)}: no such file.")
+
+
+def _reopen(root: str, max_open_files: int) -> LocalStore:
+    return LocalStore(root, max_open_files=max_open_files)

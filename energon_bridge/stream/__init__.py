@@ -1,0 +1,1 @@
+"""One lane's pipeline: references become bytes, values, encoded samples and microbatches."""

@@ -1,0 +1,119 @@
+"""Reading: sample indices of a leaf become the bytes of those samples, one ranged read per run of consecutive ones.
+
+`LeafReader` reads, `RoundBuffer` holds the bytes of one round until its draws are taken. Reading never decides order.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import numpy as np
+
+from energon_bridge.format.dataset import PreparedDataset, read_index
+from energon_bridge.plan.leaf import Round
+from energon_bridge.rng import IntArray, UIntArray
+
+_INDEX_CACHE_BYTES = 64 << 20
+
+
+class LeafReader:
+    """Reads the bytes of samples of one prepared dataset; safe to use from several threads.
+
+    Attributes:
+        bytes_read: Bytes read so far, shard indices included.
+    """
+
+    def __init__(self, dataset: PreparedDataset) -> None:
+        self.dataset = dataset
+        self.bytes_read = 0
+        self._ends = np.cumsum(dataset.shard_counts)
+        self._starts = self._ends - dataset.shard_counts
+        self._indices: OrderedDict[int, UIntArray] = OrderedDict()
+        self._cached = 0
+        self._lock = threading.Lock()
+
+    def shards_of(self, indices: IntArray) -> IntArray:
+        """Return the shard number of each sample index, shape as given."""
+        return np.searchsorted(self._ends, indices, side="right")
+
+    def place_of(self, index: int) -> tuple[str, int]:
+        """Return shard name and index within the shard of a sample."""
+        shard = int(np.searchsorted(self._ends, index, side="right"))
+        return self.dataset.shard_names[shard], index - int(self._starts[shard])
+
+    def read(self, indices: IntArray) -> list[memoryview]:
+        """Return the bytes of each sample, in the order given.
+
+        Raises:
+            ShortReadError, CorruptShardError, ShardMissingError: A shard or its index is damaged or gone.
+        """
+        by_place = np.argsort(indices, kind="stable")
+        ordered = indices[by_place]
+        shards = self.shards_of(ordered)
+        local = ordered - self._starts[shards]
+        breaks = np.flatnonzero((np.diff(ordered) != 1) | (np.diff(shards) != 0)) + 1
+        edges = [0, *breaks.tolist(), ordered.size]
+        out: list[memoryview] = [memoryview(b"")] * ordered.size
+        places, shard_list, local_list = by_place.tolist(), shards.tolist(), local.tolist()
+        for low, high in zip(edges, edges[1:], strict=False):
+            shard, first = shard_list[low], local_list[low]
+            offsets = self._index(shard)[first : first + high - low + 1].tolist()
+            start = offsets[0]
+            length = offsets[-1] - start
+            data = memoryview(self.dataset.store.read_range(self.dataset.shard_names[shard], start, length))
+            self.bytes_read += length
+            for place, begin, end in zip(places[low:high], offsets, offsets[1:], strict=False):
+                out[place] = data[begin - start : end - start]
+        return out
+
+    def _index(self, shard: int) -> UIntArray:
+        index = self._indices.get(shard)
+        if index is None:
+            index = read_index(self.dataset, shard)
+            with self._lock:
+                self.bytes_read += index.nbytes
+                self._indices[shard] = index
+                self._cached += index.nbytes
+                while self._cached > _INDEX_CACHE_BYTES and len(self._indices) > 1:
+                    _, old = self._indices.popitem(last=False)
+                    self._cached -= old.nbytes
+        return index
+
+
+class RoundBuffer:
+    """The bytes of one round of one leaf, read as a unit (or, where `fetch` says so, only the draws asked for).
+
+    A sample's bytes are let go when they are fetched, so memory falls as a round is worked through.
+    """
+
+    __slots__ = ("_lock", "_raw", "epochs", "first", "indices", "reader", "shards")
+
+    def __init__(self, reader: LeafReader, of: Round) -> None:
+        self.reader = reader
+        self.first = of.first
+        self.indices = of.indices
+        self.epochs = of.epochs
+        self.shards = reader.shards_of(of.indices)
+        self._raw: list[memoryview | None] = [None] * of.indices.size
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return self.indices.size
+
+    def fetch(self, low: int, high: int, *, ahead: bool) -> Sequence[memoryview]:
+        """Return the bytes of the draws [low, high) of the round; with `ahead`, read the rest of the round as well."""
+        with self._lock:
+            if self._raw[low] is None:
+                stop = len(self._raw) if ahead else high
+                self._raw[low:stop] = self.reader.read(self.indices[low:stop])
+            out = self._raw[low:high]
+            self._raw[low:high] = [None] * (high - low)
+        return out  # type: ignore[return-value]  # every place in it has just been read
+
+    def read_ahead(self, low: int) -> None:
+        """Read the draws from low on, if they are not there."""
+        with self._lock:
+            if low < len(self._raw) and self._raw[low] is None:
+                self._raw[low:] = self.reader.read(self.indices[low:])

@@ -1,0 +1,103 @@
+"""Bytes of a sample become a typed sample: parse the tar members, decode the parts, map them to fields."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from energon_bridge.errors import FatalSampleError
+from energon_bridge.format.tar import parse_sample
+from energon_bridge.samples import CrudeSample, SourceInfo
+from energon_bridge.stream.reader import RoundBuffer
+
+
+class Problem:
+    """A draw that gives no sample, and why; `error` is None where the sample is listed in `exclude`."""
+
+    __slots__ = ("error", "where")
+
+    def __init__(self, error: Exception | None, where: str) -> None:
+        self.error = error
+        self.where = where
+
+
+class Values:
+    """Makes samples of one leaf; runs on any thread.
+
+    Args:
+        identity: Identity of the leaf, the first entry of every restore key.
+        reader: Where the samples come from.
+        decoder: `SampleDecoder`, or None to leave every part as bytes.
+    """
+
+    def __init__(self, identity: str, dataset: Any, decoder: Any) -> None:
+        self._identity = identity
+        self._dataset = dataset
+        self._decode = None if decoder is None else decoder.decode
+        self._parts = dataset.part_filter if isinstance(dataset.part_filter, frozenset) else None
+        self._accept = dataset.part_filter if callable(dataset.part_filter) else None
+        self._crude = dataset.field_map is None and dataset.sample_loader is None
+
+    def load(self, buffer: RoundBuffer, low: int, high: int, *, ahead: bool) -> list[Any]:
+        """Return for each draw [low, high) of a round a sample or the `Problem` that stands in its place."""
+        raws = buffer.fetch(low, high, ahead=ahead)
+        indices = buffer.indices[low:high].tolist()
+        epochs = buffer.epochs[low:high].tolist()
+        shards = buffer.shards[low:high].tolist()
+        return self.build(raws, indices, epochs, shards)
+
+    def build(self, raws: Sequence[memoryview], indices: list[int], epochs: list[int], shards: list[int]) -> list[Any]:
+        """Return a sample or a `Problem` for the bytes of each sample."""
+        dataset = self._dataset
+        path, names, excluded = dataset.path, dataset.shard_names, dataset.excluded
+        wanted, decode = self._parts, self._decode
+        out: list[Any] = []
+        for raw, index, epoch, shard in zip(raws, indices, epochs, shards, strict=True):
+            key = ""
+            try:
+                key, parts = parse_sample(raw, parts=wanted)
+                if excluded and (names[shard], key) in excluded:
+                    out.append(Problem(None, ""))
+                    continue
+                values: dict[str, Any]
+                if self._accept is not None:
+                    parts = {name: data for name, data in parts.items() if self._accept(name)}
+                if decode is None:
+                    values = {name: bytes(data) for name, data in parts.items()}
+                else:
+                    values = {name: decode(name, data) for name, data in parts.items()}
+                source = SourceInfo(path, index, names[shard], tuple([f"{key}.{name}" for name in parts]))
+                out.append(self._sample(key, (self._identity, index, epoch, 0), source, values))
+            except FatalSampleError:
+                raise
+            except Exception as error:  # the policy of the stream decides what becomes of it
+                out.append(Problem(error, self._where(shard, index, key)))
+        return out
+
+    def _sample(self, key: str, restore_key: tuple[Any, ...], source: SourceInfo, values: dict[str, Any]) -> Any:
+        dataset = self._dataset
+        subflavors = dict(dataset.subflavors)
+        if self._crude:
+            meta = {
+                "__key__": key,
+                "__shard__": source.shard_name,
+                "__restore_key__": restore_key,
+                "__subflavors__": subflavors,
+                "__sources__": (source,),
+            }
+            return CrudeSample(meta | values)
+        if dataset.sample_loader is not None:
+            meta = {"__key__": key, "__restore_key__": restore_key, "__sources__": (source,)}
+            values = dataset.sample_loader(values | meta | {"__shard__": source.shard_name})
+            key = values.pop("__key__", key)
+        else:
+            values = dataset.field_map(values)
+        return dataset.sample_type(
+            __key__=key, __restore_key__=restore_key, __subflavors__=subflavors, __sources__=(source,), **values
+        )
+
+    def _where(self, shard: int, index: int, key: str) -> str:
+        named = f"key {key!r}" if key else "unreadable key"
+        return f"{self._dataset.path}: shard {self._dataset.shard_names[shard]}, sample {index}, {named}"
+
+

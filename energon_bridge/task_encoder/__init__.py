@@ -1,0 +1,30 @@
+"""Task encoders: what becomes of raw samples on their way to a batch.
+
+`base` has the hooks, `decoder` and `images` turn bytes into values, `collate` and `convert` turn samples into batches
+and records of one kind into another; the multimodal encoder makes tokens, labels and pixel values of captions and
+questions.
+"""
+
+from __future__ import annotations
+
+from energon_bridge.task_encoder.base import DefaultTaskEncoder, TaskEncoder, default_hook, stateless
+from energon_bridge.task_encoder.collate import batch_list, batch_pad_stack, batch_samples, batch_stack, generic_batch
+from energon_bridge.task_encoder.conversation import ImageToken, MultiModalSampleConfig
+from energon_bridge.task_encoder.decoder import SampleDecoder
+from energon_bridge.task_encoder.multimodal import MultiModalTaskEncoder
+
+__all__ = [
+    "DefaultTaskEncoder",
+    "ImageToken",
+    "MultiModalSampleConfig",
+    "MultiModalTaskEncoder",
+    "SampleDecoder",
+    "TaskEncoder",
+    "batch_list",
+    "batch_pad_stack",
+    "batch_samples",
+    "batch_stack",
+    "default_hook",
+    "generic_batch",
+    "stateless",
+]

@@ -1,0 +1,158 @@
+"""The task encoder: where a user says what becomes of samples and batches.
+
+`encode_sample` sees every sample, `batch` the samples of a microbatch, `encode_batch` the microbatch. The hooks of the
+base class do only what any encoder would, and say so by a mark (`__default_hook__`), which the engine reads to know
+that no code of the user's runs there; a hook of the user's has no mark.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from types import MethodType
+from typing import Any, ClassVar, Generic, TypeVar, cast, overload
+
+from energon_bridge.task_encoder.collate import Action, batch_samples, generic_batch
+from energon_bridge.task_encoder.convert import convert_record, is_record_type, target_fields
+from energon_bridge.task_encoder.decoder import SampleDecoder
+
+SampleT = TypeVar("SampleT")
+EncodedT = TypeVar("EncodedT")
+RawBatchT = TypeVar("RawBatchT")
+BatchT = TypeVar("BatchT")
+Hook = TypeVar("Hook", bound=Callable[..., Any])
+
+
+def default_hook(hook: Hook) -> Hook:
+    """Mark a hook as one in which no code of the user's runs."""
+    hook.__default_hook__ = True  # type: ignore[attr-defined]
+    return hook
+
+
+@overload
+def stateless(hook: Hook) -> Hook: ...
+@overload
+def stateless(*, restore_seeds: bool = False, failure_tolerance: int | None = None) -> Callable[[Hook], Hook]: ...
+def stateless(
+    hook: Hook | None = None, *, restore_seeds: bool = False, failure_tolerance: int | None = None
+) -> Hook | Callable[[Hook], Hook]:
+    """Mark a hook as one that keeps nothing between samples; `@stateless` and `@stateless(…)` both work.
+
+    Kept so that encoders written for megatron-energon load unchanged: here every hook draws from generators keyed to
+    its sample, so a hook is repeatable with or without the mark, and `restore_seeds` changes nothing.
+    """
+
+    def mark(function: Hook) -> Hook:
+        function.__stateless__ = True  # type: ignore[attr-defined]
+        if failure_tolerance is not None:
+            function.__failure_tolerance__ = failure_tolerance  # type: ignore[attr-defined]
+        return function
+
+    return mark if hook is None else mark(hook)
+
+
+class TaskEncoder(Generic[SampleT, EncodedT, RawBatchT, BatchT]):
+    """The root of task encoders. Override the hooks you need; each may also be a generator function.
+
+    `decoder` turns the raw parts of a sample into values; None leaves them bytes.
+    """
+
+    cookers: ClassVar[Sequence[Any]] = ()
+    decoder: SampleDecoder | None = SampleDecoder()
+    __default_failure_tolerance__: int | None = 100
+
+    @default_hook
+    def encode_sample(self, sample: SampleT) -> EncodedT | Iterator[EncodedT]:
+        """Make what the model needs of one sample. The sample itself, unless overridden."""
+        return cast(EncodedT, sample)
+
+    @default_hook
+    def batch(self, samples: list[EncodedT]) -> RawBatchT | Iterator[RawBatchT]:
+        """Collate samples. A record of their own type, its tensors padded and stacked, unless overridden."""
+        kind = type(samples[0])
+        return batch_samples(samples, kind) if is_record_type(kind) else generic_batch(samples)
+
+    @default_hook
+    def encode_batch(self, batch: RawBatchT) -> BatchT | Iterator[BatchT]:
+        """Make what the training step needs of a batch. The batch itself, unless overridden."""
+        return cast(BatchT, batch)
+
+
+class _ConvertingHook:
+    """A hook that is the base's own on encoders without the setting it serves, and converts on those with it.
+
+    The choice is made where the hook is looked up, so that `super()` reaches it like any method, and so that the mark
+    of the base's hook shows exactly where nothing is converted.
+    """
+
+    def __init__(self, setting: str, convert: Callable[..., Any]) -> None:
+        self._setting = setting
+        self._convert = convert
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._plain = getattr(TaskEncoder, name)
+        self.__doc__ = self._convert.__doc__
+
+    def __get__(self, encoder: object | None, owner: type | None = None) -> Any:
+        if encoder is None:
+            return self._convert
+        return MethodType(self._plain if getattr(encoder, self._setting) is None else self._convert, encoder)
+
+
+def _converts_to(setting: str) -> Callable[[Hook], Hook]:
+    """Make a method a _ConvertingHook; to a type checker it stays the method it is."""
+
+    def wrap(hook: Hook) -> Hook:
+        return cast(Hook, _ConvertingHook(setting, hook))
+
+    return wrap
+
+
+class DefaultTaskEncoder(TaskEncoder[SampleT, EncodedT, RawBatchT, BatchT]):
+    """A task encoder that works as it is, and converts between record types if told to.
+
+    Each type is a dataclass, a named tuple or a dict; fields are carried over by name. Raises ConfigurationError for
+    any other type.
+    """
+
+    _encoded_sample_type: type | None = None
+    _raw_batch_type: type | None = None
+    _batch_type: type | None = None
+
+    def __init__(
+        self,
+        *,
+        encoded_sample_type: type[EncodedT] | None = None,
+        raw_batch_type: type[RawBatchT] | None = None,
+        batch_type: type[BatchT] | None = None,
+    ) -> None:
+        for target in (encoded_sample_type, raw_batch_type, batch_type):
+            if target is not None:
+                target_fields(target)  # refuses what cannot be made by field names
+        self._encoded_sample_type = encoded_sample_type
+        self._raw_batch_type = raw_batch_type
+        self._batch_type = batch_type
+
+    @_converts_to("_encoded_sample_type")
+    def encode_sample(self, sample: SampleT) -> EncodedT | Iterator[EncodedT]:
+        """Return the sample as an `encoded_sample_type`, or as it is if none was given."""
+        return convert_record(sample, cast(type, self._encoded_sample_type))
+
+    @_converts_to("_raw_batch_type")
+    def batch(self, samples: list[EncodedT]) -> RawBatchT | Iterator[RawBatchT]:
+        """Collate samples into a `raw_batch_type`, or into a record of their own type if none was given."""
+        return batch_samples(samples, cast(type, self._raw_batch_type))
+
+    @_converts_to("_batch_type")
+    def encode_batch(self, batch: RawBatchT) -> BatchT | Iterator[BatchT]:
+        """Return the batch as a `batch_type`, or as it is if none was given."""
+        return convert_record(batch, cast(type, self._batch_type))
+
+    def _batch(
+        self,
+        samples: Sequence[Any],
+        result_type: type,
+        actions: dict[str, Action] | None = None,
+        default_action: Action = generic_batch,
+    ) -> Any:
+        """Collate samples field by field: the helper that encoders written for megatron-energon call."""
+        return batch_samples(samples, result_type, actions=actions, default_action=default_action)

@@ -1,0 +1,176 @@
+"""From the raw parts of a sample to values, by the extension of each part's name.
+
+    .gz                          unpacked first; what is left of the name decides
+    image extensions             decode_image (upper or lower case)
+    txt text transcript          str (UTF-8)
+    cls cls2 id index inx        int
+    json jsn                     what json.loads gives
+    npy, npz                     an array, a dict of arrays
+    pth                          what torch.load(weights_only=True) gives
+    ten tb                       a list of arrays (webdataset's tenbin)
+    mp msg, cbor                 what msgpack, cbor2 or cbor gives, where that package is installed
+    anything else                the bytes
+
+The extension is what stands after the last dot of the part's name. Pickles (`pkl`, `pickle`, `pyd`) stay bytes, since
+reading one runs the code that it holds; so do videos and sound. A decoder keeps no state and may be used from many
+threads; image codecs release the GIL.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import logging
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+from energon_bridge.errors import ConfigurationError, DecodeError
+from energon_bridge.task_encoder.images import (
+    IMAGE_EXTENSIONS,
+    IMAGE_FORMS,
+    decode_image,
+    guess_image_extension,
+    image_form,
+)
+
+logger = logging.getLogger(__name__)
+
+AV_FORMS = ("AVDecoder", "pyav", "torch")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleDecoder:
+    """Decodes the parts of a sample.
+
+    `image_decode` is one of IMAGE_FORMS, `av_decode` one of AV_FORMS; with `guess_content` an image is known by its
+    first bytes, whatever its part is called. Raises ConfigurationError for a form that does not exist.
+    """
+
+    image_decode: str = "torchrgb"
+    av_decode: str = "AVDecoder"
+    video_decode_audio: bool = False
+    guess_content: bool = False
+
+    def __post_init__(self) -> None:
+        image_form(self.image_decode)
+        if self.av_decode not in AV_FORMS:
+            raise ConfigurationError(f"there is no av_decode {self.av_decode!r}; known: {', '.join(AV_FORMS)}")
+
+    def __call__(self, parts: Mapping[str, Any]) -> dict[str, Any]:
+        """Decode all parts; meta fields (`__key__`, …) and values that are no longer bytes pass through."""
+        return {
+            name: value if name.startswith("__") or not isinstance(value, _RAW) else self.decode(name, value)
+            for name, value in parts.items()
+        }
+
+    def decode(self, part_name: str, data: bytes | bytearray | memoryview) -> Any:
+        """Decode one part. Raises DecodeError, naming the part and the codec's complaint."""
+        name = part_name
+        if name.endswith(".gz"):
+            name = name[:-3]
+            data = _run("gz", gzip.decompress, part_name, data)
+        extension = name.rpartition(".")[2]
+        if extension.lower() in IMAGE_EXTENSIONS or (self.guess_content and guess_image_extension(data)):
+            return decode_image(data, IMAGE_FORMS[self.image_decode], part=part_name)
+        codec = _CODECS.get(extension)
+        # A memoryview would keep the whole read alive.
+        return bytes(data) if codec is None else _run(extension, codec, part_name, bytes(data))
+
+    def config(self) -> dict[str, Any]:
+        """Return the settings as plain values, for logs."""
+        return {
+            "type": type(self).__qualname__,
+            "image_decode": self.image_decode,
+            "av_decode": self.av_decode,
+            "video_decode_audio": self.video_decode_audio,
+            "guess_content": self.guess_content,
+        }
+
+
+_RAW = (bytes, bytearray, memoryview)
+
+
+def _run(kind: str, codec: Callable[[Any], Any], part: str, data: bytes | bytearray | memoryview) -> Any:
+    try:
+        return codec(data)
+    except (ImportError, MemoryError):
+        raise  # not the data's fault
+    except Exception as error:  # codecs raise whatever they like
+        reason = f"{type(error).__name__}: {error}"
+        raise DecodeError(f"part {part!r} ({len(data)} bytes) cannot be decoded as {kind}: {reason}") from error
+
+
+def _text(data: bytes) -> str:
+    return data.decode("utf-8")
+
+
+def _npy(data: bytes) -> np.ndarray:
+    return np.lib.format.read_array(io.BytesIO(data), allow_pickle=False)
+
+
+def _npz(data: bytes) -> dict[str, np.ndarray]:
+    with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
+        return dict(arrays)
+
+
+def _pth(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+
+
+def _tenbin(data: bytes) -> list[np.ndarray]:
+    # webdataset's own splitting into chunks trusts the lengths, and never ends on a negative one
+    from webdataset import tenbin
+
+    chunks: list[bytearray] = []
+    offset = 0
+    while offset < len(data):
+        magic, length = struct.unpack_from("@8sq", data, offset)
+        offset += 16
+        if magic != tenbin.magic_bytes or not 0 <= length <= len(data) - offset:
+            raise ValueError(f"no tenbin chunk at byte {offset - 16}")
+        chunks.append(bytearray(data[offset : offset + length]))  # a bytearray, so that the arrays can be written to
+        offset += tenbin.roundup(length)
+    return tenbin.decode_list(chunks)
+
+
+def _msgpack(data: bytes) -> Any:
+    library = _first_installed("msgpack")
+    return library.unpackb(data) if library else data
+
+
+def _cbor(data: bytes) -> Any:
+    library = _first_installed("cbor2", "cbor")
+    return library.loads(data) if library else data
+
+
+@cache
+def _first_installed(*packages: str) -> ModuleType | None:
+    for package in packages:
+        try:
+            return import_module(package)
+        except ImportError:
+            continue
+    logger.warning("%s is not installed; parts that need it stay bytes. Install it with pip.", " or ".join(packages))
+    return None
+
+
+_CODECS: dict[str, Callable[[bytes], Any]] = {
+    **dict.fromkeys(("txt", "text", "transcript"), _text),
+    **dict.fromkeys(("cls", "cls2", "id", "index", "inx"), int),
+    **dict.fromkeys(("json", "jsn"), json.loads),
+    **dict.fromkeys(("ten", "tb"), _tenbin),
+    **dict.fromkeys(("mp", "msg"), _msgpack),
+    "cbor": _cbor,
+    "npy": _npy,
+    "npz": _npz,
+    "pth": _pth,
+}

@@ -1,0 +1,159 @@
+"""Images: encoded bytes in, an array, a tensor or a Pillow image out.
+
+A form names the container (numpy, torch, Pillow), the mode (grey, RGB, RGBA) and, with a trailing 8, bytes instead of
+floats. All of them give the pixels that Pillow gives; EXIF orientation is not applied. Ordinary JPEGs are decoded by
+libjpeg-turbo through simplejpeg, which is about three times faster; everything else, and whatever it will not read
+without complaint, is Pillow's to decode or to refuse.
+
+Shapes: grey (height, width); colour (height, width, channels) in numpy, (channels, height, width) in torch. The colour
+tensor is a view over the decoder's memory, because a contiguous copy would cost a quarter of the decode. Floats are
+the bytes divided by 255, exactly.
+"""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+from difflib import get_close_matches
+from importlib.util import find_spec
+from typing import Any, Literal
+
+import numpy as np
+import simplejpeg
+import torch
+from PIL import Image, UnidentifiedImageError
+
+from energon_bridge.errors import ConfigurationError, DecodeError
+
+Mode = Literal["L", "RGB", "RGBA"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImageForm:
+    """How a decoded image is handed over."""
+
+    container: Literal["numpy", "torch", "pil"]
+    mode: Mode
+    scaled: bool = False  # float32 in [0, 1] instead of uint8
+
+
+def _forms() -> dict[str, ImageForm]:
+    modes: tuple[tuple[str, Mode], ...] = (("l", "L"), ("rgb", "RGB"), ("rgba", "RGBA"))
+    forms: dict[str, ImageForm] = {}
+    for suffix, mode in modes:
+        forms[suffix] = ImageForm(container="numpy", mode=mode, scaled=True)
+        forms[f"{suffix}8"] = ImageForm(container="numpy", mode=mode)
+        forms[f"torch{suffix}"] = ImageForm(container="torch", mode=mode, scaled=True)
+        forms[f"torch{suffix}8"] = ImageForm(container="torch", mode=mode)
+        forms[f"pil{suffix}"] = ImageForm(container="pil", mode=mode)
+    return forms | {"torch": forms["torchrgb"], "pil": forms["pilrgb"]}
+
+
+IMAGE_FORMS: dict[str, ImageForm] = _forms()
+
+IMAGE_EXTENSIONS = frozenset(
+    (
+        *("jpg", "jpeg", "jpe", "jfif"),
+        *("png", "apng", "gif", "bmp", "dib", "webp", "avif", "tif", "tiff"),
+        *("ppm", "pgm", "pbm", "pnm"),
+        *("jp2", "j2k", "j2c", "jpc", "jpf", "jpx"),
+    )
+)
+
+# Only these: Pillow would also run Ghostscript for anything that says it is EPS, whatever its name. The ones that it
+# always has come first, since asking for another makes it load all of its plugins (90 ms, once).
+_PILLOW_FORMATS = ["JPEG", "PNG", "GIF", "BMP", "PPM", "DIB", "WEBP", "TIFF", "JPEG2000"]
+if find_spec("PIL.AvifImagePlugin"):  # Pillow 11.3 and later
+    _PILLOW_FORMATS.append("AVIF")
+
+# Of a CMYK JPEG libjpeg-turbo makes other colours than Pillow.
+_TURBO_COLORSPACES = frozenset({"YCbCr", "RGB", "Gray"})
+
+
+def image_form(name: str) -> ImageForm:
+    """Return the form of that name; raises ConfigurationError, naming the nearest match, if there is none."""
+    if name in IMAGE_FORMS:
+        return IMAGE_FORMS[name]
+    near = get_close_matches(name, IMAGE_FORMS, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise ConfigurationError(f"there is no image form {name!r}; {hint}Known forms: {', '.join(IMAGE_FORMS)}")
+
+
+def guess_image_extension(data: bytes | bytearray | memoryview) -> str | None:
+    """Return the extension that fits the first bytes of an image, or None if they are no image's."""
+    head = bytes(data[:16])
+    if head.startswith(b"BM") and head[6:10] == bytes(4):  # two letters alone would take in texts
+        return "bmp"
+    if head.startswith(b"RIFF") and head[8:12] == b"WEBP":
+        return "webp"
+    if head[4:8] == b"ftyp" and head[8:12] in (b"avif", b"avis"):
+        return "avif"
+    return next((extension for magic, extension in _MAGIC if head.startswith(magic)), None)
+
+
+_MAGIC = (
+    (b"\xff\xd8\xff", "jpg"),
+    (b"\x89PNG\r\n\x1a\n", "png"),
+    (b"GIF87a", "gif"),
+    (b"GIF89a", "gif"),
+    (b"II*\0", "tif"),
+    (b"MM\0*", "tif"),
+    (b"\0\0\0\x0cjP  \r\n\x87\n", "jp2"),
+    (b"\xff\x4f\xff\x51", "j2k"),
+)
+
+
+def decode_image(data: bytes | bytearray | memoryview, form: ImageForm, *, part: str) -> Any:
+    """Decode one image into the form asked for. Raises DecodeError, naming `part` and the codec's complaint."""
+    try:
+        if form.container == "pil":
+            return _pillow_image(data, form.mode)
+        pixels = _turbo_pixels(data, form.mode)
+        if pixels is None:
+            # np.array, not asarray: what Pillow lends is read-only
+            pixels = np.array(_pillow_image(data, form.mode))
+    except MemoryError:
+        raise
+    except UnidentifiedImageError as error:
+        raise _refusal(part, data, f"the content is none of {', '.join(_PILLOW_FORMATS)}") from error
+    except Exception as error:  # the codecs raise OSError, ValueError, SyntaxError, struct.error, zlib.error, …
+        raise _refusal(part, data, str(error) or type(error).__name__) from error
+    return _in_form(pixels, form)
+
+
+def _refusal(part: str, data: bytes | bytearray | memoryview, reason: str) -> DecodeError:
+    return DecodeError(f"part {part!r} ({len(data)} bytes) cannot be decoded as an image: {reason}")
+
+
+def _turbo_pixels(data: bytes | bytearray | memoryview, mode: Mode) -> np.ndarray | None:
+    """Decode an ordinary JPEG; return None where Pillow has to decide."""
+    if data[:3] != b"\xff\xd8\xff":
+        return None
+    try:
+        height, width, colorspace, _ = simplejpeg.decode_jpeg_header(data)
+        # A bomb is Pillow's to warn of or to refuse, by the limit that the user may have set there.
+        if colorspace not in _TURBO_COLORSPACES or height * width > (Image.MAX_IMAGE_PIXELS or float("inf")):
+            return None
+        if mode != "L":
+            return simplejpeg.decode_jpeg(data, mode)
+        if colorspace == "Gray":
+            return simplejpeg.decode_jpeg(data, "GRAY").reshape(height, width)
+        # The file's own luma differs from what Pillow computes from RGB.
+        return np.array(Image.fromarray(simplejpeg.decode_jpeg(data, "RGB")).convert("L"))
+    except ValueError:  # also for oddities that do not matter, such as stray bytes between markers
+        return None
+
+
+def _pillow_image(data: bytes | bytearray | memoryview, mode: Mode) -> Image.Image:
+    with io.BytesIO(data) as stream, Image.open(stream, formats=_PILLOW_FORMATS) as image:
+        return image.convert(mode)
+
+
+def _in_form(pixels: np.ndarray, form: ImageForm) -> Any:
+    if form.scaled:
+        # numpy and not torch: one thread, which releases the GIL and leaves the other cores to other images
+        pixels = np.divide(pixels, np.float32(255), dtype=np.float32)
+    if form.container == "numpy":
+        return pixels
+    tensor = torch.from_numpy(pixels)
+    return tensor.permute(2, 0, 1) if tensor.ndim == 3 else tensor

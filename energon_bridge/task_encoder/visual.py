@@ -1,0 +1,69 @@
+"""Images on their way through an image processor of the transformers interface.
+
+Whatever form the decoder gave an image, the processor gets a PIL image in RGB: a float tensor in [0, 1] would be
+rescaled a second time, and for a CHW array with few rows a processor has to guess where the channels are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from energon_bridge.errors import SampleError
+
+
+def as_pil(image: Any) -> Image.Image:
+    """Return an image as PIL RGB.
+
+    Takes PIL images and torch or numpy arrays, CHW for torch and HWC for numpy, uint8 or float in [0, 1].
+
+    Raises:
+        SampleError: The value is no image in one of these forms.
+    """
+    if isinstance(image, Image.Image):
+        return image if image.mode == "RGB" else image.convert("RGB")
+    if isinstance(image, Tensor) and image.ndim == 3:
+        pixels = image.permute(1, 2, 0).cpu().numpy()
+    elif isinstance(image, np.ndarray) and image.ndim == 3:
+        pixels = image
+    else:
+        shape = getattr(image, "shape", None)
+        raise SampleError(
+            f"an image must be a PIL image, a CHW tensor or an HWC array, got {type(image).__name__} of shape {shape}; "
+            "choose a form with the task encoder's decoder or image_decode"
+        )
+    if np.issubdtype(pixels.dtype, np.floating):
+        pixels = np.rint(pixels.clip(0.0, 1.0) * 255.0)
+    pixels = pixels.astype(np.uint8)[..., :3]
+    if pixels.shape[-1] < 3:
+        pixels = pixels[..., :1].repeat(3, axis=-1)
+    return Image.fromarray(np.ascontiguousarray(pixels))
+
+
+def process_image(image_processor: Any, image: Any) -> dict[str, Tensor]:
+    """Run one image through the processor and keep the tensors it returns."""
+    output: Mapping[str, Any] = image_processor(images=[as_pil(image)], return_tensors="pt")
+    return {name: value for name, value in output.items() if isinstance(value, Tensor)}
+
+
+def concat_visual(rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Join what the processor returned for each row along dimension 0, padding the other dimensions with zeros."""
+    return {name: _concat([row[name] for row in rows if name in row]) for name in rows[0]}
+
+
+def _concat(tensors: Sequence[Tensor]) -> Tensor:
+    shapes = {tensor.shape[1:] for tensor in tensors}
+    if len(shapes) == 1:
+        return torch.cat(list(tensors))
+    size = [max(sizes) for sizes in zip(*(t.shape[1:] for t in tensors), strict=True)]
+    out = tensors[0].new_zeros((sum(len(t) for t in tensors), *size))
+    start = 0
+    for tensor in tensors:
+        out[(slice(start, start + len(tensor)), *(slice(0, n) for n in tensor.shape[1:]))] = tensor
+        start += len(tensor)
+    return out

@@ -1,0 +1,230 @@
+"""Who delivers which lane: ranks, workers, and the worker configuration.
+
+A run has `num_lanes` lanes (L). Microbatch m of the global sequence comes from lane `m mod L`. The functions here say,
+for a run that stands at microbatch m0 on R ranks, which rank and which worker own a lane and what each rank delivers in
+each step. They are pure integers: nothing in a lane depends on them, so changing R or the number of workers W changes
+who delivers a microbatch and nothing else.
+
+Ownership, fixed when a loader starts: where R divides L, lane l belongs to rank `(l - m0) mod R`, so that rank 0 is
+always the next to deliver; elsewhere to rank `l mod R`. A step delivers the next R microbatches of the global sequence.
+Where R does not divide L it stops at the end of each round of L, and ranks without a microbatch deliver a masked one.
+Of the lanes of a rank, in ascending order, number j belongs to worker `j mod W`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Any
+
+from energon_bridge.errors import ConfigurationError, TooManyRanksError
+
+logger = logging.getLogger(__name__)
+
+_LANE_UNIT = 24
+"""Default number of lanes: divisible by 1, 2, 3, 4, 6, 8, 12 and 24 ranks."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class WorkerConfig:
+    """How one data-parallel rank loads its share of the data.
+
+    Args:
+        rank: *Data-parallel* rank; tensor-, context- and pipeline-parallel ranks of one replica share it. Default: the
+            rank in `data_parallel_group`, else in torch.distributed if that is initialised, else 0.
+        world_size: Data-parallel size; defaults as for `rank`.
+        num_workers: Worker processes of this rank; 0 loads in the calling process, with threads.
+        data_parallel_group: A `torch.distributed` process group; used to gather the state of all ranks.
+        seed: Seed of the run: the same on all ranks.
+        seed_offset: Added to `seed`; kept for code that was written for energon.
+        prefetch_factor: Microbatches made ahead, per worker (with 0 workers: in all).
+        persistent_workers: Keep the workers between validation passes.
+        num_lanes: Logical streams of the run (L); default: see `default_num_lanes`. A resumed run takes L from its state.
+        decode_threads: Threads that read and decode, per process; default: cores divided among the local processes.
+        microbatches_per_global_batch: `global_batch_size / micro_batch_size`; makes L fit every legal number of ranks.
+        pin_memory: Copy batches to pinned memory; default: only where CUDA is available and there are workers.
+        max_worker_restarts: How often dead workers are started again in one run before `WorkerDiedError`.
+    """
+
+    rank: int | None = None
+    world_size: int | None = None
+    num_workers: int = 4
+    data_parallel_group: Any = None
+    seed: int = 0
+    seed_offset: int = 0
+    prefetch_factor: int = 2
+    persistent_workers: bool = True
+    num_lanes: int | None = None
+    decode_threads: int | None = None
+    microbatches_per_global_batch: int | None = None
+    pin_memory: bool | None = None
+    max_worker_restarts: int = 100
+
+    def __post_init__(self) -> None:
+        rank, world_size = _rank_and_size(self.data_parallel_group)
+        if (self.rank is None) != (self.world_size is None):
+            raise ConfigurationError("WorkerConfig: give rank and world_size together, or neither")
+        # Frozen for everyone else: whoever holds a configuration can rely on resolved numbers.
+        object.__setattr__(self, "rank", rank if self.rank is None else self.rank)
+        object.__setattr__(self, "world_size", world_size if self.world_size is None else self.world_size)
+        if not 0 <= self.dp_rank < self.dp_size:
+            raise ConfigurationError(f"WorkerConfig: rank {self.rank} is not in range({self.world_size})")
+        minima = {"num_workers": 0, "prefetch_factor": 1, "max_worker_restarts": 0}
+        optional = {"num_lanes": 1, "decode_threads": 1, "microbatches_per_global_batch": 1}
+        for name, least in (minima | optional).items():
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ConfigurationError(f"WorkerConfig: {name} must be at least {least}, got {value}")
+
+    @classmethod
+    def default_worker_config(cls, num_workers: int = 4, data_parallel_group: Any = None, **kwargs: Any) -> WorkerConfig:
+        """Return a configuration for the current process: its rank from torch.distributed where that is initialised."""
+        return cls(num_workers=num_workers, data_parallel_group=data_parallel_group, **kwargs)
+
+    @property
+    def dp_rank(self) -> int:
+        """The data-parallel rank, resolved."""
+        assert self.rank is not None
+        return self.rank
+
+    @property
+    def dp_size(self) -> int:
+        """The data-parallel world size, resolved."""
+        assert self.world_size is not None
+        return self.world_size
+
+    def threads_per_process(self, processes: int) -> int:
+        """Return the decode threads of one of `processes` local loader processes."""
+        if self.decode_threads is not None:
+            return self.decode_threads
+        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return max(1, cores // max(1, local_ranks * processes))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, WorkerConfig):
+            return NotImplemented
+        return all(getattr(self, f.name) == getattr(other, f.name) for f in fields(self))
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _rank_and_size(group: Any) -> tuple[int, int]:
+    if group is not None:
+        return int(group.rank()), int(group.size())
+    import sys
+
+    # Asking must not import torch: where it was never imported, nothing can be initialised.
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    return 0, 1
+
+
+def default_num_lanes(world_size: int, num_workers: int, *, group_size: int | None, epoch_microbatches: int) -> int:
+    """Choose L for a new run.
+
+    Args:
+        world_size: Data-parallel size R.
+        num_workers: Workers per rank W.
+        group_size: Microbatches per global batch G, or None where no global batch size is known.
+        epoch_microbatches: Microbatches in one epoch of the data, all ranks together.
+
+    Returns:
+        With G: the smallest multiple of H that is at least `max(24, R * max(1, W))`, where H = G, or for G > 256 the
+        least common multiple of the divisors of G up to `max(256, R)`. Without: the smallest multiple of lcm(24, R)
+        that is at least `R * max(1, W)`; where that is 24 and a lane would get fewer than 8 microbatches an epoch, the
+        largest divisor of 24 that is a multiple of R and gives them, else R.
+    """
+    busy = world_size * max(1, num_workers)
+    if group_size is not None:
+        unit = group_size
+        if group_size > 256:
+            unit = math.lcm(*(d for d in range(1, max(256, world_size) + 1) if group_size % d == 0))
+        return unit * math.ceil(max(_LANE_UNIT, busy) / unit)
+    unit = math.lcm(_LANE_UNIT, world_size)
+    lanes = unit * math.ceil(busy / unit)
+    if lanes == _LANE_UNIT and epoch_microbatches < 8 * lanes:
+        fitting = [d for d in (24, 12, 8, 6, 4, 3, 2, 1) if d % world_size == 0 and epoch_microbatches >= 8 * d]
+        lanes = fitting[0] if fitting else world_size
+    return lanes
+
+
+@dataclass(frozen=True, slots=True)
+class Ownership:
+    """Which rank delivers which lane, for a run that starts or resumes at microbatch `start` (m0)."""
+
+    num_lanes: int
+    world_size: int
+    start: int
+
+    def __post_init__(self) -> None:
+        if self.world_size > self.num_lanes:
+            raise TooManyRanksError(
+                f"{self.world_size} data-parallel ranks cannot share {self.num_lanes} lanes (num_lanes is fixed when a "
+                f"run starts): resume with at most {self.num_lanes} ranks, or start a new run with a larger num_lanes"
+            )
+
+    @property
+    def even(self) -> bool:
+        """Whether every rank delivers a real microbatch in every step."""
+        return self.num_lanes % self.world_size == 0
+
+    @property
+    def offset(self) -> int:
+        return self.start % self.world_size if self.even else 0
+
+    def rank_of(self, lane: int) -> int:
+        """Return the rank that owns a lane."""
+        return (lane - self.offset) % self.world_size
+
+    def lanes_of(self, rank: int) -> range:
+        """Return the lanes of a rank, ascending."""
+        return range((rank + self.offset) % self.world_size, self.num_lanes, self.world_size)
+
+    def step_size(self, m: int) -> int:
+        """Return how many real microbatches the step delivers that starts at microbatch m."""
+        if self.even:
+            return self.world_size
+        place = m % self.num_lanes
+        return min(self.world_size - place % self.world_size, self.num_lanes - place)
+
+    def lane_in_step(self, rank: int, m: int) -> int | None:
+        """Return the lane that a rank delivers in the step that starts at microbatch m, or None for a masked one."""
+        ahead = (rank - self.rank_of(m % self.num_lanes)) % self.world_size
+        return (m + ahead) % self.num_lanes if ahead < self.step_size(m) else None
+
+    @property
+    def masked_share(self) -> float:
+        """Share of delivered microbatches that are masked: `1 - L / (R ceil(L/R))`."""
+        return 1 - self.num_lanes / (self.world_size * math.ceil(self.num_lanes / self.world_size))
+
+    def nearest_even_world_size(self) -> int:
+        """Return the divisor of L that is nearest to the world size (the smaller one of two)."""
+        divisors = [d for d in range(1, self.num_lanes + 1) if self.num_lanes % d == 0]
+        return min(divisors, key=lambda d: (abs(d - self.world_size), d))
+
+
+def ticks(units: Iterator[tuple[int, int]], num_workers: int, worker: int | None = None) -> Iterator[int | None]:
+    """Lay units out for a round robin over workers, with empty ticks where it would ask the wrong one.
+
+    Args:
+        units: The units to deliver, in order, each with the number of its worker.
+        num_workers: Workers that are asked in turn, starting with worker 0.
+        worker: Give only the ticks of this worker; None gives those of all.
+
+    Yields:
+        A unit, or None for an empty tick.
+    """
+    tick = 0
+    for unit, owner in units:
+        while tick % num_workers != owner:
+            if worker is None or tick % num_workers == worker:
+                yield None
+            tick += 1
+        if worker is None or owner == worker:
+            yield unit
+        tick += 1

@@ -1,0 +1,209 @@
+"""The configuration of a training run: what can be set, and what it means.
+
+A run is described by one YAML file of nested sections and by `section.key=value` overrides; `load_config` reads both
+(see `config_file`). Every section is a frozen dataclass, so that a run cannot change its own description, and the
+resolved description is written to the run folder.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from energon_bridge.errors import ConfigurationError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataConfig:
+    """Where the data is and how it is loaded; names are those of `EnergonMultiModalDataModule`.
+
+    Args:
+        path: A prepared dataset.
+        micro_batch_size: Samples in one forward pass of one rank.
+        global_batch_size: Samples in one optimizer step, all ranks together; gradients are accumulated to get there.
+        seq_length: Longest token sequence, image tokens included.
+        num_workers: Worker processes per rank for training; 0 loads in the training process.
+        num_val_workers: The same for validation; default: num_workers.
+        shuffle_buffer_size: Samples among which the order is shuffled.
+        max_samples_per_sequence: Length of a slice, the unit of shuffled reading; null: a whole shard.
+        num_lanes: Logical streams of the run; null: chosen to fit the global batch size.
+        prefetch_factor: Microbatches made ahead, per worker.
+        decode_threads: Threads that read and decode, per process; null: the cores, shared out.
+        shuffle_images: Give each sample of a microbatch the image of another one: a control that shows whether the
+            model reads its images at all.
+    """
+
+    path: str = "data/digits"
+    micro_batch_size: int = 32
+    global_batch_size: int = 32
+    seq_length: int = 64
+    num_workers: int = 0
+    num_val_workers: int | None = None
+    shuffle_buffer_size: int | None = 100
+    max_samples_per_sequence: int | None = 100
+    num_lanes: int | None = None
+    prefetch_factor: int = 2
+    decode_threads: int | None = None
+    shuffle_images: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """Which model is trained: a preset, or a local folder or hub name.
+
+    Args:
+        preset: A small model built from a configuration; written to the run folder with a tokenizer trained on the
+            captions, and loaded from there like any other local folder. Used where `name_or_path` is null.
+        name_or_path: A local folder in the layout of transformers, or a name on the Hugging Face hub.
+        init: `pretrained` loads weights, `random` initialises them from the configuration alone. Presets are random.
+        image_tokens_per_image: Tokens that one image takes in the sequence; null: worked out from the model.
+        hidden_size: Presets: width of the vision tower and the language model.
+        num_layers: Presets: layers of each.
+        num_heads: Presets: attention heads of each.
+        image_size: Presets: side of the square that images are resized to, in pixels.
+        patch_size: Presets: side of a patch, in pixels.
+        vocab_size: Presets: largest vocabulary of the trained tokenizer.
+        tokenizer_samples: Presets: captions that the tokenizer is trained on.
+    """
+
+    preset: str = "tiny-llava"
+    name_or_path: str | None = None
+    init: str = "pretrained"
+    image_tokens_per_image: int | None = None
+    hidden_size: int = 64
+    num_layers: int = 2
+    num_heads: int = 4
+    image_size: int = 32
+    patch_size: int = 8
+    vocab_size: int = 512
+    tokenizer_samples: int = 20_000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerConfig:
+    """AdamW with a linear warm-up and a cosine decay.
+
+    Args:
+        lr: Peak learning rate.
+        min_lr: Learning rate at the last step.
+        warmup_steps: Steps until the peak.
+        weight_decay: Decoupled weight decay.
+        beta1: Decay of the first moment.
+        beta2: Decay of the second moment.
+        clip_norm: Gradients are scaled down to this norm; 0 leaves them as they are.
+    """
+
+    lr: float = 3e-3
+    min_lr: float = 0.0
+    warmup_steps: int = 100
+    weight_decay: float = 0.01
+    beta1: float = 0.9
+    beta2: float = 0.999
+    clip_norm: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainConfig:
+    """How long and on what.
+
+    Args:
+        max_steps: Optimizer steps.
+        log_interval: Optimizer steps between two log lines.
+        accelerator: `auto`, `cpu` or `cuda`.
+        precision: A precision of Lightning: `32-true`, `bf16-mixed`, …
+        deterministic: Use deterministic algorithms only, so that a resumed run repeats the losses bit for bit.
+        threads: Threads of torch per process; 0 leaves torch's choice.
+    """
+
+    max_steps: int = 1000
+    log_interval: int = 50
+    accelerator: str = "auto"
+    precision: str = "32-true"
+    deterministic: bool = True
+    threads: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ValidationConfig:
+    """How the model is measured on the validation split.
+
+    Args:
+        interval: Optimizer steps between two validations; 0 validates once, at the end.
+        limit_batches: Microbatches per rank and validation; null: all.
+        generate: Let the model write its answers, and compare them with the expected ones.
+        max_new_tokens: Longest answer.
+        name: What the samples are called in the last line of a run: `validation NAME read: 97.2 %`.
+    """
+
+    interval: int = 0
+    limit_batches: int | None = None
+    generate: bool = True
+    max_new_tokens: int = 16
+    name: str = "samples"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointConfig:
+    """When the run is saved.
+
+    Args:
+        interval: Optimizer steps between two checkpoints; 0 saves only at the end and on SIGTERM.
+        keep: How many of the latest checkpoints stay; 0 keeps all.
+    """
+
+    interval: int = 200
+    keep: int = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunConfig:
+    """One training run.
+
+    Args:
+        run_dir: The folder of the run: resolved configuration, model, checkpoints, metrics, predictions.
+        seed: Seed of the data order, of the initial weights and of everything random in the model.
+    """
+
+    run_dir: str = "runs/default"
+    seed: int = 0
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+    def __post_init__(self) -> None:
+        positive = {
+            "data.micro_batch_size": self.data.micro_batch_size,
+            "data.global_batch_size": self.data.global_batch_size,
+            "data.seq_length": self.data.seq_length,
+            "train.max_steps": self.train.max_steps,
+            "train.log_interval": self.train.log_interval,
+            "validation.max_new_tokens": self.validation.max_new_tokens,
+        }
+        for name, value in positive.items():
+            if value < 1:
+                raise ConfigurationError(f"{name} must be at least 1, got {value}")
+        if self.data.global_batch_size % self.data.micro_batch_size:
+            raise ConfigurationError(
+                f"data.global_batch_size={self.data.global_batch_size} is not a multiple of "
+                f"data.micro_batch_size={self.data.micro_batch_size}"
+            )
+        if self.data.shuffle_images and self.data.micro_batch_size < 2:
+            raise ConfigurationError("data.shuffle_images=true needs data.micro_batch_size of at least 2")
+        if self.model.init not in ("pretrained", "random"):
+            raise ConfigurationError(f"model.init must be 'pretrained' or 'random', got {self.model.init!r}")
+
+    def accumulate(self, world_size: int) -> int:
+        """Return the microbatches that each of `world_size` ranks runs for one optimizer step.
+
+        Raises:
+            ConfigurationError: The global batch cannot be shared out evenly.
+        """
+        per_step = self.data.micro_batch_size * world_size
+        if self.data.global_batch_size % per_step:
+            raise ConfigurationError(
+                f"data.global_batch_size={self.data.global_batch_size} cannot be shared by {world_size} data-parallel "
+                f"ranks of data.micro_batch_size={self.data.micro_batch_size}: it must be a multiple of {per_step}"
+            )
+        return self.data.global_batch_size // per_step

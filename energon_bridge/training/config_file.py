@@ -1,0 +1,167 @@
+"""Reading and writing the configuration of a run: YAML, `section.key=value` overrides, and refusals in plain words.
+
+Values are converted by the type of the field they are for. That matters for numbers: YAML 1.1 reads `1e-4` as a
+string, and a learning rate must not become one. A key that does not exist is refused with the nearest match.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields, is_dataclass
+from pathlib import Path
+from types import NoneType
+from typing import Any
+
+import yaml
+
+from energon_bridge.errors import ConfigurationError, UnknownArgumentError
+from energon_bridge.training.config import RunConfig
+
+
+def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a configuration file and apply overrides.
+
+    Args:
+        path: A YAML file; None starts from the defaults.
+        overrides: `section.key=value` texts; later ones win.
+
+    Raises:
+        ConfigurationError: The file cannot be read, or a value has the wrong type.
+        UnknownArgumentError: A key does not exist.
+    """
+    values: dict[str, Any] = {}
+    where = "defaults"
+    if path is not None:
+        where = str(path)
+        values = _read(Path(path))
+    for text in overrides:
+        _override(values, text)
+    config: RunConfig = _build(RunConfig, values, prefix="", where=where)
+    return config
+
+
+def dump_config(config: RunConfig) -> str:
+    """Return a configuration as YAML that `load_config` reads back to an equal one."""
+    return yaml.safe_dump(asdict(config), sort_keys=False)
+
+
+def write_config(config: RunConfig, path: Path) -> None:
+    """Write a configuration in one step, so that no reader ever sees half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(dump_config(config))
+    os.replace(temporary, path)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigurationError(f"cannot read the configuration {path}: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        raise ConfigurationError(f"{path} is not valid YAML: {error}") from error
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ConfigurationError(f"{path} must hold sections (a mapping), not {type(values).__name__}")
+    return values
+
+
+def _override(values: dict[str, Any], text: str) -> None:
+    key, equals, raw = text.partition("=")
+    if not equals or not key:
+        raise ConfigurationError(f"override {text!r} is not of the form section.key=value")
+    *sections, name = key.split(".")
+    for section in sections:
+        inner = values.setdefault(section, {})
+        if not isinstance(inner, dict):
+            raise UnknownArgumentError(f"override {text!r}: {section!r} is a value, not a section")
+        values = inner
+    values[name] = _Text(raw)
+
+
+class _Text(str):
+    """The value of an override, not parsed yet: the field it is for decides how."""
+
+    __slots__ = ()
+
+
+def _build(cls: type, values: Mapping[str, Any], *, prefix: str, where: str) -> Any:
+    types = typing.get_type_hints(cls)
+    known = [f.name for f in fields(cls)]
+    for key in values:
+        if key not in known:
+            raise UnknownArgumentError(_unknown(f"{prefix}{key}", _all_keys(RunConfig), where))
+    kwargs: dict[str, Any] = {}
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        if is_dataclass(types[key]):
+            value = {} if value is None else value
+            if not isinstance(value, dict):
+                raise ConfigurationError(f"{where}: {name} is a section and needs keys below it, got {value!r}")
+            kwargs[key] = _build(types[key], value, prefix=f"{name}.", where=where)
+        else:
+            kwargs[key] = _convert(value, types[key], name=name, where=where)
+    return cls(**kwargs)
+
+
+def _unknown(name: str, known: Sequence[str], where: str) -> str:
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    # The right key in the wrong section is as common as a typing error.
+    near = near or [k for k in known if k.rpartition(".")[2] == name.rpartition(".")[2]]
+    hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
+    return f"{where}: there is no configuration key {name!r}; {hint}"
+
+
+def _all_keys(cls: type, prefix: str = "") -> list[str]:
+    types = typing.get_type_hints(cls)
+    keys: list[str] = []
+    for f in fields(cls):
+        keys.append(f"{prefix}{f.name}")
+        if is_dataclass(types[f.name]):
+            keys += _all_keys(types[f.name], f"{prefix}{f.name}.")
+    return keys
+
+
+def _convert(value: Any, hint: Any, *, name: str, where: str) -> Any:
+    accepted = typing.get_args(hint) or (hint,)
+    if isinstance(value, _Text):
+        if str not in accepted or value in ("null", "~"):
+            value = _parse(value, name)
+        else:
+            value = str(value)
+    if value is None and NoneType in accepted:
+        return None
+    if bool in accepted:
+        if isinstance(value, bool):
+            return value
+    elif isinstance(value, bool):
+        pass
+    elif str in accepted:
+        if isinstance(value, str):
+            return value
+    elif isinstance(value, (int, float, str)):
+        number = _number(value)
+        if int in accepted and number is not None and number.is_integer():
+            return int(value) if isinstance(value, int) else int(number)
+        if float in accepted and number is not None:
+            return number
+    wanted = " or ".join("null" if t is NoneType else t.__name__ for t in accepted)
+    raise ConfigurationError(f"{where}: {name} must be {wanted}, got {value!r} ({type(value).__name__})")
+
+
+def _parse(text: str, name: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigurationError(f"override {name}={text}: the value is not valid YAML") from error
+
+
+def _number(value: int | float | str) -> float | None:
+    try:
+        return float(value)
+    except ValueError:
+        return None

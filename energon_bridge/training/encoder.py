@@ -1,0 +1,34 @@
+"""The task encoder of a run, and the control that shows whether the model reads its images."""
+
+from __future__ import annotations
+
+from energon_bridge.task_encoder.multimodal import MultiModalBatch, MultiModalSample, MultiModalTaskEncoder
+from energon_bridge.training.config import DataConfig
+from energon_bridge.training.presets import ModelBundle
+
+
+class ShuffledImagesTaskEncoder(MultiModalTaskEncoder):
+    """Give each sample of a microbatch the image of the one before it.
+
+    The order of the stream is random, so these images say nothing about the texts; a model that still gets the texts
+    right does not need its images. A microbatch of one sample keeps its image.
+    """
+
+    def batch(self, samples: list[MultiModalSample]) -> MultiModalBatch:
+        """Rotate the images by one row, then batch as usual."""
+        images = [sample.visual for sample in samples]
+        for sample, visual in zip(samples, images[-1:] + images[:-1], strict=True):
+            sample.visual = visual
+        return super().batch(samples)
+
+
+def training_task_encoder(config: DataConfig, bundle: ModelBundle) -> MultiModalTaskEncoder:
+    """Return the task encoder for a model."""
+    kind = ShuffledImagesTaskEncoder if config.shuffle_images else MultiModalTaskEncoder
+    return kind(
+        bundle.tokenizer,
+        bundle.image_processor,
+        bundle.sample_config,
+        config.seq_length,
+        image_tokens_per_image=bundle.image_tokens,
+    )

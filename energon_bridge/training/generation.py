@@ -1,0 +1,86 @@
+"""Letting a model write its answers, and comparing them with the expected ones.
+
+`predictions.jsonl` has one line per validation sample, in the order of the split, each an object with the text fields
+`key`, `expected` and `generated`. `exact_match` of its lines is the figure that a run ends with.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from energon_bridge.task_encoder.multimodal import MultiModalBatch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prediction:
+    """What the model wrote for one sample, and what it should have written."""
+
+    key: str
+    expected: str
+    generated: str
+
+
+def exact_match(predictions: Sequence[Prediction]) -> float:
+    """Return the share of answers that are exactly as expected, up to white space at the ends; 0 for none."""
+    right = sum(p.generated.strip() == p.expected.strip() for p in predictions)
+    return right / len(predictions) if predictions else 0.0
+
+
+def write_predictions(predictions: Sequence[Prediction], path: Path) -> None:
+    """Write the predictions as JSON lines, in one step."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text("".join(json.dumps(asdict(p), ensure_ascii=False) + "\n" for p in predictions), "utf-8")
+    os.replace(temporary, path)
+
+
+def read_predictions(path: Path) -> list[Prediction]:
+    """Read what `write_predictions` wrote."""
+    return [Prediction(**json.loads(line)) for line in path.read_text("utf-8").splitlines()]
+
+
+def prompts_of(batch: MultiModalBatch, pad_id: int) -> tuple[Tensor, Tensor]:
+    """Cut the answers off and align the prompts to the right, where generation begins.
+
+    Returns:
+        Tokens and attention mask, int64 of shape (B, P), P being the longest prompt.
+    """
+    # The first label with loss is the first token of the answer; the token it is the label of ends the prompt.
+    lengths = [int(first) + 1 for first in batch.loss_mask.argmax(dim=1)]
+    width = max(lengths)
+    tokens = batch.tokens.new_full((len(lengths), width), pad_id)
+    mask = torch.zeros_like(tokens)
+    for row, length in enumerate(lengths):
+        tokens[row, width - length :] = batch.tokens[row, :length]
+        mask[row, width - length :] = 1
+    return tokens, mask
+
+
+@torch.no_grad()
+def generate_answers(
+    model: Any,
+    tokenizer: Any,
+    prompts: Tensor,
+    attention_mask: Tensor,
+    inputs: Mapping[str, Tensor],
+    max_new_tokens: int,
+) -> list[str]:
+    """Continue each prompt with the most likely tokens until the model ends its answer."""
+    output = model.generate(
+        input_ids=prompts,
+        attention_mask=attention_mask,
+        **inputs,
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    texts: list[str] = tokenizer.batch_decode(output[:, prompts.shape[1] :], skip_special_tokens=True)
+    return texts

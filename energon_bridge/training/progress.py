@@ -1,0 +1,120 @@
+"""What a run reports: a log line per interval, and `metrics.jsonl` with one line per optimizer step.
+
+`metrics.jsonl` has objects with `step`, `loss` and `lr`, the numbers as Python writes them, so that reading them back
+gives the same bits. A run that was killed and resumed has some steps twice; the later line counts.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+
+from energon_bridge.dataloader import EnergonDataloader
+from energon_bridge.training.module import VisionLanguageModule
+
+logger = logging.getLogger(__name__)
+
+
+class ProgressReporter(Callback):
+    """Log loss, speed and the share of time spent waiting for data, and keep the losses.
+
+    Losses stay on the device until they are reported, so that no step waits for the accelerator.
+    """
+
+    def __init__(self, metrics_path: Path, *, log_interval: int, save_interval: int, global_batch_size: int) -> None:
+        self.metrics_path = metrics_path
+        self.log_interval = log_interval
+        self.save_interval = save_interval
+        self.global_batch_size = global_batch_size
+        self._microbatch_losses: list[Tensor] = []
+        self._steps: list[tuple[int, float, Tensor]] = []
+        self._step = 0
+        self._started = 0.0
+        self._started_step = 0
+        self._waited = 0.0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start the clock."""
+        self._step = trainer.global_step
+        self._restart_clock(trainer)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Keep the loss of a microbatch; report where an interval ends."""
+        assert isinstance(pl_module, VisionLanguageModule) and pl_module.last_loss is not None
+        self._microbatch_losses.append(pl_module.last_loss)
+        step = trainer.global_step
+        if step == self._step:
+            return
+        self._step = step
+        loss = torch.stack(self._microbatch_losses).mean()
+        self._microbatch_losses.clear()
+        self._steps.append((step, trainer.optimizers[0].param_groups[0]["lr"], loss))
+        last = step == trainer.max_steps
+        due = step % self.log_interval == 0
+        if last or due or (self.save_interval and step % self.save_interval == 0):
+            self._write(trainer)
+        if last or due:
+            self._log(trainer)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leave the time that validation took out of the speed."""
+        self._restart_clock(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write what is left, after a stop on request."""
+        self._write(trainer)
+
+    def _restart_clock(self, trainer: Trainer) -> None:
+        self._started = time.perf_counter()
+        self._started_step = trainer.global_step
+        self._waited = _wait_seconds(trainer)
+
+    def _write(self, trainer: Trainer) -> None:
+        if not self._steps:
+            return
+        losses = torch.stack([loss for _, _, loss in self._steps])
+        if trainer.world_size > 1:
+            dist.all_reduce(losses)
+            losses /= trainer.world_size
+        self.last_loss = float(losses.mean())
+        if trainer.is_global_zero:
+            with self.metrics_path.open("a") as file:
+                for (step, lr, _), loss in zip(self._steps, losses.tolist(), strict=True):
+                    file.write(json.dumps({"step": step, "loss": loss, "lr": lr}) + "\n")
+        self._steps.clear()
+
+    def _log(self, trainer: Trainer) -> None:
+        if trainer.is_global_zero:
+            elapsed = max(1e-9, time.perf_counter() - self._started)
+            steps = trainer.global_step - self._started_step
+            logger.info(
+                "step %d/%d  loss %.4f  lr %.2e  %.0f samples/s  waiting for data %.1f %%",
+                trainer.global_step,
+                trainer.max_steps,
+                self.last_loss,
+                trainer.optimizers[0].param_groups[0]["lr"],
+                steps * self.global_batch_size / elapsed,
+                100 * (_wait_seconds(trainer) - self._waited) / elapsed,
+            )
+        self._restart_clock(trainer)
+
+
+def _wait_seconds(trainer: Trainer) -> float:
+    loader = trainer.train_dataloader
+    return loader.wait_seconds if isinstance(loader, EnergonDataloader) else 0.0
+
+
+def read_losses(metrics_path: Path) -> dict[int, float]:
+    """Return the loss of each optimizer step; of a step that was run again after a resume, the later one."""
+    rows = [json.loads(line) for line in metrics_path.read_text().splitlines()]
+    return {row["step"]: row["loss"] for row in rows}

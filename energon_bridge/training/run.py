@@ -1,0 +1,233 @@
+"""One training run, from its configuration to `predictions.jsonl`.
+
+The run folder holds everything that belongs to the run::
+
+    config.yaml          the resolved configuration
+    model/               a preset's model configuration, image processor and tokenizer
+    checkpoints/         see `checkpoints`
+    metrics.jsonl        see `progress`
+    predictions.jsonl    see `generation`
+
+The same code runs in one process, under torchrun and under SLURM: how many processes there are is read from the
+environment, and all of them are data-parallel ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DDPStrategy
+
+from energon_bridge.datamodule import EnergonMultiModalDataModule
+from energon_bridge.errors import ConfigurationError
+from energon_bridge.rng import key_of
+from energon_bridge.training.captions import dataset_captions
+from energon_bridge.training.checkpoints import AtomicCheckpointIO, Checkpointer, list_checkpoints
+from energon_bridge.training.config import RunConfig
+from energon_bridge.training.config_file import dump_config, write_config
+from energon_bridge.training.encoder import training_task_encoder
+from energon_bridge.training.generation import exact_match, write_predictions
+from energon_bridge.training.module import VisionLanguageModule
+from energon_bridge.training.presets import ModelBundle, load_model, write_preset
+from energon_bridge.training.progress import ProgressReporter
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunResult:
+    """How a run ended.
+
+    `read` is the share of validation answers that are exactly right; None where none were generated. `stopped` means
+    that the run was asked to leave before its last step.
+    """
+
+    step: int
+    validation_loss: float | None
+    read: float | None
+    stopped: bool
+    main_rank: bool
+
+
+def run(config: RunConfig, *, resume: bool = False, overwrite: bool = False) -> RunResult:
+    """Train and validate.
+
+    Args:
+        config: What to do.
+        resume: Go on from the latest checkpoint of the run folder, if there is one.
+        overwrite: Remove what an earlier run left in the run folder.
+
+    Raises:
+        ConfigurationError: The run folder holds another run, or the configuration does not fit together.
+    """
+    run_dir = Path(config.run_dir)
+    if config.train.threads:
+        torch.set_num_threads(config.train.threads)
+    # Tokenizers with threads of their own do not survive the fork of the loader's workers.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    checkpointer = Checkpointer(run_dir / "checkpoints", config.checkpoint)
+    trainer = _build_trainer(config, run_dir, checkpointer)
+    # The process group is needed before training: to know the ranks, and to let them wait for the first one.
+    trainer.strategy.setup_environment()
+    with _main_rank_first(trainer):
+        if trainer.is_global_zero:
+            _prepare_run_dir(config, run_dir, resume=resume, overwrite=overwrite)
+    bundle = _load_bundle(config, run_dir / "model")
+    module = VisionLanguageModule(bundle, config)
+    data = build_data_module(config, bundle)
+    checkpoints = list_checkpoints(run_dir / "checkpoints") if resume else []
+    if checkpoints:
+        logger.info("resuming from %s", checkpoints[-1])
+    try:
+        trainer.fit(module, datamodule=data, ckpt_path=checkpoints[-1] if checkpoints else None)
+        if not checkpointer.stopped and module.validated_step != trainer.global_step:
+            trainer.validate(module, datamodule=data, verbose=False)
+    finally:
+        data.close()
+    result = _result(module, trainer, stopped=checkpointer.stopped)
+    if trainer.is_global_zero and not result.stopped and config.validation.generate:
+        write_predictions(module.predictions, run_dir / "predictions.jsonl")
+    return result
+
+
+def dry_run(config: RunConfig) -> str:
+    """Load model and data, encode one microbatch, and describe them; train nothing, leave nothing behind."""
+    with tempfile.TemporaryDirectory() as folder:
+        model_dir = Path(folder) / "model"
+        _write_preset(config, model_dir)
+        bundle = _load_bundle(config, model_dir)
+        data = build_data_module(config, bundle)
+        try:
+            batch = next(iter(data.train_dataloader()))
+        finally:
+            data.close()
+    parameters = sum(p.numel() for p in bundle.model.parameters())
+    shapes = {f: list(getattr(batch, f).shape) for f in ("tokens", "pixel_values") if getattr(batch, f) is not None}
+    facts = {"model": type(bundle.model).__name__, "parameters": parameters, "microbatch": shapes}
+    return f"{dump_config(config)}---\n{yaml.safe_dump(facts, sort_keys=False)}"
+
+
+def build_data_module(config: RunConfig, bundle: ModelBundle) -> EnergonMultiModalDataModule:
+    """Return the data module of a run."""
+    settings = asdict(config.data)
+    del settings["shuffle_images"]
+    return EnergonMultiModalDataModule(
+        tokenizer=bundle.tokenizer,
+        image_processor=bundle.image_processor,
+        task_encoder=training_task_encoder(config.data, bundle),
+        seed=config.seed,
+        **settings,
+    )
+
+
+def _build_trainer(config: RunConfig, run_dir: Path, checkpointer: Checkpointer) -> Trainer:
+    num_nodes, devices = _launched_processes()
+    accumulate = config.accumulate(num_nodes * devices)
+    validation = config.validation
+    reporter = ProgressReporter(
+        run_dir / "metrics.jsonl",
+        log_interval=config.train.log_interval,
+        save_interval=config.checkpoint.interval,
+        global_batch_size=config.data.global_batch_size,
+    )
+    return Trainer(
+        accelerator=config.train.accelerator,
+        num_nodes=num_nodes,
+        devices=devices,
+        # Vision towers have parameters behind the features that are used; they never get a gradient.
+        strategy=DDPStrategy(find_unused_parameters=True) if num_nodes * devices > 1 else "auto",
+        precision=config.train.precision,  # type: ignore[arg-type]
+        plugins=[AtomicCheckpointIO()],
+        callbacks=[reporter, checkpointer],
+        max_steps=config.train.max_steps,
+        max_epochs=-1,
+        accumulate_grad_batches=accumulate,
+        gradient_clip_val=config.optimizer.clip_norm or None,
+        check_val_every_n_epoch=None,
+        val_check_interval=(validation.interval or config.train.max_steps + 1) * accumulate,
+        limit_val_batches=validation.limit_batches,
+        num_sanity_val_steps=0,
+        use_distributed_sampler=False,
+        deterministic=config.train.deterministic,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=run_dir,
+    )
+
+
+def _launched_processes() -> tuple[int, int]:
+    """Return nodes and processes per node, as torchrun or SLURM started them; one process otherwise."""
+    environ = os.environ
+    if "LOCAL_WORLD_SIZE" in environ:
+        local = int(environ["LOCAL_WORLD_SIZE"])
+        return int(environ["WORLD_SIZE"]) // local, local
+    # SLURM sets its variables in an interactive allocation too, where no task was started by srun.
+    if "SLURM_PROCID" in environ and int(environ.get("SLURM_NTASKS", "1")) > 1:
+        nodes = int(environ["SLURM_NNODES"])
+        return nodes, int(environ["SLURM_NTASKS"]) // nodes
+    return 1, 1
+
+
+@contextmanager
+def _main_rank_first(trainer: Trainer) -> Iterator[None]:
+    """Let the other ranks wait until the main one has left the block."""
+    yield
+    trainer.strategy.barrier("main rank first")
+
+
+def _prepare_run_dir(config: RunConfig, run_dir: Path, *, resume: bool, overwrite: bool) -> None:
+    known = ("checkpoints", "metrics.jsonl", "predictions.jsonl", "model", "config.yaml")
+    present = [name for name in known if (run_dir / name).exists()]
+    if overwrite and not resume:
+        for name in present:
+            path = run_dir / name
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    elif present and not resume:
+        raise ConfigurationError(
+            f"the run folder {run_dir} already holds a run ({', '.join(present)}): go on with it (--resume), replace it "
+            "(--overwrite), or choose another one (run_dir=…)"
+        )
+    write_config(config, run_dir / "config.yaml")
+    _write_preset(config, run_dir / "model")
+
+
+def _write_preset(config: RunConfig, folder: Path) -> None:
+    if config.model.name_or_path is None:
+        captions: Callable[[], Iterable[str]] = lambda: dataset_captions(  # noqa: E731
+            config.data.path, limit=config.model.tokenizer_samples
+        )
+        write_preset(config.model, folder, captions)
+
+
+def _load_bundle(config: RunConfig, preset_folder: Path) -> ModelBundle:
+    settings = config.model
+    torch.manual_seed(key_of("weights", config.seed) >> 1)
+    if settings.name_or_path is None:
+        name, init = str(preset_folder), "random"
+    else:
+        name, init = settings.name_or_path, settings.init
+    return load_model(name, init=init, image_tokens_per_image=settings.image_tokens_per_image)
+
+
+def _result(module: VisionLanguageModule, trainer: Trainer, *, stopped: bool) -> RunResult:
+    generated: Any = module.predictions if module.config.validation.generate and not stopped else None
+    return RunResult(
+        step=trainer.global_step,
+        validation_loss=module.validation_loss,
+        read=exact_match(generated) if generated is not None else None,
+        stopped=stopped,
+        main_rank=trainer.is_global_zero,
+    )

@@ -1,0 +1,48 @@
+# shellcheck shell=bash
+# Sourced by the other scripts: `use_environment EXTRAS` puts a Python environment with the package in front of PATH.
+#
+# The environment is ENERGON_VENV, else the active one (VIRTUAL_ENV), else .venv in the checkout; it is created if it is not
+# there. Installing twice costs nothing: a stamp in the environment remembers what was installed from which files.
+
+TORCH_VERSION="$(sed -n 's/^torch==//p' constraints.txt)"
+
+create_environment() { # FOLDER
+    local folder="$1"
+    [ -x "$folder/bin/python" ] && return
+    local python
+    for python in "${PYTHON:-}" python3.11 python3.12 python3.13 python3; do
+        if [ -n "$python" ] && "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+            echo "creating $folder with $("$python" --version)"
+            "$python" -m venv "$folder"
+            return
+        fi
+    done
+    echo "no Python of version 3.11 or newer found; name one in PYTHON" >&2
+    return 1
+}
+
+# torchvision's wheel on the package index is the one for CUDA: beside a CPU build of torch it breaks the imports of
+# lightning and transformers. Nothing here needs it.
+refuse_torchvision() { # PYTHON
+    if "$1" -m pip list 2>/dev/null | grep -i torchvision; then
+        echo "torchvision is installed in this environment; remove it: $1 -m pip uninstall torchvision" >&2
+        return 1
+    fi
+}
+
+use_environment() { # EXTRAS
+    local extras="$1" folder stamp installed
+    folder="${ENERGON_VENV:-${VIRTUAL_ENV:-$PWD/.venv}}"
+    create_environment "$folder"
+    folder="$(cd "$folder" && pwd)"
+    export VIRTUAL_ENV="$folder" PATH="$folder/bin:$PATH"
+    stamp="$folder/.energon-bridge-${extras//,/-}"
+    installed="$PWD $(cat pyproject.toml constraints.txt | cksum)"
+    if [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$installed" ] || ! python -I -c 'import energon_bridge' 2>/dev/null; then
+        # torch first and by itself, so that whichever build suits the machine is chosen before anything depends on it
+        python -m pip install --quiet --disable-pip-version-check "torch==$TORCH_VERSION"
+        python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$extras]"
+        echo "$installed" >"$stamp"
+    fi
+    refuse_torchvision python
+}

@@ -1,0 +1,75 @@
+"""The code of the README runs: Python blocks as they stand, and the lines that call `energon`."""
+
+from __future__ import annotations
+
+import io
+import re
+import shlex
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+README = REPOSITORY / "README.md"
+DATA = "/data/captions"  # the path that the README uses for a dataset
+
+
+def blocks(language: str) -> list[tuple[int, str]]:
+    """Return the fenced blocks of a language with the line each one starts at."""
+    text = README.read_text()
+    found = re.finditer(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return [(text[: match.start(1)].count("\n") + 1, match.group(1)) for match in found]
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> Path:
+    from energon_bridge.testing import create_captioning_test_dataset
+
+    path = tmp_path / "captions"
+    create_captioning_test_dataset(path)
+    return path
+
+
+@pytest.mark.parametrize(("line", "code"), [pytest.param(*block, id=f"line {block[0]}") for block in blocks("python")])
+def test_python_block(line, code, dataset, tmp_path, monkeypatch, capsys):
+    assert DATA in code, "a block that loads nothing proves nothing"
+    monkeypatch.chdir(tmp_path)  # blocks may write files
+    code = "\n" * (line - 1) + code.replace(DATA, str(dataset))
+    exec(compile(code, str(README), "exec"), {"__name__": "__main__"})
+
+
+def test_energon_lines(tmp_path):
+    lines = [line for _, block in blocks("shell") for line in block.splitlines() if line.startswith("energon ")]
+    assert len(lines) >= 3
+    path = tmp_path / "captions"
+    write_raw_dataset(path)
+    for line in lines:
+        arguments = shlex.split(line.replace(DATA, str(path)))[1:]
+        call = [sys.executable, "-c", "from energon_bridge.cli.main import main; main()", *arguments]
+        result = subprocess.run(call, cwd=REPOSITORY, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        assert result.returncode == 0, f"{line}\n{result.stdout}{result.stderr}"
+    assert (path / ".nv-meta" / ".info.json").exists()
+
+
+def test_scripts_that_are_named_exist():
+    named = set(re.findall(r"(?:scripts|configs)/[\w.]+", README.read_text())) - {"configs/NAME.yaml"}
+    assert "scripts/quickstart" in named
+    assert [name for name in sorted(named) if not (REPOSITORY / name).exists()] == []
+
+
+def write_raw_dataset(path: Path) -> None:
+    from PIL import Image
+
+    path.mkdir()
+    for shard in range(10):
+        with tarfile.open(path / f"shard_{shard}.tar", "w") as tar:
+            for key in range(3):
+                image = io.BytesIO()
+                Image.new("RGB", (16, 16), (10 * shard, 20 * key, 0)).save(image, "JPEG")
+                for part, data in (("jpg", image.getvalue()), ("txt", b"a caption")):
+                    member = tarfile.TarInfo(f"{shard}{key}.{part}")
+                    member.size = len(data)
+                    tar.addfile(member, io.BytesIO(data))

@@ -1,0 +1,128 @@
+"""The built wheel, installed without extras, imports, runs its command and loads a dataset.
+
+The interpreter that tries it has the wheel in a virtual environment of its own and sees the packages of this one through
+a guard that lets through only what the wheel's metadata requires, directly or not. So an import of lightning or
+transformers that slipped into the base package fails here, and so does a base dependency that was forgotten.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+PROGRAM = """
+import sys
+from importlib import metadata
+
+site_packages, dataset = sys.argv[1:]
+import energon_bridge  # from the wheel: nothing else is on the path yet
+sys.path.append(site_packages)
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+allowed, waiting = set(), ["energon-bridge"]
+while waiting:
+    name = canonicalize_name(waiting.pop())
+    if name not in allowed:
+        allowed.add(name)
+        try:
+            lines = metadata.requires(name) or []
+        except metadata.PackageNotFoundError:
+            continue  # for another platform or Python
+        for requirement in map(Requirement, lines):
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+                waiting.append(requirement.name)
+for module in [name for name in sys.modules if name.split(".")[0] == "packaging"]:
+    del sys.modules[module]
+forbidden = {
+    module
+    for module, owners in metadata.packages_distributions().items()
+    if not any(canonicalize_name(owner) in allowed for owner in owners)
+}
+assert {"pytest", "lightning", "transformers"} <= forbidden, sorted(forbidden)
+
+
+class Guard:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in forbidden:
+            raise ModuleNotFoundError(f"{name} is no dependency of the base package", name=name)
+        return None
+
+
+sys.meta_path.insert(0, Guard())
+import torch
+
+from energon_bridge import WorkerConfig, get_loader, get_savable_loader, get_train_dataset, get_val_dataset
+
+config = WorkerConfig(num_workers=0)
+batch = next(iter(get_loader(get_train_dataset(dataset, batch_size=2, worker_config=config))))
+assert batch.image.dtype == torch.float32 and len(batch.caption) == 2, batch
+loader = get_savable_loader(get_train_dataset(dataset, batch_size=2, worker_config=WorkerConfig(num_workers=1)))
+next(iter(loader))
+assert loader.save_state_rank()
+loader.close()
+assert list(get_loader(get_val_dataset(dataset, batch_size=2, worker_config=config)))
+print(energon_bridge.__file__)
+"""
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(REPOSITORY)]
+    result = subprocess.run(build, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    (path,) = folder.glob("*.whl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a virtual environment that has the wheel and nothing else."""
+    folder = tmp_path_factory.mktemp("environment") / "venv"
+    venv.create(folder, with_pip=False)
+    python = str(folder / "bin" / "python")
+    install = [sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", str(wheel)]
+    result = subprocess.run(install, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return folder
+
+
+def test_contents(wheel):
+    names = zipfile.ZipFile(wheel).namelist()
+    sources = {str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / "energon_bridge").rglob("*.py")}
+    assert sources <= set(names)
+    assert "energon_bridge/py.typed" in names
+    assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"energon_bridge"}
+
+
+def test_base_install_loads_a_dataset(installed, fixtures):
+    call = [
+        str(installed / "bin" / "python"),
+        "-I",
+        "-c",
+        PROGRAM,
+        sysconfig.get_path("purelib"),
+        str(fixtures / "captioning"),
+    ]
+    result = subprocess.run(call, capture_output=True, text=True, cwd=installed)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.strip().startswith(str(installed))
+
+
+@pytest.mark.parametrize("command", ["energon", "energon-bridge"])
+def test_command_is_installed(installed, command, fixtures):
+    environment = {"PYTHONPATH": sysconfig.get_path("purelib"), "PATH": "/usr/bin:/bin"}
+    call = [str(installed / "bin" / command), "info", str(fixtures / "captioning")]
+    result = subprocess.run(call, capture_output=True, text=True, env=environment, cwd=installed)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "captioning" in result.stdout
