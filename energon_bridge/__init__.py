@@ -59,6 +59,7 @@ if TYPE_CHECKING:
         TooManyRanksError as TooManyRanksError,
         UnknownArgumentError as UnknownArgumentError,
         UnknownSplitError as UnknownSplitError,
+        UnsupportedShardError as UnsupportedShardError,
         UntrustedCodeError as UntrustedCodeError,
         WorkerDiedError as WorkerDiedError,
     )
@@ -136,6 +137,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
         "TooManyRanksError",
         "UnknownArgumentError",
         "UnknownSplitError",
+        "UnsupportedShardError",
         "UntrustedCodeError",
         "WorkerDiedError",
     ),

@@ -58,8 +58,8 @@ class EnergonDataloader:
     def __init__(self, loader: Any, *, length: int | None = None) -> None:
         if loader is None:
             raise ConfigurationError(
-                "EnergonDataloader(None): a split without data is None, not an EnergonDataloader of None, because trainers "
-                "take any object for data to iterate over"
+                "EnergonDataloader(None): a split without data is None, not an EnergonDataloader of None, since trainers "
+                "take any object for data"
             )
         if length is not None and length < 1:
             raise ConfigurationError(f"EnergonDataloader: length must be at least 1, got {length}")
@@ -70,8 +70,9 @@ class EnergonDataloader:
 
     @property
     def endless(self) -> bool:
-        """Whether the stream never ends: a loader says so itself, else one without a length."""
-        return bool(getattr(self.loader, "endless", not isinstance(self.loader, Sized)))
+        """Whether the stream never ends: our loaders say so; of another iterable, one without a length is endless."""
+        spec = getattr(self.loader, "spec", None)
+        return not isinstance(self.loader, Sized) if spec is None else not spec.finite
 
     def __iter__(self) -> Iterator[Any]:
         """Return the one stream of an endless loader, or start one pass over a finite one."""

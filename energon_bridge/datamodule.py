@@ -4,9 +4,9 @@ The module works out which part of the data this process loads: the rank and siz
 Tensor-, context- and pipeline-parallel ranks of one replica have the same data-parallel rank and so load the same
 batches; the combined data- and context-parallel group would give the context-parallel ranks different ones.
 
-Under Lightning the state of the data is in the checkpoint twice, once as the loader's and once as this module's, because
-each alone can be missing (another trainer, another class name). Both are the topology-free state of the whole run, so
-loading one after the other changes nothing.
+Under Lightning the state of the data is in the checkpoint twice, once as the loader's and once as this module's,
+because each alone can be missing (another trainer, another class name). Both are the topology-free state of the whole
+run, so loading one after the other changes nothing.
 """
 
 from __future__ import annotations
@@ -16,12 +16,16 @@ import inspect
 import logging
 import math
 import sys
+from dataclasses import fields, is_dataclass, replace
 from typing import Any, Literal
+
+from torch import Tensor
 
 from energon_bridge.dataloader import EnergonDataloader
 from energon_bridge.datasets import get_savable_loader, get_train_dataset, get_val_dataset
 from energon_bridge.errors import ConfigurationError, UnknownArgumentError
-from energon_bridge.task_encoder.multimodal import MultiModalSampleConfig, MultiModalTaskEncoder
+from energon_bridge.task_encoder.conversation import MultiModalSampleConfig
+from energon_bridge.task_encoder.multimodal import MultiModalTaskEncoder
 from energon_bridge.topology import WorkerConfig
 
 logger = logging.getLogger(__name__)
@@ -45,7 +49,7 @@ _TRAINING_ONLY = frozenset({"batch_drop_last"})
 """Settings meant for training that would change what is validated."""
 
 
-class EnergonMultiModalDataModule(_Base):  # type: ignore[misc]
+class EnergonMultiModalDataModule(_Base):
     """Multimodal training and validation data.
 
     Args:
@@ -161,8 +165,8 @@ class EnergonMultiModalDataModule(_Base):  # type: ignore[misc]
         per_step = self.micro_batch_size * config.dp_size
         if self.global_batch_size != 1 and self.global_batch_size % per_step:
             raise ConfigurationError(
-                f"global_batch_size={self.global_batch_size} cannot be shared by {config.dp_size} data-parallel ranks of "
-                f"micro_batch_size={self.micro_batch_size}: it must be a multiple of {per_step}"
+                f"global_batch_size={self.global_batch_size} cannot be shared by {config.dp_size} data-parallel ranks "
+                f"of micro_batch_size={self.micro_batch_size}: it must be a multiple of {per_step}"
             )
         logger.info(
             "%s data of %s: data-parallel rank %d of %d, %d workers",
@@ -230,6 +234,10 @@ class EnergonMultiModalDataModule(_Base):  # type: ignore[misc]
         """Return None: there is no test split."""
         return
 
+    def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+        """Move the tensors of a batch to where Lightning wants them, and copy nothing else."""
+        return batch if str(device) == "cpu" else _to_device(batch, device)
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the training data of the whole run; all data-parallel ranks must call this."""
         if self.train_dataloader_object is None:
@@ -271,9 +279,24 @@ class EnergonMultiModalDataModule(_Base):  # type: ignore[misc]
             return None
         if self.global_batch_size % self.micro_batch_size:
             raise ConfigurationError(
-                f"global_batch_size={self.global_batch_size} is not a multiple of micro_batch_size={self.micro_batch_size}"
+                f"global_batch_size={self.global_batch_size} is not a multiple of "
+                f"micro_batch_size={self.micro_batch_size}"
             )
         return self.global_batch_size // self.micro_batch_size
+
+
+def _to_device(value: Any, device: Any) -> Any:
+    """Return a batch, or a value in it, with all tensors on a device; keys, sources and texts are not copied."""
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=True)
+    if is_dataclass(value) and not isinstance(value, type):
+        names = (f.name for f in fields(value) if f.init)
+        return replace(value, **{name: _to_device(getattr(value, name), device) for name in names})
+    if isinstance(value, dict):
+        return {name: _to_device(entry, device) for name, entry in value.items()}
+    if isinstance(value, list) and any(isinstance(entry, Tensor) for entry in value):
+        return [_to_device(entry, device) for entry in value]
+    return value
 
 
 def _data_parallel_group(pg_collection: Any) -> Any:
@@ -291,16 +314,15 @@ def _data_parallel_group(pg_collection: Any) -> Any:
     return None
 
 
-_OWN_NAMES = frozenset(
-    {"path", "split_part", "worker_config", "batch_size", "shuffle_buffer_size", "max_samples_per_sequence", "task_encoder"}
-)
+_OWN_NAMES = frozenset({"path", "split_part", "worker_config", "batch_size", "task_encoder"})
+"""Arguments of `get_train_dataset` that this module sets from its own."""
 
 
 def _check_names(kwargs: dict[str, Any]) -> None:
     """Refuse keywords that would be lost, or that this module sets itself."""
     parameters = inspect.signature(get_train_dataset).parameters.values()
-    known = {p.name for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD} - _OWN_NAMES
     own = set(inspect.signature(EnergonMultiModalDataModule.__init__).parameters) - {"self", "kwargs"}
+    known = {p.name for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD} - _OWN_NAMES - own
     for name in kwargs:
         if name not in known:
             raise UnknownArgumentError(_unknown_name(name, sorted(known | own)))

@@ -86,7 +86,10 @@ def get_train_dataset(
         if max_samples_per_sequence is _UNSET:
             max_samples_per_sequence = DEFAULT_MAX_SAMPLES_PER_SEQUENCE
         logger.info(
-            "%s: shuffle_buffer_size=%s, max_samples_per_sequence=%s", path, shuffle_buffer_size, max_samples_per_sequence
+            "%s: shuffle_buffer_size=%s, max_samples_per_sequence=%s",
+            path,
+            shuffle_buffer_size,
+            max_samples_per_sequence,
         )
     if shuffle_over_epochs_multiplier not in (None, 1):
         raise ConfigurationError(
@@ -157,7 +160,11 @@ def get_val_dataset(
 
 
 def get_savable_loader(
-    dataset: DatasetSpec, *, worker_config: WorkerConfig | None = None, prefetch_factor: int | None = None, **kwargs: Any
+    dataset: DatasetSpec,
+    *,
+    worker_config: WorkerConfig | None = None,
+    prefetch_factor: int | None = None,
+    **kwargs: Any,
 ) -> SavableDataLoader:
     """Return a loader over a dataset, whose position can be saved and restored.
 
@@ -178,7 +185,11 @@ def get_savable_loader(
 
 
 def get_loader(
-    dataset: DatasetSpec, *, worker_config: WorkerConfig | None = None, prefetch_factor: int | None = None, **kwargs: Any
+    dataset: DatasetSpec,
+    *,
+    worker_config: WorkerConfig | None = None,
+    prefetch_factor: int | None = None,
+    **kwargs: Any,
 ) -> SavableDataLoader:
     """Return a loader over a dataset. Saving costs nothing here, so it is the savable one."""
     return get_savable_loader(dataset, worker_config=worker_config, prefetch_factor=prefetch_factor, **kwargs)

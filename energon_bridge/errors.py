@@ -81,6 +81,10 @@ class CorruptShardError(DatasetError):
     """A tar is truncated or has a broken header."""
 
 
+class UnsupportedShardError(DatasetError):
+    """A shard is compressed, so that no range of it can be read."""
+
+
 class DuplicateKeyError(DatasetError):
     """Two samples of one dataset share a key."""
 

@@ -42,7 +42,7 @@ class WorkerConfig:
         seed_offset: Added to `seed`; kept for code that was written for energon.
         prefetch_factor: Microbatches made ahead, per worker (with 0 workers: in all).
         persistent_workers: Keep the workers between validation passes.
-        num_lanes: Logical streams of the run (L); default: see `default_num_lanes`. A resumed run takes L from its state.
+        num_lanes: Logical streams of the run (L); default: `default_num_lanes`. A resumed run keeps that of its state.
         decode_threads: Threads that read and decode, per process; default: cores divided among the local processes.
         microbatches_per_global_batch: `global_batch_size / micro_batch_size`; makes L fit every legal number of ranks.
         pin_memory: Copy batches to pinned memory; default: only where CUDA is available and there are workers.
@@ -80,7 +80,9 @@ class WorkerConfig:
                 raise ConfigurationError(f"WorkerConfig: {name} must be at least {least}, got {value}")
 
     @classmethod
-    def default_worker_config(cls, num_workers: int = 4, data_parallel_group: Any = None, **kwargs: Any) -> WorkerConfig:
+    def default_worker_config(
+        cls, num_workers: int = 4, data_parallel_group: Any = None, **kwargs: Any
+    ) -> WorkerConfig:
         """Return a configuration for the current process: its rank from torch.distributed where that is initialised."""
         return cls(num_workers=num_workers, data_parallel_group=data_parallel_group, **kwargs)
 

@@ -1,7 +1,7 @@
 """The built wheel, installed without extras, imports, runs its command and loads a dataset.
 
-The interpreter that tries it has the wheel in a virtual environment of its own and sees the packages of this one through
-a guard that lets through only what the wheel's metadata requires, directly or not. So an import of lightning or
+The interpreter that tries it has the wheel in a virtual environment of its own and sees the packages of this one
+through a guard that lets through only what the wheel's metadata requires, directly or not. So an import of lightning or
 transformers that slipped into the base package fails here, and so does a base dependency that was forgotten.
 """
 

@@ -49,7 +49,7 @@ def _load(source: str, name: str, where: str) -> DatasetFunction:
 
 
 def load_function(store: Store, reference: str, *, default_name: str, trust: bool) -> DatasetFunction:
-    """Load `file.py:function` of `.nv-meta`; raises UntrustedCodeError without trust, MetadataError if it is missing."""
+    """Load `file.py:function` of `.nv-meta`; raises UntrustedCodeError without trust, MetadataError if missing."""
     file_name, _, function_name = reference.partition(":")
     rel = meta_path(file_name)
     where = store.url(rel)

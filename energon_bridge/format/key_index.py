@@ -38,7 +38,7 @@ _INDEXES = (
     "CREATE INDEX idx_sample_parts_full ON sample_parts"
     "(tar_file_id, sample_index, part_name, content_byte_offset, content_byte_size)",
 )
-# The file is built under a temporary name and thrown away after a crash: it needs no journal and no sync before the end.
+# The file is built under a temporary name and thrown away after a crash: no journal, no waiting for the disk.
 _PRAGMAS = (
     "PRAGMA journal_mode = OFF",
     "PRAGMA synchronous = OFF",
@@ -73,6 +73,18 @@ class KeyIndexWriter:
             raise self._duplicate(shard, scan) from error
         except sqlite3.OperationalError as error:
             raise StorageError(f"cannot write the key index: {error}") from error
+
+    def keep_media_tables(self, old: str | os.PathLike[str]) -> None:
+        """Take over the media metadata of the key index that this one replaces, as preparing again does not make it."""
+        self._connection.execute("COMMIT")
+        self._connection.execute("ATTACH ? AS old", (os.fspath(old),))
+        names = ("media_metadata", "media_filters")
+        query = "SELECT name, sql FROM old.sqlite_master WHERE type = 'table' AND name IN (?, ?)"
+        for name, create in self._connection.execute(query, names).fetchall():
+            self._connection.execute(create)
+            self._connection.execute(f"INSERT INTO main.{name} SELECT * FROM old.{name}")
+        self._connection.execute("DETACH old")
+        self._connection.execute("BEGIN")
 
     def finish(self) -> None:
         """Create the indexes and write everything to disk."""

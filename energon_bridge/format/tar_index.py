@@ -7,6 +7,7 @@ Source: reference section 1.4.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 import numpy as np
@@ -23,7 +24,7 @@ def index_name(shard: str) -> str:
     return f"{shard}.idx"
 
 
-def encode_index(offsets: Sequence[int] | np.ndarray) -> bytes:
+def encode_index(offsets: Sequence[int] | array[int] | np.ndarray) -> bytes:
     """Write offsets (of each sample, and of the end) as the content of an index file."""
     return np.asarray(offsets, dtype=_OFFSET).tobytes()
 
@@ -50,7 +51,7 @@ def load_index(store: Store, shard: str, *, count: int, size: int) -> np.ndarray
     if count and bool((offsets[1:] <= offsets[:-1]).any()):
         sample = int(np.argmax(offsets[1:] <= offsets[:-1]))
         raise CorruptShardError(
-            f"{where}: sample {sample} starts at byte {offsets[sample]} and ends at byte {offsets[sample + 1]}. {_REMEDY}"
+            f"{where}: sample {sample} starts at byte {offsets[sample]} and ends at {offsets[sample + 1]}. {_REMEDY}"
         )
     if int(offsets[-1]) > size:
         raise CorruptShardError(

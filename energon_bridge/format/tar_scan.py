@@ -7,7 +7,9 @@ members that it held. Every header's checksum is verified, and a defect is repor
 from __future__ import annotations
 
 import logging
+import sys
 import zlib
+from array import array
 from dataclasses import dataclass, field
 
 from energon_bridge.errors import CorruptShardError
@@ -24,16 +26,23 @@ _ADLER_MODULUS = 65521
 _logger = logging.getLogger(__name__)
 
 
+def _integers() -> array[int]:
+    return array("q")
+
+
 @dataclass(slots=True, kw_only=True)
 class ShardScan:
-    """The samples of one tar and their parts; columns of equal length for samples, and for parts."""
+    """The samples of one tar and their parts; columns of equal length for samples, and for parts.
+
+    The columns are arrays of 64-bit integers, because scans cross from worker processes to the writer.
+    """
 
     keys: list[str] = field(default_factory=list)
-    offsets: list[int] = field(default_factory=list)  # of each sample's first header, then of the end
-    part_samples: list[int] = field(default_factory=list)  # index of the sample in this tar
+    offsets: array[int] = field(default_factory=_integers)  # of each sample's first header, then of the end
+    part_samples: array[int] = field(default_factory=_integers)  # index of the sample in this tar
     part_names: list[str] = field(default_factory=list)
-    part_offsets: list[int] = field(default_factory=list)  # of the content
-    part_sizes: list[int] = field(default_factory=list)
+    part_offsets: array[int] = field(default_factory=_integers)  # of the content
+    part_sizes: array[int] = field(default_factory=_integers)
 
 
 def scan_tar(store: Store, rel: str) -> ShardScan:
@@ -124,7 +133,7 @@ def _scan_buffer(scan: ShardScan, buffer: bytes, *, base: int, size: int, where:
             keys.append(key)
             offsets.append(base + start)
         part_samples.append(index)
-        part_names.append(part)
+        part_names.append(sys.intern(part))  # few names, many members: equal ones travel once
         part_offsets.append(base + content)
         part_sizes.append(content_size)
     return position, BLOCK

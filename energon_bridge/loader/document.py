@@ -6,7 +6,8 @@ Built-in types only, so that it loads with `torch.load` and its defaults, as JSO
      "kind": "train" | "finite", "num_lanes": L, "microbatches": m0,
      "settings": {name: value, ...},         # everything that the order depends on
      "leaves": [{"identity", "fingerprint", "path", "split_part", "num_samples", "num_shards", "counts": {...}}],
-     "lanes": {"numbers": column, "microbatches": column, "draws": column, "taken": column, "leaf_draws": [column, ...]}}
+     "lanes": {"numbers": column, "microbatches": column, "draws": column, "taken": column,
+               "leaf_draws": [column, ...]}}
 
 A *column* is a string: the integers' differences as little-endian int64, zlib, base85. The state of a rank holds the
 lanes of that rank; several such states merge into one as long as they stand at the same microbatch. Counts of a rank's
@@ -136,7 +137,9 @@ def merge(states: Sequence[Any]) -> State:
                 f"run, state {number} after {document['microbatches']}; take the states of one checkpoint"
             )
         if document["settings"] != first["settings"] or document["num_lanes"] != first["num_lanes"]:
-            raise StateFormatError(f"state {number} belongs to another run than state 0: {_difference(first, document)}")
+            raise StateFormatError(
+                f"state {number} belongs to another run than state 0: {_difference(first, document)}"
+            )
         known = read_lanes(document)
         fresh = not lanes.keys() & known.keys()
         lanes |= known
@@ -169,14 +172,16 @@ def check_fits(document: State, kind: str, settings: State, leaves: list[State])
                 f"{here['split_part']!r} of {here['path']}"
             )
     for name in sorted(settings.keys() | document["settings"].keys(), key=lambda n: (n not in _SETTING_ERRORS, n)):
-        saved, here = document["settings"].get(name), settings.get(name)
-        if saved != here:
+        then, now = document["settings"].get(name), settings.get(name)
+        if then != now:
             raise _SETTING_ERRORS.get(name, SettingMismatchError)(
-                f"the state was saved with {name}={saved!r}, this run has {name}={here!r}: the order of samples depends "
-                f"on it; set {name}={saved!r} to resume, or start a new run"
+                f"the state was saved with {name}={then!r}, this run has {name}={now!r}: the order of samples depends "
+                f"on it; set {name}={then!r} to resume, or start a new run"
             )
     if [leaf["identity"] for leaf in document["leaves"]] != [leaf["identity"] for leaf in leaves]:
-        lines = [f"  {sign} {_describe(leaf)}" for sign, part in (("-", document["leaves"]), ("+", leaves)) for leaf in part]
+        lines = [
+            f"  {sign} {_describe(leaf)}" for sign, part in (("-", document["leaves"]), ("+", leaves)) for leaf in part
+        ]
         raise DatasetMismatchError(
             "the state belongs to other data (- in the state, + in this run):\n"
             + "\n".join(lines)
@@ -205,6 +210,6 @@ def check_lanes(lanes: Mapping[int, LaneState], wanted: Iterable[int], microbatc
         expected = max(0, -((lane - microbatches) // num_lanes))
         if state.microbatches != expected:
             raise StateFormatError(
-                f"the state is damaged: lane {lane} has delivered {state.microbatches} microbatches, a run at microbatch "
-                f"{microbatches} has {expected} of it"
+                f"the state is damaged: lane {lane} has delivered {state.microbatches} microbatches, a run at "
+                f"microbatch {microbatches} has {expected} of it"
             )

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.utils.data
-from torch.utils.data import _utils
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from energon_bridge.errors import WorkerDiedError
@@ -33,8 +32,8 @@ class WorkerIterator(_MultiProcessingDataLoaderIter):
 
     def __init__(self, loader: torch.utils.data.DataLoader[Any]) -> None:
         super().__init__(loader)
-        if self._worker_pids_set:  # type: ignore[has-type]
-            _utils.signal_handling._remove_worker_pids(id(self))
+        if self._worker_pids_set:
+            torch._C._remove_worker_pids(id(self))
             self._worker_pids_set = False
 
     def _try_get_data(self, timeout: float = _POLL_SECONDS) -> Any:
@@ -98,9 +97,9 @@ class WorkerSource:
         what = ", ".join(f"worker {number} ({_how(code)})" for number, code in dead)
         if self._left <= 0 or self._in_a_row >= _RESTARTS_WITHOUT_A_BATCH:
             raise WorkerDiedError(
-                f"{what} died and is not started again: {self._in_a_row} restarts in a row gave no batch, {self._left} of "
-                "max_worker_restarts are left. Out of memory? Lower num_workers, prefetch_factor or the batch size. A "
-                "crash in a decoder or hook shows itself with num_workers=0"
+                f"{what} died and is not started again: {self._in_a_row} restarts in a row gave no batch, {self._left} "
+                "of max_worker_restarts are left. Out of memory? Lower num_workers, prefetch_factor or the batch size. "
+                "A crash in a decoder or hook shows itself with num_workers=0"
             ) from error
         self._left -= 1
         self._in_a_row += 1

@@ -8,8 +8,10 @@ not part of it, so saving asks nobody anything and restoring replays nothing.
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import logging
+import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -21,7 +23,8 @@ from energon_bridge.errors import ConfigurationError, LoaderError
 from energon_bridge.loader import document as doc
 from energon_bridge.loader.processes import WorkerIterator, WorkerSource
 from energon_bridge.loader.transport import Arena
-from energon_bridge.loader.workers import Stream, WorkerTicks, identity, produced, quiet_interrupts
+from energon_bridge.loader.workers import Stream, WorkerTicks, identity, produced, set_up_worker
+from energon_bridge.plan.leaf import ORDER_VERSION
 from energon_bridge.stream.finite import mask_loss
 from energon_bridge.stream.pipeline import attach
 from energon_bridge.stream.state import COUNTERS, LaneState, Produced
@@ -49,7 +52,7 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         self.config = config = worker_config or dataset.worker_config
         self._units = dataset.units(config)
         workers = config.num_workers
-        self._arenas: list[Arena | None] = [_arena() for _ in range(workers)]
+        self._arenas: list[Arena | None] = [None] * workers
         ahead = config.prefetch_factor
         ticks = WorkerTicks(self._stream, self._schedule, self._rewind, max(1, workers), ahead, self._arenas)
         self._workers = WorkerSource(self._start_workers, self._arenas, config.max_worker_restarts)
@@ -58,17 +61,16 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
             batch_size=None,
             num_workers=workers,
             collate_fn=identity,
-            worker_init_fn=quiet_interrupts,
             prefetch_factor=ahead if workers else None,
             persistent_workers=bool(workers and dataset.finite and config.persistent_workers),
             multiprocessing_context="fork" if workers else None,
-            generator=torch.Generator(),  # DataLoader draws a seed from it; the training loop's generator stays untouched
+            generator=torch.Generator(),  # DataLoader draws a seed from it instead of the training loop's generator
         )
         self._pin = torch.cuda.is_available() if config.pin_memory is None else config.pin_memory
         self._microbatches = 0
         self._lanes: dict[int, LaneState] = {}
         self._counts = [dict.fromkeys((*COUNTERS, "bytes"), 0) for _ in range(dataset.num_leaves)]
-        self._source: Iterator[Produced] | None = None
+        self._source: Iterator[Produced | None] | None = None
         self._held: deque[Produced] = deque()
         self._last: Any = None
         self._resumed = False
@@ -77,7 +79,7 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
 
     # Delivering ------------------------------------------------------------------------------------------------------
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch promises its own iterator type
         if self.spec.finite:
             if not self._resumed:
                 self._rewind()
@@ -122,26 +124,28 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
             else:
                 units = (unit for unit, _ in self._schedule())
                 self._source = produced(self._stream(), units, self.config.prefetch_factor)
+        assert self._source is not None
         try:
             item = next(self._source)
         except BaseException:
             self._stop()  # whatever comes next starts from the delivered state
             raise
+        assert item is not None  # empty ticks are for DataLoader's round robin
         if self._pin:
             item.batch = torch.utils.data._utils.pin_memory.pin_memory(item.batch)
         return item
 
     def _masked(self) -> Any:
         """Return a microbatch that does not exist: real rows with the mask all false."""
-        if self._last is None:
+        if self._last is None and not self._held:
             self._held.append(self._pull())
         batch = copy.copy(self._last if self._last is not None else self._held[-1].batch)
         valid = batch.get("__valid__") if isinstance(batch, dict) else getattr(batch, "__valid__", None)
         if valid is None:
             raise ConfigurationError(
-                f"{self.config.dp_size} ranks do not divide {self._ownership.num_lanes} lanes, so some microbatches must "
-                f"be masked, but a batch of type {type(batch).__name__} cannot carry __valid__: let encode_batch return a "
-                "Batch, a dataclass or a dict, or use a number of ranks that divides num_lanes"
+                f"{self.config.dp_size} ranks do not divide {self._ownership.num_lanes} lanes, so some microbatches "
+                f"must be masked, but a batch of type {type(batch).__name__} cannot carry __valid__: let encode_batch "
+                "return a Batch, a dataclass or a dict, or use a number of ranks that divides num_lanes"
             )
         attach(batch, "__valid__", torch.zeros_like(valid))
         mask_loss(batch)
@@ -180,6 +184,11 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
 
     def _start_workers(self) -> WorkerIterator:
         self._held.clear()
+        # Fresh ones: new workers cannot know which blocks of the old arenas the trainer still holds.
+        self._arenas[:] = [_arena() for _ in self._arenas]
+        # The kernel ends the workers with the thread that forks them, which must live as long as this process.
+        lasting = threading.current_thread() is threading.main_thread()
+        self.worker_init_fn = functools.partial(set_up_worker, die_with_parent=lasting)
         return WorkerIterator(self)
 
     def _stop(self) -> None:
@@ -206,7 +215,7 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         return {
             "format": doc.FORMAT,
             "format_version": doc.FORMAT_VERSION,
-            "order_version": doc.ORDER_VERSION,
+            "order_version": ORDER_VERSION,
             "kind": self.spec.kind,
             "num_lanes": self._units.num_lanes,
             "microbatches": self._microbatches,
@@ -225,6 +234,8 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         """
         document = doc.merge(state) if isinstance(state, (list, tuple)) else doc.check_format(state)
         saved_lanes = document["num_lanes"]
+        if self.spec.finite:  # has no lanes: its microbatches are numbered alike on every number of ranks
+            saved_lanes = self._units.num_lanes
         units = self._units if saved_lanes == self._units.num_lanes else self.spec.units(self.config, saved_lanes)
         doc.check_fits(document, self.spec.kind, units.settings, units.leaves)
         microbatches = document["microbatches"]
@@ -235,7 +246,9 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         elif microbatches % self.config.dp_size:
             microbatches -= microbatches % self.config.dp_size
         if self.config.num_lanes not in (None, saved_lanes):
-            logger.info("num_lanes=%d comes from the state; the configuration says %s", saved_lanes, self.config.num_lanes)
+            logger.info(
+                "num_lanes=%d comes from the state; the configuration says %s", saved_lanes, self.config.num_lanes
+            )
         self._stop()
         self._units, self._ownership, self._lanes = units, ownership, lanes
         self._microbatches, self._last, self._resumed = microbatches, None, True

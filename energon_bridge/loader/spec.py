@@ -16,6 +16,9 @@ from energon_bridge.stream.state import LaneState
 from energon_bridge.task_encoder.images import IMAGE_EXTENSIONS
 from energon_bridge.topology import WorkerConfig, default_num_lanes
 
+_READ_BYTES = 256 << 20
+"""Bytes that the rounds of all lanes of one process may take; beyond it draws are read one microbatch at a time."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Units:
@@ -30,7 +33,7 @@ class Units:
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetSpec:
-    """A dataset as `get_train_dataset` and `get_val_dataset` return it: give it to `get_loader` or `get_savable_loader`.
+    """A dataset as `get_train_dataset` and `get_val_dataset` return it, for `get_loader` and `get_savable_loader`.
 
     It is a description; nothing is read before a loader is iterated but the metadata of the dataset.
     """
@@ -120,14 +123,22 @@ class DatasetSpec:
             threads = config.threads_per_process(max(1, config.num_workers)) if self._decodes_media() else 0
             # One thread beside a worker's own would only pass the interpreter lock to and fro.
             threads = 0 if config.num_workers and threads == 1 else threads
+        lanes = -(-units.num_lanes // (config.dp_size * max(1, config.num_workers)))
         settings = StreamSettings(
             batch_size=self.batch_size,
             encoder=self.task_encoder,
             key=key_of("run", units.settings["seed"]),
             threads=threads,
+            reads_rounds=self._round_bytes() * lanes <= _READ_BYTES,
+            background_reads=not config.num_workers,
             restore_generators=not config.num_workers,
         )
         return Pipeline(units.leaf, settings)
+
+    def _round_bytes(self) -> int:
+        """About how many bytes a round has."""
+        mean = int(self.dataset.shard_sizes.sum()) // self.dataset.num_samples
+        return mean * max(self.shuffle_buffer_size, self.parallel_shard_iters)
 
     def _decodes_media(self) -> bool:
         """Whether decoding is worth threads of its own: its decoders release the interpreter lock."""

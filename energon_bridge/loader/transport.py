@@ -3,8 +3,8 @@
 Every worker has an *arena*: anonymous shared memory mapped before the fork. It has no name and no file, so nothing can
 be left behind and the size of /dev/shm does not matter; its pages are used again, so a batch costs one copy and no page
 faults. A batch is pickled with its tensors and arrays out of band: all of it goes into one block of the arena, and the
-message in DataLoader's queue is a few bytes, which a pipe writes in one piece, so that a killed worker cannot leave half
-a message. The training process rebuilds tensors as views of the block and gives it back when the last one is gone.
+message in DataLoader's queue is a few bytes, which a pipe writes in one piece, so that a killed worker cannot leave
+half a message. The training process rebuilds tensors as views of the block and gives it back when the last is gone.
 
 Where the arena is full (batches kept by the trainer, or a batch larger than the arena), the block is a shared tensor of
 torch instead. Blocks of an arena are found first fit, so its resident size is what is under way at a time.
@@ -29,7 +29,9 @@ import torch
 _ALIGN = 64
 _SLOTS = 256
 _HEADER = _SLOTS
-"""Bytes in front of an arena: one flag per slot, 1 while its block is in use."""
+"""Bytes in front of an arena: one flag per slot, not 0 while its block is in use."""
+
+_WRITTEN, _OPENED = 1, 2
 
 DEFAULT_ARENA_BYTES = 1 << 30
 """Address space per worker; memory is used only for what is under way."""
@@ -61,15 +63,22 @@ class Arena:
             offset = high
         if slot is None or offset + total > self.size:
             return None
-        self._map[slot] = 1
+        self._map[slot] = _WRITTEN
         self._used[slot] = (offset, _aligned(offset + total))
         view = memoryview(self._map)
         _copy(chunks, view[_HEADER + offset : _HEADER + offset + total])
         return slot, offset, total
 
+    def forget(self) -> None:
+        """Free the blocks that were never opened: the training process dropped their messages, in an earlier pass."""
+        for slot in self._used:
+            if self._map[slot] == _WRITTEN:
+                self._map[slot] = 0
+
     def open(self, slot: int, offset: int, length: int) -> Block:
         """Return the bytes of a block, which is given back when nothing refers to them any more."""
         block = np.frombuffer(self._map, np.uint8, length, _HEADER + offset).view(Block)
+        self._map[slot] = _OPENED
         weakref.finalize(block, self._free, slot).atexit = False
         return block
 
@@ -102,12 +111,13 @@ def unpack(message: tuple[int, int, int] | torch.Tensor, arena: Arena | None) ->
     else:
         assert arena is not None
         block = arena.open(*message)
-    (count,) = struct.unpack_from("<Q", block, 0)
-    lengths = struct.unpack_from(f"<{count}Q", block, 8)
+    view = memoryview(block)  # type: ignore[arg-type]  # numpy 2.1 does not say that an array is a buffer
+    (count,) = struct.unpack_from("<Q", view, 0)
+    lengths = struct.unpack_from(f"<{count}Q", view, 8)
     offset = _aligned(8 * (1 + count))
     parts = []
     for length in lengths:
-        parts.append(block[offset : offset + length])
+        parts.append(view[offset : offset + length])
         offset += _aligned(length)
     return pickle.loads(parts[0], buffers=[pickle.PickleBuffer(part) for part in parts[1:]])
 
@@ -131,11 +141,11 @@ class _Pickler(pickle.Pickler):
             return NotImplemented
         if obj.requires_grad or obj.is_quantized or obj.is_conj() or obj.is_neg():
             return NotImplemented
-        order = sorted(range(obj.dim()), key=lambda d: -obj.stride(d))
+        order = sorted(range(obj.dim()), key=obj.stride, reverse=True)
         dense = obj.permute(order)
         if not dense.is_contiguous():
             order, dense = list(range(obj.dim())), obj.contiguous()
-        flat = dense.reshape(-1).view(torch.uint8).numpy()
+        flat: Any = dense.reshape(-1).view(torch.uint8).numpy()
         inverse = tuple(order.index(d) for d in range(obj.dim()))
         return _rebuild, (pickle.PickleBuffer(flat), obj.dtype, tuple(dense.shape), inverse)
 

@@ -8,6 +8,7 @@ it runs.
 from __future__ import annotations
 
 import itertools
+import signal
 import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
@@ -129,12 +130,15 @@ class WorkerTicks(torch.utils.data.IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         info = torch.utils.data.get_worker_info()
         assert info is not None, "iterated by DataLoader's workers only"
+        arena = self._arenas[info.id]
         if self._passes:
             self._rewind()
+            if arena is not None:
+                arena.forget()
         self._passes += 1
         units = ticks(self._schedule(), self._num_workers, info.id)
         for item in produced(self._make_stream(), units, self._ahead):
-            yield None if item is None else (info.id, pack(item, self._arenas[info.id]))
+            yield None if item is None else (info.id, pack(item, arena))
 
 
 def identity(item: Any) -> Any:
@@ -142,12 +146,14 @@ def identity(item: Any) -> Any:
     return item
 
 
-def quiet_interrupts(worker: int) -> None:
-    """Set a worker up: Ctrl-C is for the training process, which then stops its workers."""
-    import signal
+def set_up_worker(worker: int, *, die_with_parent: bool) -> None:
+    """Set a worker up: Ctrl-C is for the training process, which then stops its workers.
 
+    Without `die_with_parent`, a worker notices the end of the training process by DataLoader's watchdog, some seconds
+    later.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if sys.platform == "linux":
+    if die_with_parent and sys.platform == "linux":
         import ctypes
 
         # A worker must not outlive a training process that was killed: 1 is PR_SET_PDEATHSIG.

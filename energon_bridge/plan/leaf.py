@@ -8,9 +8,10 @@ order of a keyed permutation and laid end to end again: the *epoch line*. Each o
   `floor((eN + l')/L)` times, so its draw k lies in epoch `ceil(((k+1)L - l')/N) - 1`.
 - A stretch that touches P slices is worked through in `max(1, P div K)` *windows*, with
   `K = parallel_shard_iters + ceil(2 shuffle_buffer_size / slice length)` slices each.
-- A window of n samples in k pieces is dealt in `T = max(1, n div max(shuffle_buffer_size, k))` *rounds*. Round t takes
-  from piece j, of n_j samples, the positions `floor((t n_j + f_j)/T)` up to `floor(((t+1) n_j + f_j)/T)`, with f_j a key
-  below T, and is shuffled by key. So every slice is read from front to back, one run of consecutive samples a round.
+- A window of n samples in k pieces is dealt in `T = max(1, n div max(shuffle_buffer_size, k))` *rounds*. Round t
+  takes from piece j, of n_j samples, the positions `floor((t n_j + f_j)/T)` up to `floor(((t+1) n_j + f_j)/T)`, with
+  f_j a key below T, and is shuffled by key. So every slice is read from front to back, one run of consecutive
+  samples a round.
 
 Without shuffling the lanes deal the line out in blocks of one microbatch, which gives the dataset's own order.
 """
@@ -97,7 +98,7 @@ class LeafOrder:
         return (draw // self.block * self.num_lanes + lane) * self.block + draw % self.block
 
     def _window_at(self, epoch: int, place: int, start: int, stop: int, draw: int) -> _Window:
-        """Return the window that holds a draw (counted in the stretch) of the stretch [start, stop) of an epoch line."""
+        """Return the window that holds a draw of the stretch [start, stop) of an epoch line, counted in the stretch."""
         line = self._epoch_line(epoch)
         first_slot, last_slot = line.slot_of(start), line.slot_of(stop - 1)
         slots = last_slot - first_slot + 1
@@ -122,7 +123,7 @@ class LeafOrder:
 
     @cached_property
     def _slices_per_window(self) -> int:
-        length = self.slice_length or self.num_samples / max(1, np.count_nonzero(self.shard_counts))
+        length = self.slice_length or self.num_samples / max(1, int(np.count_nonzero(self.shard_counts)))
         return self.parallel_shard_iters + math.ceil(2 * self.shuffle_buffer_size / length)
 
     def _epoch_line(self, epoch: int) -> _EqualSlices | _ShardSlices:

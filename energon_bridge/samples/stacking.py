@@ -12,9 +12,13 @@ from collections.abc import Sequence
 from functools import reduce
 from typing import Any
 
+import numpy as np
 import torch
 
 from energon_bridge.errors import ConfigurationError
+
+
+_NUMPY_DTYPES = frozenset((torch.uint8, torch.int32, torch.int64, torch.float32, torch.float64, torch.bool))
 
 
 def is_tensor_column(values: Sequence[Any]) -> bool:
@@ -61,10 +65,15 @@ def batch_pad_stack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _stack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    if tensors[0].is_contiguous():
-        return torch.stack(list(tensors))
-    order = _memory_order(tensors[0])
-    return torch.stack([tensor.permute(order) for tensor in tensors]).permute(_undo(order))
+    first = tensors[0]
+    order = None if first.is_contiguous() else _memory_order(first)
+    rows = tensors if order is None else [tensor.permute(*order) for tensor in tensors]
+    if all(row.dtype in _NUMPY_DTYPES and row.device.type == "cpu" and not row.requires_grad for row in rows):
+        # numpy copies on this thread; torch would start a team of threads that gets in the way of those that decode
+        batch = torch.from_numpy(np.stack([row.numpy() for row in rows]))
+    else:
+        batch = torch.stack(list(rows))
+    return batch if order is None else batch.permute(_undo(order))
 
 
 def _memory_order(tensor: torch.Tensor) -> list[int]:

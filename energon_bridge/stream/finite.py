@@ -17,6 +17,7 @@ from energon_bridge.errors import EmptyDatasetError
 from energon_bridge.plan.leaf import Round
 from energon_bridge.stream.pipeline import Ahead, Pipeline, attach
 from energon_bridge.stream.state import COUNTERS, Produced
+from energon_bridge.stream.values import RestoreKey
 
 
 def num_steps(num_samples: int, batch_size: int, world_size: int, *, drop_last: bool, limit: int | None) -> int:
@@ -78,17 +79,16 @@ class FiniteStream:
             counts[0] += len(samples)
         return Produced(batch, len(samples) if exists else 0, None, [[*counts, self._pipeline.bytes_since()]])
 
-    def _encoded(self, number: int, counts: list[int] | None) -> tuple[list[Any], list[tuple[Any, ...]]]:
+    def _encoded(self, number: int, counts: list[int] | None) -> tuple[list[Any], list[RestoreKey]]:
         self.prepare(number)
         ahead = self._ahead.pop(number)
-        outputs: list[tuple[Any, tuple[Any, ...]]] = []
+        outputs: list[tuple[RestoreKey, Any]] = []
         counts = [0] * len(COUNTERS) if counts is None else counts
         with self._pipeline.user_code():
             while len(ahead):
-                loaded, buffer, low = ahead.take()
-                for place, one in enumerate(loaded, low):
-                    outputs.extend(self._pipeline.encode(one, int(buffer.indices[place]), 0, counts))
-        return [sample for sample, _ in outputs], [key for _, key in outputs]
+                for key, loaded in zip(*ahead.take(), strict=True):
+                    outputs.extend(self._pipeline.encode(loaded, key, counts))
+        return [sample for _, sample in outputs], [key for key, _ in outputs]
 
 
 def mask_loss(batch: Any) -> None:

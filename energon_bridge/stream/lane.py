@@ -11,6 +11,7 @@ from typing import Any
 from energon_bridge.stream.pipeline import Ahead, Pipeline
 from energon_bridge.stream.reader import RoundBuffer
 from energon_bridge.stream.state import COUNTERS, LaneState, Produced
+from energon_bridge.stream.values import Loaded, Problem, RestoreKey
 
 
 class Lane:
@@ -31,10 +32,12 @@ class Lane:
         self._scheduled = state.draw
         self._buffer: RoundBuffer | None = None
         self._ahead = Ahead(pipeline)
-        self._loaded: deque[tuple[Any, int, int]] = deque()
-        self._outputs: deque[tuple[Any, tuple[Any, ...]]] = deque()
+        self._loaded: Loaded = ([], [])
+        self._at = 0  # of the next draw in `_loaded`
+        self._outputs: deque[tuple[RestoreKey, Any]] = deque()
+        self._next_buffer: RoundBuffer | None = None
         # The first microbatch reads its own draws only, so that a resume costs no more than a fresh start.
-        self._read_ahead = False
+        self._started = False
 
     def prepare(self, microbatches: int) -> None:
         """Start loading the draws that the next microbatches need if no sample is skipped."""
@@ -45,49 +48,74 @@ class Lane:
         pipeline, rows = self._pipeline, self._pipeline.rows
         counts = [0] * len(COUNTERS)
         samples: list[Any] = []
-        keys: list[tuple[Any, ...]] = []
+        keys: list[RestoreKey] = []
         with pipeline.user_code():
             while len(samples) < rows:
-                if not self._outputs:
-                    self._next_draw(rows - len(samples), counts)
+                if self._outputs:
+                    key, sample = self._outputs.popleft()
+                    samples.append(sample)
+                    keys.append(key)
+                    self._drawn(left=bool(self._outputs))
                     continue
-                sample, key = self._outputs.popleft()
-                samples.append(sample)
-                keys.append(key)
-                if not self._outputs:
-                    self._draw += 1
-                    self._skip = 0
+                if self._at == len(self._loaded[0]):
+                    self._load(rows - len(samples))
+                if pipeline.code.encodes:
+                    self._encode_draw(counts)
                 else:
-                    self._skip += 1
+                    self._take(rows - len(samples), keys, samples, counts)
             batch = pipeline.collate(samples, keys, self.number, self._microbatches)
         counts[0] += rows
         self._microbatches += 1
-        self._read_ahead = True
+        self._started = True
         state = LaneState(self._microbatches, self._draw, self._skip, (self._draw,))
         return Produced(batch, rows, state, [[*counts, pipeline.bytes_since()]])
 
-    def _next_draw(self, wanted: int, counts: list[int]) -> None:
+    def _load(self, draws: int) -> None:
+        """Wait for the next loaded draws; load them now if nothing is under way."""
+        if not len(self._ahead):
+            self._schedule_up_to(self._draw + draws)
+        self._loaded, self._at = self._ahead.take(), 0
+
+    def _encode_draw(self, counts: list[int]) -> None:
         """Encode the next draw; its outputs, if any, are left in `_outputs`."""
-        if not self._loaded:
-            if not len(self._ahead):
-                self._schedule_up_to(self._draw + wanted)
-            loaded, buffer, low = self._ahead.take()
-            high = low + len(loaded)
-            epochs = buffer.epochs[low:high].tolist()
-            self._loaded.extend(zip(loaded, buffer.indices[low:high].tolist(), epochs, strict=True))
-        self._outputs.extend(self._pipeline.encode(*self._loaded.popleft(), counts))
+        keys, loaded = self._loaded
+        self._outputs.extend(self._pipeline.encode(loaded[self._at], keys[self._at], counts))
+        self._at += 1
         for _ in range(min(self._skip, len(self._outputs))):
             self._outputs.popleft()
         if not self._outputs:
-            self._draw += 1
-            self._skip = 0
+            self._drawn(left=False)
+
+    def _drawn(self, *, left: bool) -> None:
+        """Count an output of the current draw as taken; go on to the next draw if none is left."""
+        self._draw, self._skip = (self._draw, self._skip + 1) if left else (self._draw + 1, 0)
+
+    def _take(self, wanted: int, keys: list[RestoreKey], samples: list[Any], counts: list[int]) -> None:
+        """Take up to `wanted` draws as they are: no code of the user's sees single samples."""
+        taken_keys, taken = self._loaded[0][self._at : self._at + wanted], self._loaded[1][self._at : self._at + wanted]
+        self._at += len(taken)
+        self._draw += len(taken)
+        for key, sample in zip(taken_keys, taken, strict=True):
+            if type(sample) is not Problem:
+                keys.append(key)
+                samples.append(sample)
+            else:
+                self._pipeline.encode(sample, key, counts)
 
     def _schedule_up_to(self, draw: int) -> None:
         while self._scheduled < draw:
-            if self._buffer is None or self._scheduled >= self._buffer.first + len(self._buffer):
-                order = self._pipeline.leaf.order
-                self._buffer = self._pipeline.buffer(order.round_at(self.number, self._scheduled))
-            low = self._scheduled - self._buffer.first
-            high = min(len(self._buffer), low + min(self._pipeline.chunk, draw - self._scheduled))
-            self._ahead.schedule(self._buffer, low, high, ahead=self._read_ahead)
+            buffer = self._buffer
+            if buffer is None or self._scheduled >= buffer.first + len(buffer):
+                buffer = self._buffer = self._next_buffer or self._buffer_at(self._scheduled)
+                self._next_buffer = None
+            low = self._scheduled - buffer.first
+            high = min(len(buffer), low + min(self._pipeline.chunk, draw - self._scheduled))
+            rounds = self._started and self._pipeline.settings.reads_rounds
+            self._ahead.schedule(buffer, low, high, ahead=rounds)
             self._scheduled += high - low
+            if rounds and self._next_buffer is None and 2 * high > len(buffer):
+                self._next_buffer = self._buffer_at(buffer.first + len(buffer))
+                self._pipeline.read_ahead(self._next_buffer)
+
+    def _buffer_at(self, draw: int) -> RoundBuffer:
+        return self._pipeline.buffer(self._pipeline.leaf.order.round_at(self.number, draw))

@@ -17,7 +17,7 @@ from energon_bridge.rng import fold
 from energon_bridge.stream.reader import LeafReader, RoundBuffer
 from energon_bridge.stream.state import COUNTERS
 from energon_bridge.stream.user_code import UserCode, generators_put_back
-from energon_bridge.stream.values import Problem, Values
+from energon_bridge.stream.values import Loaded, Problem, RestoreKey, Values
 
 _USER_CODE = 4
 
@@ -40,6 +40,8 @@ class StreamSettings:
         encoder: The task encoder.
         key: Key of the run, from its seed.
         threads: Threads that read and decode ahead; 0 does everything in the calling thread.
+        reads_rounds: Read whole rounds at a time, the next one ahead of need; False reads draws as they are needed.
+        background_reads: Read ahead on a thread of its own.
         restore_generators: Put the global random generators back after each microbatch.
     """
 
@@ -47,11 +49,9 @@ class StreamSettings:
     encoder: Any
     key: int
     threads: int = 0
+    reads_rounds: bool = True
+    background_reads: bool = False
     restore_generators: bool = False
-
-
-Loaded = tuple[list[Any], RoundBuffer, int]
-"""Samples or problems of consecutive draws, with the round they come from and the place of the first in it."""
 
 
 class Pipeline:
@@ -66,6 +66,7 @@ class Pipeline:
         self._values = Values(leaf.identity, leaf.dataset, settings.encoder.decoder)
         self._leaf_key = fold(leaf.order.key, _USER_CODE)
         self._pool = ThreadPoolExecutor(settings.threads, "energon-load") if settings.threads else None
+        self._reading = ThreadPoolExecutor(1, "energon-read") if settings.background_reads else None
         self._bytes_told = 0
         self.chunk = -(-self.rows // settings.threads) if settings.threads else self.rows
 
@@ -79,7 +80,7 @@ class Pipeline:
 
     def load(self, buffer: RoundBuffer, low: int, high: int, *, ahead: bool) -> Loaded:
         """Load the draws [low, high) of a round."""
-        return self._values.load(buffer, low, high, ahead=ahead), buffer, low
+        return self._values.load(buffer, low, high, ahead=ahead)
 
     def submit(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
         """Run a call on the loading threads, or now where there are none."""
@@ -89,12 +90,18 @@ class Pipeline:
         future.set_result(call(*args, **kwargs))
         return future
 
-    def close(self) -> None:
-        """Stop the loading threads."""
-        if self._pool is not None:
-            self._pool.shutdown(wait=True, cancel_futures=True)
+    def read_ahead(self, buffer: RoundBuffer) -> None:
+        """Start reading a round that will be needed, where that is worth a thread."""
+        if self._reading is not None and self.reader.slow:
+            self._reading.submit(buffer.read_ahead, 0)
 
-    def encode(self, loaded: Any, index: int, epoch: int, counts: list[int]) -> list[tuple[Any, tuple[Any, ...]]]:
+    def close(self) -> None:
+        """Stop the threads."""
+        for pool in (self._pool, self._reading):
+            if pool is not None:
+                pool.shutdown(wait=True, cancel_futures=True)
+
+    def encode(self, loaded: Any, key: RestoreKey, counts: list[int]) -> list[tuple[RestoreKey, Any]]:
         """Return the encoded samples of one draw with their restore keys; count a draw that gives none."""
         if type(loaded) is Problem:
             if loaded.error is None:
@@ -102,23 +109,24 @@ class Pipeline:
             else:
                 counts[COUNTERS.index(self.code.failed(loaded.error, loaded.where))] += 1
             return []
-        identity = self.leaf.identity
+        identity, index, epoch, _ = key
         try:
             encoded = self.code.encode(loaded, self._leaf_key, index, epoch)
         except Exception as error:  # the policy decides
             counts[COUNTERS.index(self.code.failed(error, self.where(index)))] += 1
             return []
         self.code.succeeded()
-        return [(sample, (identity, index, epoch, number)) for number, sample in enumerate(encoded)]
+        return [((identity, index, epoch, number), sample) for number, sample in enumerate(encoded)]
 
     def where(self, index: int) -> str:
         shard, local = self.reader.place_of(index)
         return f"{self.leaf.dataset.path}: shard {shard}, sample {index} (number {local} of the shard)"
 
-    def collate(self, samples: list[Any], keys: list[tuple[Any, ...]], lane: int, number: int) -> Any:
+    def collate(self, samples: list[Any], keys: list[RestoreKey], lane: int, number: int) -> Any:
         """Return the microbatch of some encoded samples, with its row mask and restore key."""
         if self.settings.batch_size is None:
             batch = samples[0]
+            attach(batch, "__restore_key__", keys[0])
         else:
             batch = self.code.collate(samples, lane, number)
             attach(batch, "__restore_key__", ("Batch", lane, number, tuple(keys)))
@@ -144,7 +152,7 @@ class Pipeline:
             LookupError: The key belongs to another dataset, or its sample gives no output any more.
         """
         if key and key[0] == "Batch":
-            _, lane, number, keys = key
+            lane, number, keys = key[1:]
             samples = [self._restore_one(tuple(one)) for one in keys]
             with generators_put_back():
                 return self.collate(samples, [tuple(one) for one in keys], lane, number)
@@ -154,13 +162,13 @@ class Pipeline:
         identity, index, epoch, output = key
         if identity != self.leaf.identity:
             raise LookupError(f"restore key {key!r}: no leaf of this dataset has the identity {identity!r}")
-        indices = np.array([index], dtype=np.int64)
-        loaded, _, _ = self.load(self.buffer(Round(0, indices, np.array([epoch]))), 0, 1, ahead=False)
+        one = Round(0, np.array([index], dtype=np.int64), np.array([epoch], dtype=np.int64))
+        _, loaded = self.load(self.buffer(one), 0, 1, ahead=False)
         with generators_put_back():
-            encoded = self.encode(loaded[0], index, epoch, [0] * len(COUNTERS))
+            encoded = self.encode(loaded[0], (identity, index, epoch, 0), [0] * len(COUNTERS))
         if output >= len(encoded):
             raise LookupError(f"restore key {key!r}: {self.where(index)} gives {len(encoded)} encoded samples now")
-        return encoded[output][0]
+        return encoded[output][1]
 
 
 def attach(batch: Any, name: str, value: Any) -> None:

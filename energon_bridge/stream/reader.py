@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 
@@ -16,6 +18,7 @@ from energon_bridge.plan.leaf import Round
 from energon_bridge.rng import IntArray, UIntArray
 
 _INDEX_CACHE_BYTES = 64 << 20
+_SLOW_READ_SECONDS = 0.005
 
 
 class LeafReader:
@@ -23,11 +26,14 @@ class LeafReader:
 
     Attributes:
         bytes_read: Bytes read so far, shard indices included.
+        slow: Whether reads have lately taken so long that reading ahead on a thread pays. (From the page cache it does
+            not: the interpreter lock then changes hands for every range.) Never decides order.
     """
 
     def __init__(self, dataset: PreparedDataset) -> None:
         self.dataset = dataset
         self.bytes_read = 0
+        self.slow = False
         self._ends = np.cumsum(dataset.shard_counts)
         self._starts = self._ends - dataset.shard_counts
         self._indices: OrderedDict[int, UIntArray] = OrderedDict()
@@ -49,6 +55,7 @@ class LeafReader:
         Raises:
             ShortReadError, CorruptShardError, ShardMissingError: A shard or its index is damaged or gone.
         """
+        started = time.perf_counter()
         by_place = np.argsort(indices, kind="stable")
         ordered = indices[by_place]
         shards = self.shards_of(ordered)
@@ -57,15 +64,16 @@ class LeafReader:
         edges = [0, *breaks.tolist(), ordered.size]
         out: list[memoryview] = [memoryview(b"")] * ordered.size
         places, shard_list, local_list = by_place.tolist(), shards.tolist(), local.tolist()
-        for low, high in zip(edges, edges[1:], strict=False):
+        for low, high in itertools.pairwise(edges):
             shard, first = shard_list[low], local_list[low]
             offsets = self._index(shard)[first : first + high - low + 1].tolist()
             start = offsets[0]
             length = offsets[-1] - start
             data = memoryview(self.dataset.store.read_range(self.dataset.shard_names[shard], start, length))
             self.bytes_read += length
-            for place, begin, end in zip(places[low:high], offsets, offsets[1:], strict=False):
+            for place, begin, end in zip(places[low:high], offsets[:-1], offsets[1:], strict=True):
                 out[place] = data[begin - start : end - start]
+        self.slow = time.perf_counter() - started > _SLOW_READ_SECONDS
         return out
 
     def _index(self, shard: int) -> UIntArray:

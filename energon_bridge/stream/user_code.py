@@ -41,13 +41,16 @@ class UserCode:
 
     Args:
         encoder: The task encoder.
-        key: Key of the run; the key of a draw or of a microbatch derives from it.
+        key: Key of the run; the key of a microbatch derives from it.
+
+    Attributes:
+        encodes: Whether `encode_sample` is code of the user's.
     """
 
     def __init__(self, encoder: Any, key: int) -> None:
         self.encoder = encoder
         self._key = key
-        self._encodes = not is_default(encoder.encode_sample)
+        self.encodes = not is_default(encoder.encode_sample)
         self._batches = not (is_default(encoder.batch) and is_default(encoder.encode_batch))
         self.tolerance: int = getattr(encoder, "__default_failure_tolerance__", 100) or 0
         self._failures = 0
@@ -55,11 +58,11 @@ class UserCode:
     @property
     def present(self) -> bool:
         """Whether any hook is not the package's own."""
-        return self._encodes or self._batches
+        return self.encodes or self._batches
 
     def encode(self, sample: Any, leaf_key: int, index: int, epoch: int) -> list[Any]:
         """Return the encoded samples of one draw (several, where the hook is a generator)."""
-        if not self._encodes:
+        if not self.encodes:
             return [sample]
         seed_everything(fold(leaf_key, _ENCODE, index, epoch))
         encoded = self.encoder.encode_sample(sample)

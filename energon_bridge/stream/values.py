@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from energon_bridge.errors import FatalSampleError
 from energon_bridge.format.tar import parse_sample
 from energon_bridge.samples import CrudeSample, SourceInfo
 from energon_bridge.stream.reader import RoundBuffer
+
+RestoreKey = tuple[str, int, int, int]
+"""Identity of the leaf, index of the sample, epoch, and number of the output among those of its draw."""
+
+Loaded = tuple[list[RestoreKey], list[Any]]
+"""Restore keys of consecutive draws, and a sample or a `Problem` for each."""
 
 
 class Problem:
@@ -38,21 +43,19 @@ class Values:
         self._accept = dataset.part_filter if callable(dataset.part_filter) else None
         self._crude = dataset.field_map is None and dataset.sample_loader is None
 
-    def load(self, buffer: RoundBuffer, low: int, high: int, *, ahead: bool) -> list[Any]:
-        """Return for each draw [low, high) of a round a sample or the `Problem` that stands in its place."""
+    def load(self, buffer: RoundBuffer, low: int, high: int, *, ahead: bool) -> Loaded:
+        """Return for each draw [low, high) of a round its key, and its sample or the `Problem` in its place."""
         raws = buffer.fetch(low, high, ahead=ahead)
         indices = buffer.indices[low:high].tolist()
         epochs = buffer.epochs[low:high].tolist()
         shards = buffer.shards[low:high].tolist()
-        return self.build(raws, indices, epochs, shards)
-
-    def build(self, raws: Sequence[memoryview], indices: list[int], epochs: list[int], shards: list[int]) -> list[Any]:
-        """Return a sample or a `Problem` for the bytes of each sample."""
         dataset = self._dataset
         path, names, excluded = dataset.path, dataset.shard_names, dataset.excluded
         wanted, decode = self._parts, self._decode
+        identity = self._identity
+        restore_keys = [(identity, index, epoch, 0) for index, epoch in zip(indices, epochs, strict=True)]
         out: list[Any] = []
-        for raw, index, epoch, shard in zip(raws, indices, epochs, shards, strict=True):
+        for raw, index, shard, restore_key in zip(raws, indices, shards, restore_keys, strict=True):
             key = ""
             try:
                 key, parts = parse_sample(raw, parts=wanted)
@@ -67,14 +70,14 @@ class Values:
                 else:
                     values = {name: decode(name, data) for name, data in parts.items()}
                 source = SourceInfo(path, index, names[shard], tuple([f"{key}.{name}" for name in parts]))
-                out.append(self._sample(key, (self._identity, index, epoch, 0), source, values))
+                out.append(self._sample(key, restore_key, source, values))
             except FatalSampleError:
                 raise
             except Exception as error:  # the policy of the stream decides what becomes of it
                 out.append(Problem(error, self._where(shard, index, key)))
-        return out
+        return restore_keys, out
 
-    def _sample(self, key: str, restore_key: tuple[Any, ...], source: SourceInfo, values: dict[str, Any]) -> Any:
+    def _sample(self, key: str, restore_key: RestoreKey, source: SourceInfo, values: dict[str, Any]) -> Any:
         dataset = self._dataset
         subflavors = dict(dataset.subflavors)
         if self._crude:
@@ -99,5 +102,3 @@ class Values:
     def _where(self, shard: int, index: int, key: str) -> str:
         named = f"key {key!r}" if key else "unreadable key"
         return f"{self._dataset.path}: shard {self._dataset.shard_names[shard]}, sample {index}, {named}"
-
-

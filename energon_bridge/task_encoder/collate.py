@@ -8,10 +8,11 @@ and leaves everything else (numbers, strings, lists, arrays, Pillow images) a li
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import is_dataclass
 from typing import Any
 
 from energon_bridge.errors import ConfigurationError
-from energon_bridge.samples import META_FIELDS, Sample, batch_meta
+from energon_bridge.samples import META_FIELDS, batch_meta, field_names
 from energon_bridge.samples.stacking import batch_pad_stack, batch_stack, is_tensor_column
 from energon_bridge.task_encoder.convert import is_record_type, make_record, read_fields, target_fields
 
@@ -54,14 +55,12 @@ def batch_samples(
     collated at all. Raises ConfigurationError, naming the field, if rows do not fit together.
     """
     wanted = target_fields(result_type)
-    rows = [read_fields(sample) for sample in samples]
-    _check_same_fields(rows, result_type)
-    is_sample = isinstance(samples[0], Sample) or "__key__" in rows[0]
+    columns = _columns(samples, result_type)
+    is_sample = "__key__" in columns
     collated: dict[str, Any] = {}
-    for name in rows[0]:
+    for name, column in columns.items():
         if wanted is not None and name not in wanted:
             continue
-        column = [row[name] for row in rows]
         if actions is not None and name in actions:
             collated[name] = actions[name](column)
         elif is_sample and name in META_FIELDS:
@@ -69,6 +68,16 @@ def batch_samples(
         else:
             collated[name] = _collate(name, column, default_action)
     return make_record(collated, result_type)
+
+
+def _columns(samples: Sequence[Any], result_type: type) -> dict[str, list[Any]]:
+    """Return the fields of records of one kind, each with one entry per row."""
+    kinds = set(map(type, samples))
+    if len(kinds) == 1 and is_dataclass(kind := kinds.pop()):
+        return {name: [getattr(sample, name) for sample in samples] for name in field_names(kind)}
+    rows = [read_fields(sample) for sample in samples]
+    _check_same_fields(rows, result_type)
+    return {name: [row[name] for row in rows] for name in rows[0]}
 
 
 def _collate(name: str, column: list[Any], action: Action) -> Any:

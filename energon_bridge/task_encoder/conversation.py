@@ -91,8 +91,8 @@ def render_question(question: str, answer: str, config: ConversationTemplateConf
     whole = render(turns, chat_template=template, tokenize=False)
     if not whole.startswith(prompt) or answer not in whole[len(prompt) :]:
         raise ConfigurationError(
-            "the chat template cannot be used for training: a conversation must begin with the rendering of its question "
-            f"with add_generation_prompt=True; that gives {prompt!r}, and the whole conversation {whole!r}"
+            "the chat template cannot be used for training: a conversation must begin with the rendering of its "
+            f"question with add_generation_prompt=True; that gives {prompt!r}, and the whole conversation {whole!r}"
         )
     return Rendered(prompt, whole[len(prompt) :], True)
 

@@ -53,8 +53,8 @@ def make_record(fields: Mapping[str, Any], target: type) -> Any:
     taken = {name: value for name, value in fields.items() if name in known}
     if missing := sorted(_required_fields(target) - taken.keys()):
         raise ConfigurationError(
-            f"cannot make a {target.__name__} without {', '.join(missing)}, of the fields {', '.join(fields)}; give the "
-            f"missing fields a default in {target.__name__}, or convert in the hook"
+            f"cannot make a {target.__name__} without {', '.join(missing)}, of the fields {', '.join(fields)}; give "
+            f"the missing fields a default in {target.__name__}, or convert in the hook"
         )
     return target(**taken)
 

@@ -102,7 +102,7 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample, MultiModalBatch, 
         if tokenizer is None or image_processor is None:
             raise ConfigurationError(
                 "MultiModalTaskEncoder needs a tokenizer and an image processor of the transformers interface; got "
-                f"tokenizer={tokenizer!r}, image_processor={image_processor!r} (pass both, or a task_encoder of your own)"
+                f"tokenizer={tokenizer!r}, image_processor={image_processor!r} (pass both, or your own task_encoder)"
             )
         self.tokenizer = tokenizer
         self.image_processor = image_processor
@@ -163,7 +163,7 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample, MultiModalBatch, 
         else:
             raise ConfigurationError(
                 f"MultiModalTaskEncoder encodes CaptioningSample and VQASample, not {type(sample).__name__} (sample "
-                f"{getattr(sample, '__key__', '?')!r}): set sample_type in dataset.yaml, or pass a task_encoder of your own"
+                f"{getattr(sample, '__key__', '?')!r}): set sample_type in dataset.yaml, or pass your own task_encoder"
             )
         if self.config.image_token.token_str in rendered.completion:
             raise SampleError(
@@ -225,8 +225,9 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample, MultiModalBatch, 
 
 
 def _best_answer(sample: VQASample) -> str:
-    if isinstance(sample.answers, str):
-        return sample.answers
+    answers: Any = sample.answers  # a field map may give one text where the type has a list
+    if isinstance(answers, str):
+        return answers
     if not sample.answers:
         raise SampleError(f"sample {sample.__key__!r}: a VQASample without answers cannot be trained on")
     weights = sample.answer_weights

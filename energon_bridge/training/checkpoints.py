@@ -1,7 +1,7 @@
 """Checkpoints of a run: written whole or not at all, the latest ones kept.
 
-They lie in `RUN/checkpoints/step-0000200.ckpt` and are Lightning's own: weights, optimizer, schedule, loops, and the state
-of the data. They hold plain types only and load with `weights_only=True`.
+They lie in `RUN/checkpoints/step-0000200.ckpt` and are Lightning's own: weights, optimizer, schedule, loops, and the
+state of the data. They hold plain types only and load with `weights_only=True`.
 """
 
 from __future__ import annotations

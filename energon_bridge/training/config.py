@@ -75,7 +75,7 @@ class ModelConfig:
     image_size: int = 32
     patch_size: int = 8
     vocab_size: int = 512
-    tokenizer_samples: int = 20_000
+    tokenizer_samples: int = 5_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,12 +12,10 @@ from __future__ import annotations
 
 import inspect
 import math
-from dataclasses import fields, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.nn import functional
@@ -38,7 +36,7 @@ class VisionLanguageModule(LightningModule):
         super().__init__()
         self.model = bundle.model
         self.tokenizer = bundle.tokenizer
-        self.image_token_id = bundle.image_token.token_id
+        self.image_token_id = bundle.image_token_id
         self.config = config
         self.last_loss: Tensor | None = None
         self.predictions: list[Prediction] = []
@@ -59,7 +57,7 @@ class VisionLanguageModule(LightningModule):
         if batch.pixel_values is not None:
             inputs["pixel_values"] = batch.pixel_values.to(next(self.model.parameters()).dtype)
         if self._wants_token_types:
-            inputs["mm_token_type_ids"] = (batch.tokens == self.image_token_id).long()
+            inputs["mm_token_type_ids"] = torch.eq(batch.tokens, self.image_token_id).long()
         return inputs
 
     def training_step(self, batch: MultiModalBatch, batch_idx: int) -> Tensor:
@@ -71,10 +69,6 @@ class VisionLanguageModule(LightningModule):
         loss = (losses * mask).sum() / tokens.clamp(min=1.0) * self._share_of_real_microbatches(tokens)
         self.last_loss = loss.detach()
         return loss
-
-    def transfer_batch_to_device(self, batch: MultiModalBatch, device: torch.device, dataloader_idx: int) -> MultiModalBatch:
-        """Move the tensors of a batch; where they are there already, copy nothing."""
-        return batch if device.type == "cpu" else batch_to_device(batch, device)
 
     def on_validation_epoch_start(self) -> None:
         """Forget the previous validation."""
@@ -154,7 +148,7 @@ class VisionLanguageModule(LightningModule):
         prompts, prompt_mask = prompts_of(batch, self._pad_id())
         inputs = self.model_inputs(batch)
         if self._wants_token_types:
-            inputs["mm_token_type_ids"] = (prompts == self.image_token_id).long()
+            inputs["mm_token_type_ids"] = torch.eq(prompts, self.image_token_id).long()
         texts = generate_answers(
             self.model, self.tokenizer, prompts, prompt_mask, inputs, self.config.validation.max_new_tokens
         )
@@ -165,16 +159,6 @@ class VisionLanguageModule(LightningModule):
     def _pad_id(self) -> int:
         pad: int | None = self.tokenizer.pad_token_id
         return pad if pad is not None else int(self.tokenizer.eos_token_id or 0)
-
-
-def batch_to_device(batch: MultiModalBatch, device: torch.device) -> MultiModalBatch:
-    """Return the batch with all tensors on a device."""
-    moved = {
-        f.name: move_data_to_device(getattr(batch, f.name), device)
-        for f in fields(batch)
-        if not f.name.startswith("__") or f.name == "__valid__"
-    }
-    return replace(batch, **moved)
 
 
 def _interleave(per_rank: list[list[Prediction]], micro_batch_size: int) -> list[Prediction]:

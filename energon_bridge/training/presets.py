@@ -33,13 +33,13 @@ class ModelBundle:
     model: Any
     tokenizer: Any
     image_processor: Any
-    image_token: ImageToken
+    image_token_id: int
     image_tokens: int | None
 
     @property
     def sample_config(self) -> MultiModalSampleConfig:
         """The sample configuration that fits the model."""
-        return MultiModalSampleConfig(image_token=self.image_token)
+        return MultiModalSampleConfig(image_token=ImageToken(token_str=_IMAGE, token_id=self.image_token_id))
 
 
 def write_preset(config: ModelConfig, folder: Path, captions: Callable[[], Iterable[str]]) -> None:
@@ -98,17 +98,15 @@ def load_model(name_or_path: str, *, init: str, image_tokens_per_image: int | No
         model=model,
         tokenizer=tokenizer,
         image_processor=image_processor,
-        image_token=_image_token(config, tokenizer),
+        image_token_id=_image_token_id(config, tokenizer),
         image_tokens=image_tokens_per_image or _image_tokens(config),
     )
 
 
-def _image_token(config: Any, tokenizer: Any) -> ImageToken:
-    for name in ("image_token_id", "image_token_index"):
-        token_id = getattr(config, name, None)
-        if token_id is not None:
-            return ImageToken(token_str=_IMAGE, token_id=int(token_id))
-    return ImageToken(token_str=_IMAGE, token_id=tokenizer.convert_tokens_to_ids(_IMAGE))
+def _image_token_id(config: Any, tokenizer: Any) -> int:
+    ids = (getattr(config, name, None) for name in ("image_token_id", "image_token_index"))
+    found = next((token_id for token_id in ids if token_id is not None), None)
+    return int(tokenizer.convert_tokens_to_ids(_IMAGE) if found is None else found)
 
 
 def _image_tokens(config: Any) -> int | None:
@@ -126,8 +124,8 @@ def _write_tiny_llava(config: ModelConfig, folder: Path, captions: Iterable[str]
 
     if config.hidden_size % (2 * config.num_heads) or config.image_size % config.patch_size:
         raise ConfigurationError(
-            f"model.hidden_size={config.hidden_size} must be a multiple of twice model.num_heads={config.num_heads}, and "
-            f"model.image_size={config.image_size} one of model.patch_size={config.patch_size}"
+            f"model.hidden_size={config.hidden_size} must be a multiple of twice model.num_heads={config.num_heads}, "
+            f"and model.image_size={config.image_size} one of model.patch_size={config.patch_size}"
         )
     tokenizer = _train_tokenizer(captions, config.vocab_size)
     sizes = {

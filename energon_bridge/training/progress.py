@@ -50,7 +50,8 @@ class ProgressReporter(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Keep the loss of a microbatch; report where an interval ends."""
-        assert isinstance(pl_module, VisionLanguageModule) and pl_module.last_loss is not None
+        assert isinstance(pl_module, VisionLanguageModule)
+        assert pl_module.last_loss is not None
         self._microbatch_losses.append(pl_module.last_loss)
         step = trainer.global_step
         if step == self._step:

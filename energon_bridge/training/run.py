@@ -147,7 +147,7 @@ def _build_trainer(config: RunConfig, run_dir: Path, checkpointer: Checkpointer)
         devices=devices,
         # Vision towers have parameters behind the features that are used; they never get a gradient.
         strategy=DDPStrategy(find_unused_parameters=True) if num_nodes * devices > 1 else "auto",
-        precision=config.train.precision,  # type: ignore[arg-type]
+        precision=config.train.precision,
         plugins=[AtomicCheckpointIO()],
         callbacks=[reporter, checkpointer],
         max_steps=config.train.max_steps,
@@ -197,8 +197,8 @@ def _prepare_run_dir(config: RunConfig, run_dir: Path, *, resume: bool, overwrit
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     elif present and not resume:
         raise ConfigurationError(
-            f"the run folder {run_dir} already holds a run ({', '.join(present)}): go on with it (--resume), replace it "
-            "(--overwrite), or choose another one (run_dir=…)"
+            f"the run folder {run_dir} already holds a run ({', '.join(present)}): go on with it (--resume), replace "
+            "it (--overwrite), or choose another one (run_dir=…)"
         )
     write_config(config, run_dir / "config.yaml")
     _write_preset(config, run_dir / "model")

@@ -1,0 +1,1 @@
+"""The `energon` command (also installed as `energon-bridge`). It starts without torch; only `lint` needs it."""

@@ -1,0 +1,100 @@
+"""The questions of `energon prepare` on a terminal: ratio, sample type, and the part for each field."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from energon_bridge.errors import ConfigurationError, FieldMapError
+from energon_bridge.format.field_map import parse_access
+from energon_bridge.prepare.dataset_yaml import describe_fields, render_dataset_yaml
+from energon_bridge.prepare.first_samples import FirstSample
+from energon_bridge.prepare.split import SplitRule, parse_ratio
+from energon_bridge.samples import sample_type_by_name, sample_type_names
+
+_CRUDE = "CrudeWebdataset"
+_SHOWN_SAMPLES = 2
+_MAX_TEXT = 25
+_MAX_ITEMS = 3
+
+
+def ask_ratio(*, shuffle: bool) -> SplitRule:
+    """Ask for the shares of train, val and test until the answer makes sense."""
+    while True:
+        text = click.prompt('Shares of train, val and test, like "8,1,1" or "0.8, 0.1, 0.1"', type=str)
+        try:
+            return parse_ratio(text, shuffle=shuffle)
+        except ConfigurationError as error:
+            click.echo(str(error))
+
+
+def show_first_samples(shard: str, samples: Sequence[FirstSample]) -> None:
+    """Print keys, parts and shortened JSON of the first samples, and the part types of the first shard."""
+    for sample in samples[:_SHOWN_SAMPLES]:
+        click.echo(f"Sample {sample.key!r} of {shard} has the parts {', '.join(sample.parts)}.")
+        if "json" in sample.parts:
+            try:
+                content = json.loads(sample.parts["json"])
+            except ValueError as error:
+                click.echo(f"Its json part cannot be read: {error}")
+            else:
+                click.echo(json.dumps(shorten(content), indent=2, ensure_ascii=False))
+    click.echo(f"Part types in the first shard: {', '.join(_part_names(samples))}")
+
+
+def shorten(value: Any) -> Any:
+    """Cut long texts and lists of parsed JSON, so that its structure can be seen."""
+    if isinstance(value, str):
+        return value if len(value) <= _MAX_TEXT else value[:_MAX_TEXT] + "..."
+    if isinstance(value, list):
+        return [shorten(item) for item in value[:_MAX_ITEMS]] + ["..."] * (len(value) > _MAX_ITEMS)
+    if isinstance(value, dict):
+        return {key: shorten(item) for key, item in value.items()}
+    return value
+
+
+def ask_dataset_yaml(samples: Sequence[FirstSample], *, exists: bool, name: str) -> bytes | None:
+    """Ask whether to write a dataset.yaml, and for its sample type and field map; None if not."""
+    question = f"There is a {name}. Write a new one?" if exists else f"Write a {name}?"
+    if not click.confirm(question, default=not exists):
+        return None
+    names = [*sample_type_names(), _CRUDE]
+    for number, type_name in enumerate(names):
+        note = " (the parts as they are, for cookers)" if type_name == _CRUDE else ""
+        click.echo(f"{number:>3}  {type_name}{note}")
+    chosen = names[click.prompt("Number of the sample type", type=click.IntRange(0, len(names) - 1))]
+    if chosen == _CRUDE:
+        return render_dataset_yaml(chosen, None)
+    return render_dataset_yaml(chosen, ask_field_map(sample_type_by_name(chosen), samples))
+
+
+def ask_field_map(sample_type: type, samples: Sequence[FirstSample]) -> dict[str, str]:
+    """Ask for the part of each field of a sample type; an empty answer leaves an optional field out."""
+    known = _part_names(samples)
+    click.echo(f"Fields of {sample_type.__name__}: which part does each come from? Parts: {', '.join(known)}.")
+    click.echo("Write json[caption] for a value inside of a part, and jpg,png for the first of several.")
+    fields: dict[str, str] = {}
+    for name, required, kind in describe_fields(sample_type):
+        while True:
+            label = f"{name} ({kind}{'' if required else ', optional'})"
+            access = click.prompt(label, type=str, default=None if required else "", show_default=False).strip()
+            if not access and not required:
+                break
+            try:
+                parts = {part for part, _ in parse_access(access, where="field map", field=name)}
+            except FieldMapError as error:
+                click.echo(str(error))
+                continue
+            unseen = sorted(parts - set(known))
+            if unseen and not click.confirm(f"The first shard has no part {', '.join(unseen)}. Use it anyway?"):
+                continue
+            fields[name] = access
+            break
+    return fields
+
+
+def _part_names(samples: Sequence[FirstSample]) -> list[str]:
+    return sorted({part for sample in samples for part in sample.parts})

@@ -1,0 +1,56 @@
+"""`energon info PATH`: the numbers of a prepared dataset."""
+
+from __future__ import annotations
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from energon_bridge.prepare.summary import DatasetSummary, summarize_dataset
+
+
+@click.command("info")
+@click.argument("path")
+@click.option("--split-config", default="split.yaml", show_default=True, help="Split file in .nv-meta.")
+@click.option("--dataset-config", default="dataset.yaml", show_default=True, help="Dataset file in .nv-meta.")
+def command(path: str, split_config: str, dataset_config: str) -> None:
+    """Show samples, shards, size, sample type and splits of the prepared dataset at PATH (a folder or URL)."""
+    summary = summarize_dataset(path, split_config=split_config, dataset_config=dataset_config)
+    for name, value in _rows(summary):
+        click.echo(f"{name + ':':<14}{value}")
+    table = Table("split part", "samples", "share", "shards", "excluded samples")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for part in summary.parts:
+        share = part.num_samples / summary.num_samples if summary.num_samples else 0.0
+        excluded = str(part.num_excluded_samples)
+        table.add_row(part.name, f"{part.num_samples:,}", f"{share:.1%}", f"{part.num_shards:,}", excluded)
+    Console().print(table)
+
+
+def _rows(summary: DatasetSummary) -> list[tuple[str, str]]:
+    rows = [
+        ("dataset", summary.path),
+        ("samples", f"{summary.num_samples:,}"),
+        ("shards", f"{summary.num_shards:,}"),
+        ("size", format_bytes(summary.num_bytes)),
+        ("sample type", summary.sample_type),
+    ]
+    rows += [("field", f"{field} = {access}") for field, access in summary.field_map.items()]
+    rows += [("subflavor", f"{name} = {value}") for name, value in summary.subflavors.items()]
+    rows += [
+        ("prepared by", f"energon {summary.energon_version or 'unknown'}"),
+        ("key index", "yes" if summary.has_key_index else "no"),
+    ]
+    rows += [("MISSING", shard) for shard in summary.missing_shards]
+    return rows
+
+
+def format_bytes(count: int) -> str:
+    """Write a number of bytes with a binary unit."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size < 1024:
+            return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} PiB"

@@ -1,0 +1,69 @@
+"""`energon lint PATH`: reads and decodes every sample; exit code 1 if one does not load."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from energon_bridge.cli.progress import shard_progress
+from energon_bridge.prepare.lint import Problem, lint_dataset, lint_parts
+
+_MAX_SHOWN = 100
+
+
+@click.command("lint")
+@click.argument("path")
+@click.option("--split-parts", default=None, help="Parts to check, separated by commas. Default: all.")
+@click.option("--dataset-config", default="dataset.yaml", show_default=True, help="Dataset file in .nv-meta.")
+@click.option("--split-config", default="split.yaml", show_default=True, help="Split file in .nv-meta.")
+@click.option("--parallel", default=1, show_default=True, type=click.IntRange(min=1), help="Number of processes.")
+@click.option("--trust-remote-code", is_flag=True, help="Run the sample_loader that comes with the dataset.")
+@click.option("--progress/--no-progress", default=True, help="Show a progress bar.")
+def command(
+    path: str,
+    split_parts: str | None,
+    dataset_config: str,
+    split_config: str,
+    parallel: int,
+    trust_remote_code: bool,
+    progress: bool,
+) -> None:
+    """Check the dataset at PATH (a folder or URL) sample by sample.
+
+    Every index is compared with .info.json, every sample is read and decoded as in training; excluded samples are left
+    out. Whatever does not load is named with dataset, split part, shard, key and part, and the exit code is 1.
+    """
+    datasets, empty = lint_parts(
+        path,
+        split_parts=tuple(part.strip() for part in split_parts.split(",")) if split_parts else (),
+        split_config=split_config,
+        dataset_config=dataset_config,
+        trust_remote_code=trust_remote_code,
+    )
+    for part in empty:
+        click.echo(f"The split part {part!r} is empty.")
+    checked = 0
+    bad: set[tuple[str, str | None, str]] = set()
+    shown = 0
+    for dataset in datasets:
+        with shard_progress(f"Checking {dataset.split_part}", enabled=progress) as advance:
+            for number, report in enumerate(lint_dataset(dataset, num_workers=parallel), start=1):
+                checked += report.num_checked
+                for problem in report.problems:
+                    bad.add(_identity(problem))
+                    shown += 1
+                    if shown <= _MAX_SHOWN:
+                        click.echo(str(problem))
+                advance(number, len(dataset.shard_names))
+    if shown > _MAX_SHOWN:
+        click.echo(f"... and {shown - _MAX_SHOWN} more.")
+    if bad:
+        click.echo(f"Failed: {len(bad)} problems in {checked:,} samples.")
+        sys.exit(1)
+    click.echo(f"All {checked:,} samples load.")
+
+
+def _identity(problem: Problem) -> tuple[str, str | None, str]:
+    """Tell bad samples apart, so that one with two broken parts counts once."""
+    return problem.shard, problem.key, "" if problem.key is not None else problem.message

@@ -1,0 +1,57 @@
+"""The command group: finds the subcommands, and turns errors of this package into one message and exit code 1.
+
+A subcommand's module is imported when it runs, so that `energon --help` and shell completion answer at once.
+"""
+
+from __future__ import annotations
+
+import logging
+from importlib import import_module
+
+import click
+
+from energon_bridge import __version__
+from energon_bridge.errors import EnergonError
+
+_COMMANDS = {
+    "info": "Show what a prepared dataset holds.",
+    "lint": "Read and decode every sample, and name those that fail.",
+    "prepare": "Index a folder of WebDataset tars and write its .nv-meta.",
+}
+
+
+class _LazyGroup(click.Group):
+    """A group whose subcommands live in modules of their own name."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _COMMANDS:
+            return None
+        command: click.Command = import_module(f"energon_bridge.cli.{cmd_name}").command
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(_COMMANDS.items()))
+
+    def invoke(self, ctx: click.Context) -> object:
+        try:
+            return super().invoke(ctx)
+        except EnergonError as error:
+            if ctx.params.get("debug"):
+                raise
+            raise click.ClickException(str(error)) from error
+
+
+@click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, "-V", "--version", prog_name="energon (energon_bridge)")
+@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+def main(debug: bool) -> None:
+    """Prepare, inspect and check datasets for energon_bridge and Megatron Energon."""
+    logging.basicConfig(level=logging.DEBUG if debug else logging.WARNING, format="%(levelname)s: %(message)s")
+
+
+if __name__ == "__main__":
+    main()

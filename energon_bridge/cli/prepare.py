@@ -1,0 +1,174 @@
+"""`energon prepare PATH`: from flags alone, or as an assistant that asks for what the flags leave open."""
+
+from __future__ import annotations
+
+import os
+
+import click
+
+from energon_bridge.cli.assistant import ask_dataset_yaml, ask_field_map, ask_ratio, show_first_samples
+from energon_bridge.cli.progress import shard_progress
+from energon_bridge.errors import ConfigurationError, NotPreparedError
+from energon_bridge.format.nvmeta import meta_path, read_info
+from energon_bridge.prepare.dataset_yaml import parse_field_map, render_dataset_yaml
+from energon_bridge.prepare.discover import find_shards
+from energon_bridge.prepare.first_samples import read_first_samples
+from energon_bridge.prepare.run import Prepared, prepare_dataset, rebuild_index
+from energon_bridge.prepare.split import SplitRule, parse_patterns, parse_ratio
+from energon_bridge.samples import CrudeSample, sample_type_by_name
+from energon_bridge.storage import Store, open_store
+
+_DEFAULT_WORKERS = min(16, os.cpu_count() or 1)
+
+
+@click.command("prepare")
+@click.argument("path")
+@click.option("--progress/--no-progress", default=True, help="Show a progress bar.")
+@click.option("--split-ratio", default=None, help="Shares of train, val and test: 8,1,1 or 0.8,0.1,0.1.")
+@click.option(
+    "--split-parts",
+    multiple=True,
+    metavar="NAME:PATTERN",
+    help="Split by a regular expression that matches shard paths, instead of by ratio; can be given several times.",
+)
+@click.option("--exclude", default=None, metavar="PATTERN", help="Leave out tars whose path contains this pattern.")
+@click.option("--sample-type", default=None, help="Class name: CaptioningSample, CrudeWebdataset, ...")
+@click.option("--field-map", default=None, metavar="JSON", help='Parts of the fields: \'{"image": "jpg,png"}\'.')
+@click.option(
+    "--num-workers", default=_DEFAULT_WORKERS, show_default=True, type=click.IntRange(min=1), help="Processes."
+)
+@click.option("--shuffle-tars", is_flag=True, help="Shuffle the tars (always alike) before splitting by ratio.")
+@click.option("--tar-index-only", is_flag=True, help="Only write the indexes of a prepared dataset again.")
+@click.option("--key-index/--no-key-index", default=True, help="Write index.sqlite, which looks samples up by key.")
+@click.option("--force-overwrite", is_flag=True, help="Prepare again without asking.")
+@click.option("--skip-dataset-yaml", is_flag=True, help="Write no dataset.yaml.")
+@click.option("--dataset-yaml-name", default="dataset.yaml", show_default=True, help="Name of the file to write.")
+@click.option("--non-interactive", is_flag=True, help="Never ask.")
+def command(
+    path: str,
+    progress: bool,
+    split_ratio: str | None,
+    split_parts: tuple[str, ...],
+    exclude: str | None,
+    sample_type: str | None,
+    field_map: str | None,
+    num_workers: int,
+    shuffle_tars: bool,
+    tar_index_only: bool,
+    key_index: bool,
+    force_overwrite: bool,
+    skip_dataset_yaml: bool,
+    dataset_yaml_name: str,
+    non_interactive: bool,
+) -> None:
+    """Prepare the WebDataset tars below PATH (a folder or URL) for training.
+
+    Writes a .tar.idx next to every tar, and .nv-meta with the samples per shard, the split, the sample type and the
+    key index, in the formats of Megatron Energon. Either all of it is written or nothing changes.
+    """
+    if tar_index_only:
+        with shard_progress("Indexing shards", enabled=progress) as advance:
+            prepared = rebuild_index(path, num_workers=num_workers, key_index=key_index, progress=advance)
+        click.echo(f"Indexed {prepared.num_samples:,} samples in {len(prepared.shard_counts):,} shards.")
+        return
+    _check_combinations(split_ratio, split_parts, sample_type, field_map, skip_dataset_yaml=skip_dataset_yaml)
+    store = open_store(path)
+    store.check_root()
+    _confirm_overwrite(store, force=force_overwrite, non_interactive=non_interactive)
+    shards = find_shards(store, exclude=exclude)
+    last = f", the last is {shards[-1]}" if len(shards) > 1 else ""
+    click.echo(f"Found {len(shards):,} tar files; the first is {shards[0]}{last}.")
+    rule = _split_rule(split_ratio, split_parts, shuffle=shuffle_tars, non_interactive=non_interactive)
+    dataset_yaml = None
+    if not skip_dataset_yaml:
+        dataset_yaml = _dataset_yaml(
+            store, shards[0], dataset_yaml_name, sample_type, field_map, non_interactive=non_interactive
+        )
+    with shard_progress("Indexing shards", enabled=progress) as advance:
+        prepared = prepare_dataset(
+            path,
+            split=rule,
+            exclude=exclude,
+            num_workers=num_workers,
+            key_index=key_index,
+            dataset_yaml=dataset_yaml,
+            dataset_yaml_name=dataset_yaml_name,
+            progress=advance,
+        )
+    _report(store, prepared, dataset_yaml_name)
+
+
+def _check_combinations(
+    split_ratio: str | None,
+    split_parts: tuple[str, ...],
+    sample_type: str | None,
+    field_map: str | None,
+    *,
+    skip_dataset_yaml: bool,
+) -> None:
+    if split_ratio is not None and split_parts:
+        raise ConfigurationError("--split-ratio and --split-parts exclude each other: give one of them.")
+    if field_map is not None and sample_type is None:
+        raise ConfigurationError("--field-map needs --sample-type, the class whose fields it fills.")
+    if skip_dataset_yaml and sample_type is not None:
+        raise ConfigurationError("--skip-dataset-yaml and --sample-type exclude each other.")
+
+
+def _confirm_overwrite(store: Store, *, force: bool, non_interactive: bool) -> None:
+    try:
+        read_info(store)
+    except NotPreparedError:
+        return
+    if force:
+        return
+    if non_interactive:
+        raise ConfigurationError(f"{store.root}: already prepared. Use --force-overwrite to prepare it again.")
+    click.confirm("The dataset has been prepared before. Prepare it again?", abort=True)
+
+
+def _split_rule(
+    split_ratio: str | None, split_parts: tuple[str, ...], *, shuffle: bool, non_interactive: bool
+) -> SplitRule:
+    if split_parts:
+        return parse_patterns(split_parts)
+    if split_ratio is not None:
+        return parse_ratio(split_ratio, shuffle=shuffle)
+    if non_interactive:
+        raise ConfigurationError("--non-interactive needs --split-ratio or --split-parts.")
+    return ask_ratio(shuffle=shuffle)
+
+
+def _dataset_yaml(
+    store: Store,
+    first_shard: str,
+    name: str,
+    sample_type: str | None,
+    field_map: str | None,
+    *,
+    non_interactive: bool,
+) -> bytes | None:
+    """Return the content of the dataset.yaml to write; None leaves what there is."""
+    fields = parse_field_map(field_map) if field_map is not None else None
+    if sample_type is not None:
+        cls = sample_type_by_name(sample_type)
+        if fields is not None or non_interactive or issubclass(cls, CrudeSample):
+            return render_dataset_yaml(sample_type, fields)
+    elif non_interactive:
+        if not store.exists(meta_path(name)):
+            click.echo(f"No {name} is written: give --sample-type and --field-map for one.")
+        return None
+    samples = read_first_samples(store, first_shard)
+    show_first_samples(first_shard, samples)
+    if sample_type is not None:
+        return render_dataset_yaml(sample_type, ask_field_map(cls, samples))
+    return ask_dataset_yaml(samples, exists=store.exists(meta_path(name)), name=name)
+
+
+def _report(store: Store, prepared: Prepared, dataset_yaml_name: str) -> None:
+    for part, shards in prepared.split_parts.items():
+        count = sum(prepared.shard_counts[shard] for shard in shards)
+        click.echo(f"{part}: {count:,} samples in {len(shards):,} shards")
+    click.echo(f"Found the part types {', '.join(prepared.part_names[:10])}{' ...' * (len(prepared.part_names) > 10)}.")
+    if not store.exists(meta_path(dataset_yaml_name)):
+        click.echo(f"Write {store.url(meta_path(dataset_yaml_name))} before you load the dataset.")
+    click.echo(f"Done: {prepared.num_samples:,} samples in {len(prepared.shard_counts):,} shards.")

@@ -1,0 +1,23 @@
+"""Building and checking prepared datasets: what the `energon` command does, as functions."""
+
+from __future__ import annotations
+
+from energon_bridge.prepare.dataset_yaml import render_dataset_yaml
+from energon_bridge.prepare.lint import lint_dataset, lint_parts
+from energon_bridge.prepare.run import Prepared, prepare_dataset, rebuild_index
+from energon_bridge.prepare.split import SplitRule, parse_patterns, parse_ratio
+from energon_bridge.prepare.summary import DatasetSummary, summarize_dataset
+
+__all__ = [
+    "DatasetSummary",
+    "Prepared",
+    "SplitRule",
+    "lint_dataset",
+    "lint_parts",
+    "parse_patterns",
+    "parse_ratio",
+    "prepare_dataset",
+    "rebuild_index",
+    "render_dataset_yaml",
+    "summarize_dataset",
+]

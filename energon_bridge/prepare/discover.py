@@ -1,0 +1,40 @@
+"""Which tars below a folder are the shards of a dataset."""
+
+from __future__ import annotations
+
+import re
+
+from energon_bridge.errors import ConfigurationError, NoShardsError, UnsupportedShardError
+from energon_bridge.storage import Store
+
+_COMPRESSED = (".tgz", ".tar.gz", ".tar.bz2", ".tar.xz", ".tar.zst")
+
+
+def find_shards(store: Store, *, exclude: str | None = None) -> list[str]:
+    """List the `.tar` files below the root, sorted, without those whose path matches the pattern `exclude`.
+
+    Raises NoShardsError if there are none, UnsupportedShardError for compressed tars, whose samples cannot be read by
+    range, and ConfigurationError for a pattern that is no regular expression.
+    """
+    pattern = compile_pattern(exclude, option="--exclude") if exclude else None
+    names = [name for name, _ in store.list() if not (pattern and pattern.search(name))]
+    compressed = [name for name in names if name.endswith(_COMPRESSED)]
+    if compressed:
+        raise UnsupportedShardError(
+            f"{store.url(compressed[0])}: compressed tars cannot be read by range, and there "
+            f"{'is 1' if len(compressed) == 1 else f'are {len(compressed)}'} of them. Unpack the compression "
+            f"(gunzip makes x.tar of x.tgz), or leave them out with --exclude '\\.tgz$'."
+        )
+    shards = [name for name in names if name.endswith(".tar")]
+    if not shards:
+        left_out = f" that {exclude!r} does not exclude" if exclude else ""
+        raise NoShardsError(f"{store.root}: no .tar files{left_out} below this folder.")
+    return shards
+
+
+def compile_pattern(pattern: str, *, option: str) -> re.Pattern[str]:
+    """Compile a regular expression of an option; raises ConfigurationError."""
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise ConfigurationError(f"{option} {pattern!r} is no regular expression: {error}.") from error

@@ -1,0 +1,181 @@
+"""Reading and decoding every sample of a dataset, to name the ones that training would stumble over.
+
+Bad samples are collected, not raised: one bad sample never hides the next. What keeps a whole split part from opening
+is raised.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from energon_bridge.errors import EmptyDatasetError, EnergonError, UnknownSplitError
+from energon_bridge.format.dataset import PreparedDataset, open_dataset, read_index
+from energon_bridge.format.nvmeta import DEFAULT_DATASET_CONFIG, DEFAULT_SPLIT_CONFIG, read_splits
+from energon_bridge.format.tar import parse_sample
+from energon_bridge.prepare.parallel import map_shards
+from energon_bridge.storage import open_store
+
+_READ_AHEAD = 8 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """Something that keeps a sample (or, without a key, a whole shard) from loading."""
+
+    dataset: str
+    split_part: str
+    shard: str
+    key: str | None
+    part: str | None
+    message: str
+
+    def __str__(self) -> str:
+        key = f", key {self.key!r}" if self.key is not None else ""
+        part = f", part {self.part!r}" if self.part is not None else ""
+        return f"{self.dataset}, {self.split_part}: shard {self.shard!r}{key}{part}: {self.message}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardReport:
+    """The result for one shard of one split part."""
+
+    split_part: str
+    shard: str
+    num_checked: int
+    problems: tuple[Problem, ...]
+
+
+def lint_parts(
+    path: str | os.PathLike[str],
+    *,
+    split_parts: tuple[str, ...] = (),
+    split_config: str = DEFAULT_SPLIT_CONFIG,
+    dataset_config: str = DEFAULT_DATASET_CONFIG,
+    trust_remote_code: bool = False,
+) -> tuple[list[PreparedDataset], list[str]]:
+    """Open the split parts to check (default: all that there are); returns them and the names of the empty ones.
+
+    Raises the errors of `open_dataset`, and EmptyDatasetError if all parts are empty.
+    """
+    store = open_store(path)
+    store.check_root()
+    known = read_splits(store, split_config)
+    datasets: list[PreparedDataset] = []
+    empty: list[str] = []
+    for part in split_parts or tuple(known.parts):
+        if part not in known.parts:
+            raise UnknownSplitError(
+                f"{known.where}: no split part {part!r}. Known split parts: {', '.join(known.parts)}."
+            )
+        try:
+            dataset = open_dataset(
+                path,
+                split_part=part,
+                split_config=split_config,
+                dataset_config=dataset_config,
+                trust_remote_code=trust_remote_code,
+            )
+        except EmptyDatasetError:
+            empty.append(part)
+        else:
+            datasets.append(dataset)
+    if not datasets:
+        raise EmptyDatasetError(f"{store.root}: no samples in the split parts {', '.join(empty) or 'none'}.")
+    return datasets, empty
+
+
+def lint_dataset(dataset: PreparedDataset, *, num_workers: int = 1) -> Iterator[ShardReport]:
+    """Check every shard of a split part; yields one report per shard, in their order. Excluded samples are left out."""
+    from energon_bridge.task_encoder.decoder import SampleDecoder  # imports torch, which the other commands do without
+
+    check = partial(_check_shard, dataset, SampleDecoder(image_decode="rgb8").decode)
+    with closing(map_shards(check, range(len(dataset.shard_names)), num_workers=num_workers)) as reports:
+        yield from reports
+
+
+def _check_shard(dataset: PreparedDataset, decode: Callable[[str, memoryview], Any], shard: int) -> ShardReport:
+    name = dataset.shard_names[shard]
+    problems: list[Problem] = []
+
+    def report(error: Exception, key: str | None = None, part: str | None = None) -> None:
+        problems.append(
+            Problem(
+                dataset=dataset.path,
+                split_part=dataset.split_part,
+                shard=name,
+                key=key,
+                part=part,
+                message=f"{type(error).__name__}: {error}",
+            )
+        )
+
+    checked = 0
+    try:
+        for index, data in _read_samples(dataset, shard):
+            try:
+                key, parts = parse_sample(data, where=f"{dataset.store.url(name)}, sample {index}")
+            except EnergonError as error:
+                checked += 1
+                report(error)
+                continue
+            if (name, key) in dataset.excluded:
+                continue
+            checked += 1
+            _check_sample(dataset, decode, index, key, parts, partial(report, key=key))
+    except EnergonError as error:  # the shard or its index as a whole
+        report(error)
+    return ShardReport(split_part=dataset.split_part, shard=name, num_checked=checked, problems=tuple(problems))
+
+
+def _read_samples(dataset: PreparedDataset, shard: int) -> Iterator[tuple[int, memoryview]]:
+    """Yield (number, bytes) of all samples of a shard, several of them per read."""
+    offsets = read_index(dataset, shard).tolist()
+    count = len(offsets) - 1
+    first = 0
+    while first < count:
+        last = first + 1
+        while last < count and offsets[last + 1] - offsets[first] <= _READ_AHEAD:
+            last += 1
+        start = offsets[first]
+        data = memoryview(dataset.store.read_range(dataset.shard_names[shard], start, offsets[last] - start))
+        for index in range(first, last):
+            yield index, data[offsets[index] - start : offsets[index + 1] - start]
+        first = last
+
+
+def _check_sample(
+    dataset: PreparedDataset,
+    decode: Callable[[str, memoryview], Any],
+    index: int,
+    key: str,
+    parts: dict[str, memoryview],
+    report: Callable[..., None],
+) -> None:
+    """Do to a sample what training does: decode the parts that it needs, and make the fields of them."""
+    wanted = dataset.part_filter
+    decoded: dict[str, Any] = {}
+    complete = True
+    for part, data in parts.items():
+        if wanted is not None and not (part in wanted if isinstance(wanted, frozenset) else wanted(part)):
+            continue
+        try:
+            decoded[part] = decode(part, data)
+        except (EnergonError, ImportError) as error:
+            report(error, part=part)
+            complete = False
+    if not complete:
+        return
+    try:
+        if dataset.field_map is not None:
+            dataset.sample_type(__key__=key, **dataset.field_map(decoded))
+        elif dataset.sample_loader is not None:
+            raw = {"__key__": key, "__restore_key__": ("Webdataset", index), "__sources__": (), **decoded}
+            fields = dataset.sample_loader(raw)
+            dataset.sample_type(**{"__key__": key, **fields})
+    except Exception as error:  # a field that is not there, or whatever a sample loader raises
+        report(error)

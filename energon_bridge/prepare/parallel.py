@@ -1,0 +1,45 @@
+"""The same work on many shards in several processes, with the results in the order of the shards."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from typing import TypeVar
+
+from energon_bridge.errors import EnergonError
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+_AHEAD = 3  # results per worker that may wait to be taken: bounds memory
+
+
+def map_shards(function: Callable[[Item], Result], items: Sequence[Item], *, num_workers: int) -> Generator[Result, None, None]:
+    """Yield `function(item)` for every item, in their order, working on `num_workers` of them at a time.
+
+    Raises what the function raises, for the first such item in their order, and EnergonError if a worker was killed.
+    Close the generator to stop the workers.
+    """
+    num_workers = min(num_workers, len(items))
+    if num_workers <= 1:
+        yield from map(function, items)
+        return
+    # Forking is fastest, but unsafe in a process with threads, such as a notebook's.
+    method = "fork" if threading.active_count() == 1 and "fork" in multiprocessing.get_all_start_methods() else "spawn"
+    pool = ProcessPoolExecutor(num_workers, mp_context=multiprocessing.get_context(method))
+    try:
+        waiting: deque[Future[Result]] = deque()
+        for number, item in enumerate(items):
+            waiting.append(pool.submit(function, item))
+            if number + 1 >= num_workers * _AHEAD:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    except BrokenProcessPool as error:
+        raise EnergonError("a worker process was killed (out of memory?). Try again with fewer workers.") from error
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)

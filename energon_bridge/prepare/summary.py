@@ -1,0 +1,116 @@
+"""What a prepared dataset holds, from its metadata alone: for `energon info`."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from energon_bridge.errors import ShardMissingError
+from energon_bridge.format.documents import expect_mapping, read_document
+from energon_bridge.format.nvmeta import (
+    DEFAULT_DATASET_CONFIG,
+    DEFAULT_SPLIT_CONFIG,
+    INDEX_SQLITE,
+    meta_path,
+    read_info,
+    read_splits,
+)
+from energon_bridge.storage import Store, open_store
+
+_FIRST_PARTS = ("train", "val", "test")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartSummary:
+    """One split part; excluded shards are not counted, excluded samples are."""
+
+    name: str
+    num_shards: int
+    num_samples: int
+    num_excluded_samples: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DatasetSummary:
+    """The numbers of a prepared dataset; `num_bytes` counts the shards, `missing_shards` are listed but not there."""
+
+    path: str
+    num_samples: int
+    num_shards: int
+    num_bytes: int
+    missing_shards: tuple[str, ...]
+    energon_version: str | None
+    sample_type: str
+    field_map: dict[str, str]
+    subflavors: dict[str, Any]
+    has_key_index: bool
+    parts: tuple[PartSummary, ...]
+
+
+def summarize_dataset(
+    path: str | os.PathLike[str],
+    *,
+    split_config: str = DEFAULT_SPLIT_CONFIG,
+    dataset_config: str = DEFAULT_DATASET_CONFIG,
+) -> DatasetSummary:
+    """Summarize a prepared dataset of any sample type, crude and legacy ones too; runs no code of the dataset.
+
+    Raises DatasetNotFoundError, NotPreparedError or MetadataError.
+    """
+    store = open_store(path)
+    store.check_root()
+    info = read_info(store)
+    splits = read_splits(store, split_config)
+    num_bytes = 0
+    missing = []
+    for shard in info.shard_counts:
+        try:
+            num_bytes += store.size(shard)
+        except ShardMissingError:
+            missing.append(shard)
+    parts = []
+    for name in sorted(splits.parts, key=lambda part: (part not in _FIRST_PARTS, _rank(part), part)):
+        shards = splits.shards_of(name)
+        parts.append(
+            PartSummary(
+                name=name,
+                num_shards=len(shards),
+                num_samples=sum(info.shard_counts.get(shard, 0) for shard in shards),
+                num_excluded_samples=len(splits.excluded_samples(shards)),
+            )
+        )
+    config = _config(store, dataset_config)
+    named = config.get("sample_type")
+    field_map = config.get("field_map")
+    subflavors = config.get("subflavors")
+    return DatasetSummary(
+        path=store.root,
+        num_samples=sum(info.shard_counts.values()),
+        num_shards=len(info.shard_counts),
+        num_bytes=num_bytes,
+        missing_shards=tuple(missing),
+        energon_version=info.energon_version,
+        sample_type=_type_name(named if isinstance(named, dict) else config),
+        field_map=field_map if isinstance(field_map, dict) else {},
+        subflavors=subflavors if isinstance(subflavors, dict) else {},
+        has_key_index=store.exists(meta_path(INDEX_SQLITE)),
+        parts=tuple(parts),
+    )
+
+
+def _rank(part: str) -> int:
+    return _FIRST_PARTS.index(part) if part in _FIRST_PARTS else 0
+
+
+def _config(store: Store, name: str) -> dict[str, Any]:
+    rel = meta_path(name)
+    if not store.exists(rel):
+        return {}
+    return expect_mapping(read_document(store, rel), where=store.url(rel))
+
+
+def _type_name(named: dict[str, Any]) -> str:
+    if "__class__" not in named:
+        return "none (there is no dataset.yaml)" if not named else "unknown"
+    return f"{named.get('__module__', '?')}.{named['__class__']}"

@@ -1,0 +1,53 @@
+#!/usr/bin/env python
+"""Train a vision-language model: alone, under torchrun or under SLURM.
+
+scripts/pretrain_vlm.py --config configs/digits_tiny_llava.yaml train.max_steps=200 optimizer.lr=1e-3
+torchrun --nproc-per-node=2 scripts/pretrain_vlm.py --config configs/digits_tiny_llava.yaml --resume
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+from energon_bridge.errors import EnergonError
+from energon_bridge.training.config_file import load_config
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code, 143 after a stop by SIGTERM."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", required=True, help="a YAML file, see configs/")
+    parser.add_argument("--resume", action="store_true", help="go on from the latest checkpoint of the run folder")
+    parser.add_argument("--overwrite", action="store_true", help="replace the run that is in the run folder")
+    parser.add_argument("--dry-run", action="store_true", help="load model and data, print what would run, and leave")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="change the configuration: section.key=value")
+    options = parser.parse_intermixed_args(arguments)
+    main_rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
+    logging.basicConfig(level=logging.INFO if main_rank else logging.WARNING, format="%(asctime)s %(message)s")
+    try:
+        config = load_config(options.config, options.overrides)
+        # Only now: torch, lightning and transformers take seconds, and a typing error should not.
+        from energon_bridge.training import run as training
+
+        logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+
+        if options.dry_run:
+            print(training.dry_run(config))
+            return 0
+        result = training.run(config, resume=options.resume, overwrite=options.overwrite)
+    except EnergonError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    if result.stopped:
+        return 143
+    if result.main_rank and result.read is not None:
+        print(f"validation {config.validation.name} read: {100 * result.read:.1f} %", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,42 @@
+"""Tars for tests, written by Python's tarfile in any of its header formats."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+from collections.abc import Iterable
+from pathlib import Path
+
+USTAR = tarfile.USTAR_FORMAT
+GNU = tarfile.GNU_FORMAT
+PAX = tarfile.PAX_FORMAT
+
+Members = Iterable[tuple[str, bytes]]
+
+
+def tar_bytes(members: Members, *, tar_format: int = USTAR, end_marker: bool = True) -> bytes:
+    """Return a tar with these (name, content) members; a name that ends in `/` is a folder."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=tar_format) as tar:
+        for name, content in members:
+            info = tarfile.TarInfo(name)
+            if name.endswith("/"):
+                info.type = tarfile.DIRTYPE
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+        end = tar.offset
+    return buffer.getvalue() if end_marker else buffer.getvalue()[:end]
+
+
+def write_tar(path: Path, members: Members, *, tar_format: int = USTAR) -> Path:
+    """Write such a tar to a file, folders included."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(tar_bytes(members, tar_format=tar_format))
+    return path
+
+
+def write_texts(root: Path, shards: dict[str, Iterable[str]], *, tar_format: int = USTAR) -> Path:
+    """Write shards whose samples have one part: `<key>.txt` with the text `text of <key>`."""
+    for shard, keys in shards.items():
+        write_tar(root / shard, [(f"{key}.txt", f"text of {key}".encode()) for key in keys], tar_format=tar_format)
+    return root

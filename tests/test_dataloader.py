@@ -1,0 +1,157 @@
+"""The iterator that training loops hold, over loaders that are as simple as can be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from energon_bridge.dataloader import EnergonDataloader, cyclic_iter
+from energon_bridge.errors import ConfigurationError, EmptyDatasetError
+
+
+class CountingLoader:
+    """Delivers 0, 1, 2, … and knows how far it got; a finite one starts again at every `iter()`."""
+
+    def __init__(self, size: int | None = None) -> None:
+        self.spec = SimpleNamespace(finite=size is not None)
+        self.size = size
+        self.position = 0
+        self.closed = False
+
+    def __iter__(self) -> Iterator[int]:
+        if self.size is not None:
+            self.position = 0
+        return self._generate()
+
+    def _generate(self) -> Iterator[int]:
+        while self.size is None or self.position < self.size:
+            self.position += 1
+            yield self.position - 1
+
+    def __len__(self) -> int:
+        return self.size if self.size is not None else 7
+
+    def save_state_rank(self) -> dict[str, Any]:
+        return {"position": self.position}
+
+    def restore_state_rank(self, state: dict[str, Any]) -> None:
+        self.position = state["position"]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"whole": self.save_state_rank()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.restore_state_rank(state["whole"])
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_an_endless_loader_is_one_stream() -> None:
+    dataloader = EnergonDataloader(CountingLoader())
+    assert iter(dataloader) is dataloader
+    assert [next(dataloader) for _ in range(3)] == [0, 1, 2]
+    assert list(islice(iter(dataloader), 2)) == [3, 4]
+    assert next(dataloader) == 5
+
+
+def test_an_endless_loader_has_no_length_unless_given_one() -> None:
+    with pytest.raises(TypeError, match="endless"):
+        len(EnergonDataloader(CountingLoader()))
+    assert len(EnergonDataloader(CountingLoader(), length=12)) == 12
+
+
+def test_a_finite_loader_gives_the_same_pass_every_time() -> None:
+    dataloader = EnergonDataloader(CountingLoader(3))
+    assert len(dataloader) == 3
+    assert [list(dataloader), list(dataloader)] == [[0, 1, 2], [0, 1, 2]]
+
+
+def test_next_cycles_through_a_finite_loader() -> None:
+    dataloader = EnergonDataloader(CountingLoader(3))
+    assert [next(dataloader) for _ in range(7)] == [0, 1, 2, 0, 1, 2, 0]
+
+
+def test_a_pass_ends_the_cycle_of_next() -> None:
+    dataloader = EnergonDataloader(CountingLoader(3))
+    assert [next(dataloader), next(dataloader)] == [0, 1]
+    assert list(dataloader) == [0, 1, 2]
+    assert next(dataloader) == 0
+
+
+def test_any_iterable_will_do() -> None:
+    assert list(EnergonDataloader(["a", "b"])) == ["a", "b"]
+    assert EnergonDataloader(iter([1])).endless
+
+
+@pytest.mark.parametrize("save", ["save_state", "state_dict"])
+def test_a_state_is_that_of_what_was_delivered(save: str) -> None:
+    restore = {"save_state": "restore_state", "state_dict": "load_state_dict"}[save]
+    dataloader = EnergonDataloader(CountingLoader())
+    for _ in range(4):
+        next(dataloader)
+    state = getattr(dataloader, save)()
+    following = [next(dataloader) for _ in range(3)]
+    fresh = EnergonDataloader(CountingLoader())
+    getattr(fresh, restore)(state)
+    getattr(fresh, restore)(state)
+    assert [next(fresh) for _ in range(3)] == following == [4, 5, 6]
+
+
+def test_a_state_can_be_restored_in_the_middle_of_a_stream() -> None:
+    dataloader = EnergonDataloader(CountingLoader())
+    state = dataloader.save_state()
+    assert [next(dataloader), next(dataloader)] == [0, 1]
+    dataloader.restore_state(state)
+    assert next(dataloader) == 0
+
+
+def test_no_loader_is_no_dataloader() -> None:
+    with pytest.raises(ConfigurationError, match="is None, not an EnergonDataloader of None"):
+        EnergonDataloader(None)
+
+
+@pytest.mark.parametrize("length", [0, -1])
+def test_a_length_that_no_loop_can_use_is_refused(length: int) -> None:
+    with pytest.raises(ConfigurationError, match="length must be at least 1"):
+        EnergonDataloader(CountingLoader(), length=length)
+
+
+def test_cyclic_iter_goes_round() -> None:
+    assert list(islice(cyclic_iter([1, 2]), 5)) == [1, 2, 1, 2, 1]
+
+
+@pytest.mark.parametrize("make", [lambda: next(cyclic_iter([])), lambda: next(EnergonDataloader([]))])
+def test_an_empty_dataset_raises_and_does_not_spin(make: Any) -> None:
+    with pytest.raises(EmptyDatasetError, match="a whole pass over it yields nothing"):
+        make()
+
+
+def test_an_iterable_that_dries_up_raises() -> None:
+    stream = cyclic_iter(iter([1]))
+    assert next(stream) == 1
+    with pytest.raises(EmptyDatasetError):
+        next(stream)
+
+
+def test_closing_reaches_the_loader() -> None:
+    loader = CountingLoader()
+    EnergonDataloader(loader).close()
+    assert loader.closed
+    EnergonDataloader([1]).close()
+
+
+def test_waiting_is_counted() -> None:
+    def slow() -> Iterator[int]:
+        import time
+
+        time.sleep(0.02)
+        yield 1
+
+    dataloader = EnergonDataloader(slow())
+    next(dataloader)
+    assert 0.02 <= dataloader.wait_seconds < 2

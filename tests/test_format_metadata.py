@@ -1,0 +1,515 @@
+"""The files of .nv-meta: dialect, strictness, braces, excludes, indexes, and one named error for each defect."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+from tar_builder import write_texts
+
+from energon_bridge.errors import (
+    CorruptShardError,
+    DatasetNotFoundError,
+    EmptyDatasetError,
+    FieldMapError,
+    MetadataError,
+    NotPreparedError,
+    ShardMissingError,
+    UnknownSplitError,
+    UntrustedCodeError,
+)
+from energon_bridge.format import open_dataset, read_index
+from energon_bridge.format.braces import collapse_braces, expand_braces
+from energon_bridge.format.documents import parse_document
+from energon_bridge.prepare import parse_ratio, prepare_dataset, render_dataset_yaml
+from energon_bridge.samples import CaptioningSample, CrudeSample, TextSample
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> Path:
+    """Return a prepared dataset of two shards with three and two samples, all in train."""
+    root = write_texts(tmp_path / "data", {"s/x_0.tar": ["a", "b", "c"], "s/x_1.tar": ["d", "e"]})
+    prepare_dataset(root, split=parse_ratio("1,0,0"), dataset_yaml=render_dataset_yaml("TextSample", {"text": "txt"}))
+    return root
+
+
+def meta(dataset: Path, name: str, content: str) -> None:
+    (dataset / ".nv-meta" / name).write_text(content)
+
+
+# --- the YAML dialect ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("true", True),
+        ("Yes", True),
+        ("no", False),
+        ("on", "on"),
+        ("off", "off"),
+        ("null", None),
+        ("~", None),
+        ("", None),
+        ("010", 10),
+        ("1_000", 1000),
+        ("-7", -7),
+        ("1e5", 100000.0),
+        ("1e-4", 1e-4),
+        (".5", 0.5),
+        ("1.", 1.0),
+        ("0x10", "0x10"),
+        ("nan", "nan"),
+        ("2024-01-02", "2024-01-02"),
+        ("12:30", "12:30"),
+        ("1.2.3", "1.2.3"),
+        ("'1'", "1"),
+        ('"true"', "true"),
+        ("s_{000..009}.tar", "s_{000..009}.tar"),
+        ("[1, two, 3.0]", [1, "two", 3.0]),
+        ("{a: 1, 2: b}", {"a": 1, "2": "b"}),
+    ],
+)
+def test_scalars_mean_what_energon_means(text: str, value: Any):
+    parsed = parse_document(f"key: {text}\n".encode(), where="f.yaml")["key"]
+    assert parsed == value
+    assert type(parsed) is type(value)
+
+
+def test_anchors_aliases_and_merge_keys_work():
+    text = b"base: &base {a: 1, b: [x]}\nother: *base\nmerged: {<<: *base, a: 2}\nword: &w hello\nagain: *w\n"
+    assert parse_document(text, where="f.yaml") == {
+        "base": {"a": 1, "b": ["x"]},
+        "other": {"a": 1, "b": ["x"]},
+        "merged": {"a": 2, "b": ["x"]},
+        "word": "hello",
+        "again": "hello",
+    }
+
+
+def bomb(levels: int) -> bytes:
+    """Return YAML whose aliases multiply by ten per level."""
+    lines = ["l0: &l0 [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"l{n}: &l{n} [{', '.join([f'*l{n - 1}'] * 10)}]" for n in range(1, levels)]
+    return "\n".join(lines).encode()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"", "empty"),
+        (b"# only a comment\n", "empty"),
+        (b"a: [1", "cannot be parsed"),
+        (b"a: 1\na: 2\n", "'a' stands twice"),
+        (b"? [a, b]\n: 1\n", "a key must be a plain word"),
+        (b"a: *nowhere\n", "nowhere"),
+        (b"a: &a [*a]\n", "nested too deeply"),
+        (b"a: !!python/object/apply:os.getcwd []\n", "python/object"),
+        (b"a: !!set {b, c}\n", "type set"),
+        (b"\xff\xfe\xff", "cannot be parsed"),
+        (b"a: 1\n---\nb: 2\n", "single document"),
+        (bomb(9), "too large"),
+    ],
+    ids=["empty", "comment", "syntax", "twice", "key", "alias", "cycle", "python", "set", "bytes", "two", "bomb"],
+)
+def test_what_is_no_plain_yaml_is_refused_by_name(text: bytes, message: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("energon_bridge.format.documents._MAX_NODES", 100_000)
+    with pytest.raises(MetadataError, match=message) as caught:
+        parse_document(text, where="/data/.nv-meta/f.yaml")
+    assert "/data/.nv-meta/f.yaml" in str(caught.value)
+
+
+# --- brace expressions --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("pattern", "names"),
+    [
+        ("x.tar", ["x.tar"]),
+        ("x_{0..2}.tar", ["x_0.tar", "x_1.tar", "x_2.tar"]),
+        ("{08..11}", ["08", "09", "10", "11"]),
+        ("{3..1}", ["3", "2", "1"]),
+        ("{-1..1}", ["-1", "0", "1"]),
+        ("{0..6..3}", ["0", "3", "6"]),
+        ("{a..c}", ["a", "b", "c"]),
+        ("{a,b}{1,2}", ["a1", "a2", "b1", "b2"]),
+        ("x{,_b}", ["x", "x_b"]),
+        ("{a,b{1..2}}", ["a", "b1", "b2"]),
+        ("{single}", ["{single}"]),
+        ("a,b", ["a,b"]),
+        (r"a\{b\,c", ["a{b,c"]),
+        (r"\\", ["\\"]),
+        ("", [""]),
+    ],
+)
+def test_braces_expand_like_in_bash(pattern: str, names: list[str]):
+    assert expand_braces(pattern) == names
+
+
+@pytest.mark.parametrize("pattern", ["{a", "a}", "{a,{b}", "x{0..2"])
+def test_unmatched_braces_are_an_error(pattern: str):
+    with pytest.raises(ValueError, match="unmatched"):
+        expand_braces(pattern)
+
+
+@given(
+    st.recursive(
+        st.sampled_from(["a", "b7", "", "{01..03}", "{b..d}", "\\,"]),
+        lambda inner: st.one_of(
+            st.lists(inner, min_size=2, max_size=3).map(lambda items: "{" + ",".join(items) + "}"),
+            st.tuples(inner, inner).map("".join),
+        ),
+        max_leaves=6,
+    )
+)
+def test_expansion_agrees_with_the_braceexpand_package(pattern: str):
+    reference = pytest.importorskip("braceexpand")
+    assert expand_braces(pattern) == list(reference.braceexpand(pattern))
+
+
+@given(st.lists(st.from_regex(r"[ab{},\\]{0,2}[0-9]{1,2}[._]?[0-9]{0,2}(\.tar)?", fullmatch=True), max_size=12))
+def test_collapsing_can_always_be_undone(names: list[str]):
+    assert [name for pattern in collapse_braces(names) for name in expand_braces(pattern)] == names
+
+
+@pytest.mark.parametrize(
+    ("names", "collapsed"),
+    [
+        ([], []),
+        (["x.tar"], ["x.tar"]),
+        ([f"s_{n:03d}.tar" for n in range(120)], ["s_{000..119}.tar"]),
+        ([f"s_{n}.tar" for n in range(8, 12)], ["s_{8..9}.tar", "s_{10..11}.tar"]),
+        (["s_1.tar", "s_3.tar"], ["s_1.tar", "s_3.tar"]),
+        (["s_2.tar", "s_1.tar"], ["s_2.tar", "s_1.tar"]),
+        (["a1b1", "a1b2", "a2b3"], ["a1b{1..2}", "a2b3"]),
+        (["a1b1", "a1b2", "a2b2", "a3b2"], ["a1b{1..2}", "a{2..3}b2"]),
+        (["a1b1", "a1b2", "a1b2"], ["a1b{1..2}", "a1b2"]),
+        (["a01_b1", "a1_b2"], ["a01_b1", "a1_b2"]),
+    ],
+)
+def test_runs_collapse_as_energon_writes_them(names: list[str], collapsed: list[str]):
+    assert collapse_braces(names) == collapsed
+
+
+# --- opening a dataset --------------------------------------------------------------------------------------------
+
+
+def test_opening_reads_no_tar_no_index_and_no_sqlite(dataset: Path):
+    sizes = [(dataset / f"s/x_{number}.tar").stat().st_size for number in range(2)]
+    for number in range(2):
+        (dataset / f"s/x_{number}.tar").write_bytes(bytes(sizes[number]))
+        (dataset / f"s/x_{number}.tar.idx").unlink()
+    (dataset / ".nv-meta/index.sqlite").unlink()
+    opened = open_dataset(dataset, split_part="train")
+    assert opened.path == str(dataset)
+    assert opened.shard_names == ("s/x_0.tar", "s/x_1.tar")
+    assert opened.shard_counts.tolist() == [3, 2]
+    assert opened.shard_counts.dtype == opened.shard_sizes.dtype == np.int64
+    assert opened.shard_sizes.tolist() == sizes
+    assert (opened.num_samples, opened.sample_type, opened.excluded) == (5, TextSample, frozenset())
+    assert opened.part_filter == frozenset({"txt"})
+    assert pickle.loads(pickle.dumps(opened)).fingerprint == opened.fingerprint
+
+
+def test_legacy_files_open(dataset: Path):
+    info = json.loads((dataset / ".nv-meta/.info.json").read_text())
+    (dataset / ".nv-meta/.info.json").unlink()
+    meta(dataset, ".info.yaml", "shard_counts:\n" + "".join(f"  {k}: {v}\n" for k, v in info["shard_counts"].items()))
+    (dataset / ".nv-meta/split.yaml").unlink()
+    meta(dataset, "split.json", json.dumps({"split_parts": {"train": ["s/x_{0..1}.tar"]}}))
+    meta(
+        dataset,
+        "dataset.yaml",
+        "__module__: megatron.energon\n__class__: CaptioningWebdataset\nfield_map: {image: jpg, caption: txt}\n",
+    )
+    opened = open_dataset(dataset, split_part="train")
+    assert opened.shard_counts.tolist() == [3, 2]
+    assert opened.sample_type is CaptioningSample
+
+
+def test_other_file_names_and_any_split_name(dataset: Path):
+    meta(dataset, "mine.yaml", "split_parts: {my part: [s/x_1.tar], later: }\n")
+    meta(
+        dataset,
+        "crude.yaml",
+        "__module__: megatron.energon\n__class__: CrudeWebdataset\nsubflavors: {source: &s web, again: *s}\n",
+    )
+    opened = open_dataset(dataset, split_part="my part", split_config="mine.yaml", dataset_config="crude.yaml")
+    assert (opened.num_samples, opened.sample_type) == (2, CrudeSample)
+    assert (opened.field_map, opened.part_filter) == (None, None)
+    assert opened.subflavors == {"source": "web", "again": "web"}
+    with pytest.raises(EmptyDatasetError, match="'later'"):
+        open_dataset(dataset, split_part="later", split_config="mine.yaml")
+
+
+def test_excludes_remove_shards_and_name_samples(dataset: Path):
+    meta(
+        dataset,
+        "split.yaml",
+        "split_parts: {train: ['s/x_{0..1}.tar'], other: [s/x_0.tar]}\nexclude: [s/x_1.tar, 's/x_0.tar/{a,c}', gone.tar/k]\n",
+    )
+    opened = open_dataset(dataset, split_part="train")
+    assert opened.shard_names == ("s/x_0.tar",)
+    assert opened.excluded == {("s/x_0.tar", "a"), ("s/x_0.tar", "c")}
+    assert opened.num_samples == 3  # excluded samples keep their places
+
+
+DEFECTS = {
+    "missing folder": (None, None, DatasetNotFoundError, "nowhere: no such folder"),
+    "file": (None, None, DatasetNotFoundError, "is a file, not a folder"),
+    "not prepared": (".info.json", None, NotPreparedError, "energon prepare"),
+    "no split file": ("split.yaml", None, MetadataError, r"split\.yaml: no such split file"),
+    "no dataset.yaml": ("dataset.yaml", None, MetadataError, r"dataset\.yaml: no such file"),
+    "empty info": (".info.json", "", MetadataError, r"\.info\.json: cannot be parsed"),
+    "info list": (".info.json", "[]", MetadataError, r"\.info\.json: expected a mapping, found \[\]"),
+    "info key": (".info.json", '{"shard_count": {}}', MetadataError, r"`shard_count`.*Did you mean `shard_counts`"),
+    "info without counts": (".info.json", "{}", MetadataError, "`shard_counts` is missing"),
+    "info count": (".info.json", '{"shard_counts": {"x.tar": "3"}}', MetadataError, r"`shard_counts\.x\.tar`.*'3'"),
+    "info version": (".info.json", '{"shard_counts": {}, "energon_version": 7}', MetadataError, "`energon_version`"),
+    "empty split file": ("split.yaml", "", MetadataError, r"split\.yaml: the file is empty"),
+    "split key": ("split.yaml", "split_part: {}", MetadataError, "Did you mean `split_parts`"),
+    "split type": ("split.yaml", "split_parts: [a]", MetadataError, "field `split_parts`: expected a mapping"),
+    "split entry": ("split.yaml", "split_parts: {train: [1]}", MetadataError, r"field `split_parts\.train\[0\]`"),
+    "split braces": ("split.yaml", "split_parts: {train: ['x{']}", MetadataError, r"`split_parts\.train`: unmatched"),
+    "split outside": ("split.yaml", "split_parts: {train: [../x.tar]}", MetadataError, "outside of the dataset"),
+    "unknown part": ("split.yaml", "split_parts: {val: []}", UnknownSplitError, "'train'.*Known split parts: val"),
+    "empty part": ("split.yaml", "split_parts: {train: }", EmptyDatasetError, "'train'.*no samples"),
+    "shard not counted": (
+        "split.yaml",
+        "split_parts: {train: [z.tar]}",
+        MetadataError,
+        r"'z\.tar' is not in .*\.info\.json",
+    ),
+    "empty dataset.yaml": ("dataset.yaml", "", MetadataError, r"dataset\.yaml: the file is empty"),
+    "no class": ("dataset.yaml", "field_map: {text: txt}", MetadataError, "`sample_type` is missing"),
+    "empty field map": (
+        "dataset.yaml",
+        "sample_type: {__module__: megatron.energon, __class__: TextSample}\nfield_map:\n",
+        FieldMapError,
+        "exactly one of `field_map` and `sample_loader`, found neither",
+    ),
+    "unknown class": (
+        "dataset.yaml",
+        "sample_type: {__module__: megatron.energon, __class__: TextSampel}\nfield_map: {text: txt}\n",
+        MetadataError,
+        r"field `sample_type\.__class__`: no sample type 'TextSampel'; known are .*TextSample",
+    ),
+    "unknown field": (
+        "dataset.yaml",
+        "sample_type: {__module__: megatron.energon, __class__: TextSample}\nfield_map: {text: txt, txet: txt}\n",
+        FieldMapError,
+        r"dataset\.yaml, field_map, field `txet`: TextSample has no such field.*Did you mean `text`",
+    ),
+    "missing required field": (
+        "dataset.yaml",
+        "sample_type: {__module__: megatron.energon, __class__: CaptioningSample}\nfield_map: {image: jpg}\n",
+        FieldMapError,
+        r"dataset\.yaml, field_map: CaptioningSample requires the field `caption`",
+    ),
+    "access": (
+        "dataset.yaml",
+        "sample_type: {__module__: megatron.energon, __class__: TextSample}\nfield_map: {text: 'json[a'}\n",
+        FieldMapError,
+        r"field `text`: cannot read the access 'json\[a'",
+    ),
+    "access type": (
+        "dataset.yaml",
+        "sample_type: {__module__: megatron.energon, __class__: TextSample}\nfield_map: {text: 3}\n",
+        FieldMapError,
+        "field `text`: expected an access",
+    ),
+    "subflavors": (
+        "dataset.yaml",
+        "__module__: megatron.energon\n__class__: CrudeWebdataset\nsubflavors: web\n",
+        MetadataError,
+        "field `subflavors`: expected a mapping, found 'web'",
+    ),
+    "unknown key": (
+        "dataset.yaml",
+        "__module__: megatron.energon\n__class__: CrudeWebdataset\nsubflavor: web\n",
+        MetadataError,
+        "unknown key `subflavor`.*Did you mean `subflavors`",
+    ),
+    "foreign class": (
+        "dataset.yaml",
+        "sample_type: {__module__: os, __class__: TextSample}\nfield_map: {text: txt}\n",
+        UntrustedCodeError,
+        "os.TextSample.*trust_remote_code=True",
+    ),
+    "crude with a field map": (
+        "dataset.yaml",
+        "__module__: megatron.energon\n__class__: CrudeWebdataset\nfield_map: {text: txt}\n",
+        FieldMapError,
+        "field `field_map`: a crude dataset has none",
+    ),
+}
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_every_defect_has_its_error_with_file_and_field(dataset: Path, defect: str):
+    name, content, error, message = DEFECTS[defect]
+    path = dataset
+    if defect == "missing folder":
+        path = dataset / "nowhere"
+    elif defect == "file":
+        path = dataset / "s/x_0.tar"
+    elif content is None:
+        (dataset / ".nv-meta" / str(name)).unlink()
+    else:
+        meta(dataset, str(name), content)
+    with pytest.raises(error, match=message) as caught:
+        open_dataset(path, split_part="train")
+    assert type(caught.value) is error
+    assert str(path) in str(caught.value)
+
+
+def test_a_shard_that_is_gone_is_named(dataset: Path):
+    (dataset / "s/x_1.tar").unlink()
+    with pytest.raises(ShardMissingError, match=r"x_1\.tar: no such shard; .*split\.yaml lists it in 'train'"):
+        open_dataset(dataset, split_part="train")
+
+
+# --- the index ----------------------------------------------------------------------------------------------------
+
+
+def test_the_index_is_read_and_checked(dataset: Path):
+    opened = open_dataset(dataset, split_part="train")
+    offsets = read_index(opened, 0)
+    assert offsets.dtype == np.uint64
+    assert offsets.tolist() == [0, 1024, 2048, 3072]
+
+
+@pytest.mark.parametrize(
+    ("offsets", "error", "message"),
+    [
+        (None, ShardMissingError, "index of shard 's/x_0.tar' is missing"),
+        ([0, 1024, 3072], CorruptShardError, "24 bytes, expected 32 for the 3 samples"),
+        ([0, 1024, 1024, 3072], CorruptShardError, "sample 1 starts at byte 1024 and ends at 1024"),
+        ([0, 2048, 1024, 3072], CorruptShardError, "sample 1 starts at byte 2048"),
+        ([0, 1024, 2048, 20000], CorruptShardError, "ends at byte 20000, but .* has 10240 bytes"),
+        ([0, 1024, 2048, 2**63 + 5], CorruptShardError, "has 10240 bytes"),
+    ],
+)
+def test_an_index_that_does_not_fit_is_named_with_the_remedy(dataset: Path, offsets, error, message):
+    path = dataset / "s/x_0.tar.idx"
+    path.unlink() if offsets is None else path.write_bytes(np.asarray(offsets, dtype="<u8").tobytes())
+    with pytest.raises(error, match=message) as caught:
+        read_index(open_dataset(dataset, split_part="train"), 0)
+    assert "energon prepare --tar-index-only" in str(caught.value)
+    assert str(path) in str(caught.value)
+
+
+# --- the fingerprint ----------------------------------------------------------------------------------------------
+
+
+def test_the_fingerprint_follows_the_content_and_not_the_place(dataset: Path, tmp_path: Path):
+    before = open_dataset(dataset, split_part="train").fingerprint
+    moved = dataset.rename(tmp_path / "moved")
+    meta(
+        moved,
+        "dataset.yaml",
+        "# a remark\nfield_map:\n  text: 'txt'\nsample_type: {__class__: TextSample, __module__: megatron.energon}\n",
+    )
+    (moved / "s/x_0.tar.idx").unlink()
+    assert open_dataset(moved, split_part="train").fingerprint == before
+
+
+@pytest.mark.parametrize("change", ["order", "exclude", "size", "count", "field", "subset", "name"])
+def test_the_fingerprint_changes_with(dataset: Path, change: str):
+    before = open_dataset(dataset, split_part="train").fingerprint
+    split = "split_parts: {train: ['s/x_0.tar', 's/x_1.tar']}\n"
+    if change == "order":
+        meta(dataset, "split.yaml", "split_parts: {train: ['s/x_1.tar', 's/x_0.tar']}\n")
+    elif change == "exclude":
+        meta(dataset, "split.yaml", split + "exclude: [s/x_1.tar/d]\n")
+    elif change == "subset":
+        meta(dataset, "split.yaml", "split_parts: {train: ['s/x_0.tar']}\n")
+    elif change == "size":
+        with (dataset / "s/x_1.tar").open("ab") as file:
+            file.write(bytes(512))
+    elif change == "field":
+        meta(dataset, "dataset.yaml", (dataset / ".nv-meta/dataset.yaml").read_text().replace("txt", "txt,md"))
+    else:
+        info = (dataset / ".nv-meta/.info.json").read_text()
+        if change == "count":
+            info = info.replace(": 2", ": 1")
+        else:
+            (dataset / "s/x_1.tar").rename(dataset / "s/y_1.tar")
+            info = info.replace("x_1", "y_1")
+            meta(dataset, "split.yaml", split.replace("x_1", "y_1"))
+        meta(dataset, ".info.json", info)
+    assert open_dataset(dataset, split_part="train").fingerprint != before
+
+
+def test_an_exclude_of_another_part_does_not_change_the_fingerprint(dataset: Path):
+    before = open_dataset(dataset, split_part="train").fingerprint
+    meta(dataset, "split.yaml", "split_parts: {train: ['s/x_{0..1}.tar'], val: []}\nexclude: [other.tar/d]\n")
+    assert open_dataset(dataset, split_part="train").fingerprint == before
+
+
+# --- code that comes with a dataset -------------------------------------------------------------------------------
+
+LOADER = """
+def sample_loader(raw):
+    return {"text": raw["txt"].upper(), "__key__": "my " + raw["__key__"]}
+
+def part_filter(part):
+    return part == "txt"
+"""
+
+
+@pytest.fixture
+def with_code(dataset: Path) -> Path:
+    """Return the dataset with a sample loader instead of a field map."""
+    meta(dataset, "loader.py", LOADER)
+    meta(
+        dataset,
+        "dataset.yaml",
+        "sample_type: {__module__: megatron.energon, __class__: TextSample}\n"
+        "sample_loader: loader.py:sample_loader\npart_filter: loader.py:part_filter\n",
+    )
+    return dataset
+
+
+def test_code_of_a_dataset_runs_only_if_trusted(with_code: Path):
+    with pytest.raises(UntrustedCodeError, match=r"sample_loader in .*loader\.py.*trust_remote_code=True"):
+        open_dataset(with_code, split_part="train")
+    opened = open_dataset(with_code, split_part="train", trust_remote_code=True)
+    copy = pickle.loads(pickle.dumps(opened))
+    for one in (opened, copy):
+        assert one.sample_loader is not None
+        assert one.sample_loader({"txt": "a", "__key__": "k"}) == {"text": "A", "__key__": "my k"}
+        assert callable(one.part_filter)
+        assert (one.part_filter("txt"), one.part_filter("jpg")) == (True, False)
+        assert one.field_map is None
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("sample_loader: gone.py", r"gone\.py: no such file"),
+        ("sample_loader: loader.py:nothing", "cannot load the function `nothing`"),
+        ("sample_loader: loader.py\npart_filter: [1]", r"field `part_filter\[0\]`"),
+        ("sample_loader: loader.py\nfield_map: {text: txt}", "found both"),
+        ("sample_loader: [loader.py]", "field `sample_loader`: expected a string"),
+    ],
+)
+def test_broken_references_to_code_are_named(with_code: Path, config: str, message: str):
+    meta(with_code, "dataset.yaml", f"sample_type: {{__module__: megatron.energon, __class__: TextSample}}\n{config}\n")
+    with pytest.raises(MetadataError, match=message):
+        open_dataset(with_code, split_part="train", trust_remote_code=True)
+
+
+def test_a_part_filter_may_be_a_list(with_code: Path):
+    meta(
+        with_code,
+        "dataset.yaml",
+        "sample_type: {__module__: megatron.energon, __class__: TextSample}\n"
+        "sample_loader: loader.py\npart_filter: [txt, json]\n",
+    )
+    assert open_dataset(with_code, split_part="train", trust_remote_code=True).part_filter == {"txt", "json"}

@@ -1,0 +1,231 @@
+"""Images: every form, pixel for pixel what Pillow (and webdataset, whose forms they are) makes of the same bytes."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from PIL import Image, ImageFile, features
+from webdataset.autodecode import imagehandler
+
+from energon_bridge.errors import ConfigurationError, DecodeError
+from energon_bridge.task_encoder.images import (
+    IMAGE_EXTENSIONS,
+    IMAGE_FORMS,
+    decode_image,
+    guess_image_extension,
+    image_form,
+)
+
+FORMS = "l8 rgb8 rgba8 l rgb rgba torchl8 torchrgb8 torchrgba8 torch torchl torchrgb torchrgba pil pill pilrgb pilrgba"
+
+
+def picture(width: int, height: int, mode: str = "RGB", seed: int = 0) -> Image.Image:
+    """Make an image with smooth and rough parts, as photographs have."""
+    generator = np.random.default_rng(seed)
+    y, x = np.mgrid[:height, :width]
+    waves = np.stack([np.sin(x / 7 + y / 5), np.cos(x / 11 - y / 3), np.sin(y / 13)], axis=-1)
+    noise = generator.normal(0, generator.choice([1, 40]), (height, width, 3))
+    pixels = np.clip(waves * 110 + 128 + noise, 0, 255).astype(np.uint8)
+    image = Image.fromarray(pixels)
+    if mode == "RGBA":
+        image.putalpha(Image.fromarray(pixels[..., 0]))
+        return image
+    return image.convert(mode)
+
+
+def encoded(image: Image.Image, file_format: str = "JPEG", **options: Any) -> bytes:
+    stream = io.BytesIO()
+    image.save(stream, file_format, **options)
+    return stream.getvalue()
+
+
+def decode(data: bytes, form: str) -> Any:
+    return decode_image(data, image_form(form), part="x.jpg")
+
+
+def pillow(data: bytes, mode: str) -> np.ndarray:
+    with Image.open(io.BytesIO(data)) as image:
+        return np.asarray(image.convert(mode))
+
+
+FILES = {
+    "jpeg": encoded(picture(31, 17)),
+    "jpeg grey": encoded(picture(31, 17, "L")),
+    "jpeg cmyk": encoded(picture(31, 17, "CMYK")),
+    "jpeg one pixel": encoded(picture(1, 1)),
+    "png": encoded(picture(31, 17), "PNG"),
+    "png alpha": encoded(picture(31, 17, "RGBA"), "PNG"),
+    "png palette": encoded(picture(31, 17, "P"), "PNG"),
+    "png bits": encoded(picture(31, 17, "1"), "PNG"),
+    "png 16 bit": encoded(Image.fromarray(np.arange(527, dtype=np.uint16).reshape(17, 31) * 100), "PNG"),
+    "gif": encoded(picture(31, 17), "GIF"),
+    "webp": encoded(picture(31, 17), "WEBP"),
+    "tiff": encoded(picture(31, 17), "TIFF"),
+    "bmp": encoded(picture(31, 17), "BMP"),
+    "ppm": encoded(picture(31, 17), "PPM"),
+}
+
+
+def test_all_forms_of_energon_are_there():
+    assert sorted(IMAGE_FORMS) == sorted(FORMS.split())
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("form", FORMS.split())
+def test_every_form_is_what_webdataset_gives(form, file):
+    data = FILES[file]
+    expected = imagehandler(form)("x.png", data)
+    value = decode(data, form)
+    assert type(value) is type(expected)
+    if isinstance(value, Image.Image):
+        assert (value.mode, value.size, value.tobytes()) == (expected.mode, expected.size, expected.tobytes())
+        return
+    assert value.dtype == expected.dtype
+    assert tuple(value.shape) == tuple(expected.shape)
+    assert bytes(np.ascontiguousarray(value)) == bytes(np.ascontiguousarray(expected))
+
+
+@pytest.mark.parametrize("file", ["jpeg", "jpeg grey", "jpeg cmyk", "png"])
+@pytest.mark.parametrize("form", ["torchrgb8", "torchrgb", "torchl8", "rgb8"])
+def test_results_can_be_written_to(form, file):
+    value = decode(FILES[file], form)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        array = value.numpy() if isinstance(value, torch.Tensor) else value
+    assert array.flags.writeable
+
+
+@pytest.mark.parametrize("form", ["torchrgb8", "torchrgba8", "torchrgb"])
+def test_colour_tensors_are_views_over_the_decoders_memory(form):
+    value = decode(FILES["jpeg"], form)
+    assert value.shape[1:] == (17, 31)
+    assert value.permute(1, 2, 0).is_contiguous()
+
+
+def test_floats_are_exact_quotients():
+    ramp = Image.fromarray(np.arange(256, dtype=np.uint8).repeat(33).reshape(64, 132))
+    value = decode(encoded(ramp, "PNG"), "torchl")
+    expected = [np.float32(level) / np.float32(255) for level in range(256)]
+    assert value.dtype == torch.float32
+    assert value.flatten()[::33].tolist() == expected
+    assert torch.equal(value, value.flatten()[::33].repeat_interleave(33).reshape(64, 132))
+
+
+@settings(max_examples=60)
+@given(
+    width=st.integers(1, 70),
+    height=st.integers(1, 70),
+    quality=st.integers(5, 100),
+    subsampling=st.sampled_from([0, 1, 2]),
+    progressive=st.booleans(),
+    mode=st.sampled_from(["RGB", "L"]),
+    form=st.sampled_from(["rgb8", "l8", "rgba8"]),
+    seed=st.integers(0, 9),
+)
+def test_jpegs_have_the_pixels_of_pillow(width, height, quality, subsampling, progressive, mode, form, seed):
+    options = {"subsampling": subsampling} if mode == "RGB" else {}
+    data = encoded(picture(width, height, mode, seed), quality=quality, progressive=progressive, **options)
+    np.testing.assert_array_equal(decode(data, form), pillow(data, form[:-1].upper()), strict=True)
+
+
+@pytest.mark.parametrize("options", [{"keep_rgb": True}, {"subsampling": "4:1:1"}, {"restart_marker_blocks": 1}])
+def test_unusual_jpegs_have_the_pixels_of_pillow(options):
+    data = encoded(picture(67, 45), **options)
+    for form in ("rgb8", "l8", "rgba8"):
+        np.testing.assert_array_equal(decode(data, form), pillow(data, form[:-1].upper()), strict=True)
+
+
+def test_orientation_is_left_to_the_user():
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    data = encoded(picture(20, 10), exif=exif)
+    assert decode(data, "torchrgb8").shape == (3, 10, 20)
+    assert decode(data, "pil").getexif()[0x0112] == 6
+
+
+def test_stray_bytes_between_markers_are_forgiven_as_pillow_forgives_them():
+    data = encoded(picture(40, 30))
+    odd = data[:-2] + b"\0\0" + data[-2:]
+    np.testing.assert_array_equal(decode(odd, "rgb8"), pillow(odd, "RGB"))
+
+
+@pytest.mark.parametrize("progressive", [False, True])
+@pytest.mark.parametrize("form", ["torchrgb", "torchl8", "pil"])
+def test_a_truncated_jpeg_is_an_error_wherever_it_ends(form, progressive):
+    data = encoded(picture(64, 48), progressive=progressive)
+    for length in (1, 2, 3, 4, 50, 200, 400, *range(600, len(data) - 2, 97), len(data) - 3):
+        with pytest.raises(DecodeError, match=rf"'x.jpg' \({length} bytes\)"):
+            decode(data[:length], form)
+
+
+def test_a_user_who_wants_truncated_images_gets_them(monkeypatch):
+    data = encoded(picture(64, 48))[:1500]
+    monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
+    assert decode(data, "torchrgb8").shape == (3, 48, 64)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "the content is none of JPEG, PNG"),
+        (b"no image", "the content is none of JPEG, PNG"),
+        (FILES["png"][:60], "trunc|broken|cannot"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 2 2\n", "the content is none of"),
+    ],
+)
+def test_broken_images_are_named(data, message):
+    with pytest.raises(DecodeError, match=rf"'x.jpg' \({len(data)} bytes\).*({message})"):
+        decode(data, "torchrgb")
+
+
+def test_a_bomb_is_refused_before_memory_is_spent():
+    small = bytearray(encoded(picture(16, 16)))
+    frame = small.index(b"\xff\xc0")
+    small[frame + 5 : frame + 9] = b"\xff\x00\xff\x00"  # height and width
+    with pytest.raises(DecodeError, match="decompression bomb"):
+        decode(bytes(small), "torchrgb8")
+
+
+def test_the_limit_of_a_bomb_is_the_users(monkeypatch):
+    data = encoded(picture(40, 30))
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 40 * 30 // 4)
+    with pytest.raises(DecodeError, match="decompression bomb"):
+        decode(data, "torchrgb8")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)
+    assert decode(data, "torchrgb8").shape == (3, 30, 40)
+
+
+def test_unknown_form_names_the_nearest():
+    with pytest.raises(ConfigurationError, match="'torchrgb9'; did you mean 'torchrgb"):
+        image_form("torchrgb9")
+
+
+@pytest.mark.parametrize("extension", ["jpg", "png", "gif", "webp", "tif", "bmp", "jp2", "avif"])
+def test_guess(extension):
+    names = {"jpg": "JPEG", "tif": "TIFF", "jp2": "JPEG2000"}
+    if extension in ("jp2", "avif") and not features.check({"jp2": "jpg_2000"}.get(extension, extension)):
+        pytest.skip(f"this Pillow has no {extension}")
+    data = encoded(picture(20, 10), names.get(extension, extension))
+    assert guess_image_extension(data) == extension
+    assert extension in IMAGE_EXTENSIONS
+    assert decode(data, "torchrgb8").shape == (3, 10, 20)
+
+
+@pytest.mark.parametrize("data", [b"", b"BMW makes cars", b"RIFF1234WAVE", b"{}", b"\0\0\0\x18ftypmp42"])
+def test_what_is_no_image_is_not_guessed(data):
+    assert guess_image_extension(data) is None
+
+
+def test_decoding_from_many_threads():
+    files = [encoded(picture(60 + n, 50), fmt) for n in range(8) for fmt in ("JPEG", "PNG", "WEBP")]
+    alone = [decode(data, "torchrgb8") for data in files]
+    with ThreadPoolExecutor(8) as pool:
+        together = list(pool.map(lambda data: decode(memoryview(data), "torchrgb8"), files * 4))
+    assert all(torch.equal(value, alone[n % len(files)]) for n, value in enumerate(together))

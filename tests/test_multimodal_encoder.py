@@ -1,0 +1,335 @@
+"""The multimodal task encoder: which token carries loss, how images take their place, what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from energon_bridge.errors import ConfigurationError, SampleError
+from energon_bridge.samples import CaptioningSample, TextSample, VQASample
+from energon_bridge.task_encoder.conversation import (
+    ConversationTemplateConfig,
+    ImageToken,
+    MultiModalSampleConfig,
+    place_image,
+    render_question,
+)
+from energon_bridge.task_encoder.multimodal import MultiModalSample, MultiModalTaskEncoder
+from energon_bridge.task_encoder.visual import as_pil, concat_visual
+from energon_bridge.training.config import DataConfig
+from energon_bridge.training.encoder import ShuffledImagesTaskEncoder, training_task_encoder
+from energon_bridge.training.generation import prompts_of
+from energon_bridge.training.presets import ModelBundle
+
+PAD, BOS, EOS, IMAGE = 0, 1, 2, 3
+
+
+class WordTokenizer:
+    """One token per word, numbered as they come: the least that the interface asks for."""
+
+    pad_token_id, bos_token_id, eos_token_id = PAD, BOS, EOS
+    chat_template: str | None = None
+
+    def __init__(self) -> None:
+        self.words = ["<pad>", "<s>", "</s>", "<image>"]
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        assert not add_special_tokens
+        for word in text.split():
+            if word not in self.words:
+                self.words.append(word)
+        return [self.words.index(word) for word in text.split()]
+
+    def convert_tokens_to_ids(self, token: str) -> int | None:
+        return self.words.index(token) if token in self.words else None
+
+    def decode(self, ids: Any) -> str:
+        return " ".join(self.words[int(i)] for i in ids)
+
+    def apply_chat_template(
+        self, turns: list[dict[str, str]], *, chat_template: str, tokenize: bool, add_generation_prompt: bool = False
+    ) -> str:
+        assert not tokenize
+        text = "".join(f"[{turn['role']}] {turn['content']} </s> " for turn in turns)
+        return text + (f"{chat_template} " if add_generation_prompt else "")
+
+
+class PixelProcessor:
+    """Images as they are, in [0, 1]."""
+
+    def __call__(self, images: list[Image.Image], return_tensors: str) -> dict[str, Any]:
+        assert return_tensors == "pt"
+        pixels = torch.stack([torch.from_numpy(np.asarray(image)).permute(2, 0, 1) / 255 for image in images])
+        return {"pixel_values": pixels, "names": ["not a tensor"]}
+
+
+class GridProcessor(PixelProcessor):
+    """Patches and their grid, in the manner of Qwen."""
+
+    merge_size = 2
+
+    def __call__(self, images: list[Image.Image], return_tensors: str) -> dict[str, Any]:
+        return {"pixel_values": torch.zeros(24, 8), "image_grid_thw": torch.tensor([[1, 4, 6]])}
+
+
+def encoder(seq_length: int = 32, *, processor: Any = None, token_id: int | None = IMAGE, **kwargs: Any) -> Any:
+    config = kwargs.pop("config", MultiModalSampleConfig(image_token=ImageToken(token_id=token_id)))
+    kind = kwargs.pop("kind", MultiModalTaskEncoder)
+    return kind(WordTokenizer(), processor or PixelProcessor(), config, seq_length, **kwargs)
+
+
+def picture(value: int = 100) -> Image.Image:
+    return Image.new("RGB", (4, 4), (value, value, value))
+
+
+def caption(text: str = "the digit seven", key: str = "a", value: int = 100) -> CaptioningSample:
+    return CaptioningSample(__key__=key, __restore_key__=("k", key), image=picture(value), caption=text)
+
+
+def question(text: str, **values: Any) -> VQASample:
+    return VQASample(__key__="q", image=picture(), context=text, **values)
+
+
+def trained_text(task_encoder: Any, sample: MultiModalSample) -> str:
+    return task_encoder.tokenizer.decode(sample.labels[sample.loss_mask.bool()])
+
+
+def test_only_the_caption_carries_loss_and_labels_are_shifted() -> None:
+    sample = encoder(image_tokens_per_image=3).encode_sample(caption())
+    assert sample.tokens.tolist() == [BOS, IMAGE, IMAGE, IMAGE, 4, 5, 6]
+    assert sample.labels.tolist() == [-100, -100, -100, 4, 5, 6, EOS]
+    assert sample.loss_mask.tolist() == [0, 0, 0, 1, 1, 1, 1]
+    assert (sample.tokens.dtype, sample.labels.dtype, sample.loss_mask.dtype) == (
+        torch.int64,
+        torch.int64,
+        torch.float32,
+    )
+    assert (sample.__key__, sample.__restore_key__, sample.answer) == ("a", ("k", "a"), "the digit seven")
+
+
+def test_the_label_of_a_token_is_the_next_token() -> None:
+    sample = encoder(image_tokens_per_image=2).encode_sample(caption("one two three four"))
+    carries = sample.loss_mask.bool()[:-1]
+    assert sample.labels[:-1][carries].tolist() == sample.tokens[1:][carries].tolist()
+
+
+@pytest.mark.parametrize("follows", [True, False])
+def test_an_answer_carries_loss_and_its_question_does_not(follows: bool) -> None:
+    config = MultiModalSampleConfig(image_token=ImageToken(token_id=IMAGE), image_following_text=follows)
+    task_encoder = encoder(config=config)
+    sample = task_encoder.encode_sample(question("what is it", answers=["a cat"]))
+    assert trained_text(task_encoder, sample) == "a cat </s>"
+    shown = task_encoder.tokenizer.decode(sample.tokens)
+    order = "what is it <image>" if follows else "<image> what is it"
+    assert shown == f"<s> USER: {order} ASSISTANT: a cat"
+
+
+def test_a_placeholder_in_the_question_says_where_the_image_goes() -> None:
+    task_encoder = encoder(image_tokens_per_image=2)
+    sample = task_encoder.encode_sample(question("in <image> here", answers=["x"]))
+    assert task_encoder.tokenizer.decode(sample.tokens) == "<s> USER: in <image> <image> here ASSISTANT: x"
+
+
+@pytest.mark.parametrize(
+    ("answers", "weights", "expected"),
+    [
+        (["one", "two"], None, "one"),
+        (["one", "two"], [0.2, 0.8], "two"),
+        (["one", "two"], [0.5, 0.5], "one"),
+        ("plain", None, "plain"),
+    ],
+)
+def test_the_answer_of_most_weight_is_learned(answers: Any, weights: Any, expected: str) -> None:
+    assert encoder().encode_sample(question("q", answers=answers, answer_weights=weights)).answer == expected
+
+
+@pytest.mark.parametrize(
+    ("sample", "complaint"),
+    [
+        (question("q", answers=[]), "without answers"),
+        (question("q", answers=["a", "b"], answer_weights=[1.0]), "2 answers but 1 answer weights"),
+        (question("<image> and <image>", answers=["a"]), "2 placeholders"),
+        (question("q", answers=["an <image>"]), "contains the image placeholder"),
+        (caption("an <image>"), "contains the image placeholder"),
+        (CaptioningSample(__key__="a", image=torch.zeros(2, 2), caption="x"), r"shape torch.Size\(\[2, 2\]\)"),
+    ],
+)
+def test_samples_that_cannot_be_learned_are_refused_by_name(sample: Any, complaint: str) -> None:
+    with pytest.raises(SampleError, match=complaint):
+        encoder().encode_sample(sample)
+
+
+def test_a_sample_type_without_a_meaning_here_is_a_configuration_error() -> None:
+    with pytest.raises(ConfigurationError, match="not TextSample"):
+        encoder().encode_sample(TextSample(__key__="a", text="x"))
+
+
+def test_system_prompt_and_stop_string() -> None:
+    template = ConversationTemplateConfig(system="be brief", stop_string=" END", roles=("human", "gpt"))
+    config = MultiModalSampleConfig(image_token=ImageToken(token_id=IMAGE), conversation_template_config=template)
+    task_encoder = encoder(config=config)
+    sample = task_encoder.encode_sample(question("q", answers=["yes"]))
+    assert task_encoder.tokenizer.decode(sample.tokens[:5]) == "<s> be brief HUMAN: q"
+    assert trained_text(task_encoder, sample) == "yes END"
+
+
+def test_a_chat_template_brings_its_own_special_tokens() -> None:
+    task_encoder = encoder()
+    task_encoder.tokenizer.chat_template = "[assistant]"
+    sample = task_encoder.encode_sample(question("q", answers=["yes"]))
+    assert task_encoder.tokenizer.decode(sample.tokens) == "[user] q <image> </s> [assistant] yes"
+    assert trained_text(task_encoder, sample) == "yes </s>"
+
+
+def test_a_chat_template_that_does_not_continue_its_prompt_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="add_generation_prompt"):
+        render_question("q", "a", ConversationTemplateConfig(chat_template="elsewhere"), WordTokenizer())
+
+
+def test_a_long_answer_is_cut_on_the_right() -> None:
+    whole = encoder(image_tokens_per_image=3).encode_sample(caption("one two three four"))
+    cut = encoder(6, image_tokens_per_image=3).encode_sample(caption("one two three four"))
+    assert len(cut.tokens) == 6
+    for name in ("tokens", "labels", "loss_mask"):
+        assert getattr(cut, name).tolist() == getattr(whole, name).tolist()[:6]
+
+
+@pytest.mark.parametrize(("seq_length", "learned"), [(5, 2), (4, 1)])
+def test_the_shortest_sequences_still_learn_something(seq_length: int, learned: int) -> None:
+    sample = encoder(seq_length, image_tokens_per_image=3).encode_sample(caption())
+    assert sample.loss_mask.sum() == learned
+    assert (sample.tokens == IMAGE).sum() == 3
+
+
+def test_no_cut_goes_through_an_image() -> None:
+    with pytest.raises(SampleError, match="would cut into the image, which takes 3 tokens"):
+        encoder(3, image_tokens_per_image=lambda visual: 3).encode_sample(caption())
+
+
+def test_a_cut_that_leaves_nothing_to_learn_is_refused() -> None:
+    with pytest.raises(SampleError, match="nothing to learn"):
+        encoder(5).encode_sample(question("a question of many words <image>", answers=["x"]))
+
+
+def test_a_sequence_length_without_room_for_text_is_refused_at_once() -> None:
+    with pytest.raises(ConfigurationError, match="set seq_length to more than 16"):
+        encoder(16, image_tokens_per_image=16)
+
+
+def test_image_tokens_follow_the_grid_of_the_processor() -> None:
+    sample = encoder(processor=GridProcessor()).encode_sample(caption())
+    assert (sample.tokens == IMAGE).sum() == 24 // 4
+
+
+def test_image_tokens_can_be_computed_from_the_processed_image() -> None:
+    sample = encoder(image_tokens_per_image=lambda visual: visual["pixel_values"].shape[-1]).encode_sample(caption())
+    assert (sample.tokens == IMAGE).sum() == 4
+
+
+@pytest.mark.parametrize(("token_id", "expected"), [(-200, -200), (9, 9), (None, IMAGE)])
+def test_the_image_token_is_the_configured_one(token_id: int | None, expected: int) -> None:
+    assert encoder(token_id=token_id).encode_sample(caption()).tokens[1] == expected
+
+
+def test_an_image_token_that_the_tokenizer_does_not_know_is_refused() -> None:
+    config = MultiModalSampleConfig(image_token=ImageToken(token_str="<picture>", token_id=None))
+    with pytest.raises(ConfigurationError, match="'<picture>'"):
+        encoder(config=config)
+
+
+@pytest.mark.parametrize(("tokenizer", "processor"), [(None, PixelProcessor()), (WordTokenizer(), None)])
+def test_tokenizer_and_image_processor_are_needed(tokenizer: Any, processor: Any) -> None:
+    with pytest.raises(ConfigurationError, match="needs a tokenizer and an image processor"):
+        MultiModalTaskEncoder(tokenizer, processor)
+
+
+def test_every_form_of_an_image_gives_the_same_pixels() -> None:
+    rgb = np.arange(48, dtype=np.uint8).reshape(4, 4, 3) * 5
+    chw = torch.from_numpy(rgb).permute(2, 0, 1)
+    forms = [Image.fromarray(rgb), rgb, rgb.astype(np.float32) / 255, chw, chw / 255]
+    for image in forms:
+        assert np.array_equal(np.asarray(as_pil(image)), rgb), type(image)
+    assert np.asarray(as_pil(torch.full((1, 2, 2), 7, dtype=torch.uint8))).tolist() == [[[7, 7, 7]] * 2] * 2
+
+
+def test_a_batch_is_padded_on_the_right() -> None:
+    task_encoder = encoder(image_tokens_per_image=2)
+    samples = [
+        task_encoder.encode_sample(caption("one", "a", 10)),
+        task_encoder.encode_sample(caption("one two", "b", 20)),
+    ]
+    batch = task_encoder.batch(samples)
+    assert batch.__key__ == ["a", "b"]
+    assert batch.__restore_key__ == (("k", "a"), ("k", "b"))
+    assert batch["tokens"].tolist() == [[BOS, IMAGE, IMAGE, 4, PAD], [BOS, IMAGE, IMAGE, 4, 5]]
+    assert batch["labels"].tolist() == [[-100, -100, 4, EOS, -100], [-100, -100, 4, 5, EOS]]
+    assert batch["loss_mask"].tolist() == [[0, 0, 1, 1, 0], [0, 0, 1, 1, 1]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 3, 4]] * 2
+    assert batch["pixel_values"].shape == (2, 3, 4, 4)
+    assert batch["pixel_values"][:, 0, 0, 0].mul(255).round().tolist() == [10, 20]
+    assert batch.answers == ["one", "one two"]
+    assert batch.__valid__ is None
+
+
+@pytest.mark.parametrize(("kwargs", "length"), [({"pad_to_multiple_of": 4}, 8), ({"pad_to_max_length": True}, 32)])
+def test_the_padded_length_can_be_fixed(kwargs: dict[str, Any], length: int) -> None:
+    task_encoder = encoder(image_tokens_per_image=2, **kwargs)
+    batch = task_encoder.batch([task_encoder.encode_sample(caption())])
+    assert {batch[name].shape for name in ("tokens", "labels", "loss_mask", "position_ids", "attention_mask")} == {
+        (1, length)
+    }
+
+
+def test_visual_outputs_of_unequal_size_are_padded() -> None:
+    joined = concat_visual([{"x": torch.ones(1, 2, 3)}, {"x": torch.ones(2, 4, 1)}])["x"]
+    assert joined.shape == (3, 4, 3)
+    assert joined.sum(dim=(1, 2)).tolist() == [6, 4, 4]
+
+
+def test_everything_the_processor_returns_reaches_the_model() -> None:
+    task_encoder = encoder(processor=GridProcessor())
+    batch = task_encoder.batch([task_encoder.encode_sample(caption(key=key)) for key in "ab"])
+    assert batch.pixel_values.shape == (48, 8)
+    assert batch.visual_inputs["image_grid_thw"].tolist() == [[1, 4, 6], [1, 4, 6]]
+
+
+def test_shuffled_images_belong_to_other_samples() -> None:
+    task_encoder = encoder(kind=ShuffledImagesTaskEncoder)
+    samples = [task_encoder.encode_sample(caption(str(value), str(value), value)) for value in (10, 20, 30)]
+    batch = task_encoder.batch(samples)
+    assert batch.answers == ["10", "20", "30"]
+    assert batch.pixel_values[:, 0, 0, 0].mul(255).round().tolist() == [30, 10, 20]
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_the_control_is_a_setting(shuffle: bool) -> None:
+    bundle = ModelBundle(
+        model=None, tokenizer=WordTokenizer(), image_processor=PixelProcessor(), image_token_id=IMAGE, image_tokens=16
+    )
+    task_encoder = training_task_encoder(DataConfig(shuffle_images=shuffle), bundle)
+    assert isinstance(task_encoder, ShuffledImagesTaskEncoder) is shuffle
+    assert (task_encoder.encode_sample(caption()).tokens == IMAGE).sum() == 16
+
+
+def test_prompts_end_where_the_answer_begins() -> None:
+    task_encoder = encoder(image_tokens_per_image=2)
+    samples = [
+        task_encoder.encode_sample(caption("one two three")),
+        task_encoder.encode_sample(question("what <image>", answers=["yes"])),
+    ]
+    tokens, mask = prompts_of(task_encoder.batch(samples), PAD)
+    decode = task_encoder.tokenizer.decode
+    assert decode(tokens[0]) == "<pad> <pad> <pad> <s> <image> <image>"
+    assert decode(tokens[1]) == "<s> USER: what <image> <image> ASSISTANT:"
+    assert mask.tolist() == [[0, 0, 0, 1, 1, 1], [1] * 6]
+
+
+def test_a_question_keeps_its_own_placeholder() -> None:
+    config = MultiModalSampleConfig()
+    assert place_image("see <image>?", config) == "see <image>?"
+    assert place_image("see?", config) == "see?\n<image>"
