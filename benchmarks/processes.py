@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sqlite3
 import subprocess
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -76,7 +78,13 @@ def ensure_prepared(system: System, folder: Path, kind: Kind) -> None:
         call(prepare_command(system, folder, kind, os.cpu_count() or 1))
 
 
-def time_prepare(system: System, tars: Path, kind: Kind, workers: int) -> float:
+def count_keys(path: Path) -> int:
+    with closing(sqlite3.connect(path)) as database:
+        (count,) = database.execute("SELECT COUNT(*) FROM samples").fetchone()
+    return int(count)
+
+
+def time_prepare(system: System, tars: Path, kind: Kind, samples: int, workers: int) -> float:
     """Return the seconds that the command takes, start of the interpreter and key index included."""
     folder = tars.with_name(f"{tars.name}-{system.name}")
     shutil.rmtree(folder, ignore_errors=True)
@@ -87,8 +95,9 @@ def time_prepare(system: System, tars: Path, kind: Kind, workers: int) -> float:
         start = time.perf_counter()
         call(prepare_command(system, folder, kind, workers))
         seconds = time.perf_counter() - start
-        if not (folder / ".nv-meta" / "index.sqlite").exists():
-            raise BenchmarkError(f"{system.name} wrote no key index into {folder}")
+        keys = count_keys(folder / ".nv-meta" / "index.sqlite")
+        if keys != samples:
+            raise BenchmarkError(f"{system.name} wrote a key index with {keys:,} keys for {samples:,} samples")
     finally:
         shutil.rmtree(folder)
     return seconds

@@ -108,9 +108,11 @@ class Bench:
         }
         self.random = random.Random(data.SEED)
 
+    def count(self, kind_name: str) -> int:
+        return max(64, int(COUNTS[kind_name] * self.options.scale))
+
     def tars(self, kind_name: str) -> Path:
-        count = max(64, int(COUNTS[kind_name] * self.options.scale))
-        return data.make(self.options.cache, data.KINDS[kind_name], count)
+        return data.make(self.options.cache, data.KINDS[kind_name], self.count(kind_name))
 
     def prepared(self, kind_name: str) -> Path:
         """Return a dataset that every system reads; the rival prepares it if it takes part."""
@@ -161,9 +163,9 @@ class Bench:
     def prepare(self) -> Iterator[report.Record]:
         able = [name for name, system in self.systems.items() if system.cli]
         for kind_name, name in self.rounds(PREPARED_KINDS, able):
-            tars, kind = self.tars(kind_name), data.KINDS[kind_name]
-            seconds = time_prepare(self.systems[name], tars, kind, os.cpu_count() or 1)
-            yield {"kind": kind_name, "samples": int(tars.name.split("-")[1]), "system": name, "seconds": seconds}
+            count, tars, kind = self.count(kind_name), self.tars(kind_name), data.KINDS[kind_name]
+            seconds = time_prepare(self.systems[name], tars, kind, count, os.cpu_count() or 1)
+            yield {"kind": kind_name, "samples": count, "system": name, "seconds": seconds}
 
 
 def record(point: str, workers: int, system: str) -> report.Record:

@@ -58,8 +58,8 @@ class EnergonDataloader:
     def __init__(self, loader: Any, *, length: int | None = None) -> None:
         if loader is None:
             raise ConfigurationError(
-                "EnergonDataloader(None): a split without data is None, not an EnergonDataloader of None, since trainers "
-                "take any object for data"
+                "EnergonDataloader(None): a split without data is None, not an EnergonDataloader of None, since "
+                "trainers take any object for data"
             )
         if length is not None and length < 1:
             raise ConfigurationError(f"EnergonDataloader: length must be at least 1, got {length}")

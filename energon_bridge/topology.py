@@ -45,7 +45,7 @@ class WorkerConfig:
         num_lanes: Logical streams of the run (L); default: `default_num_lanes`. A resumed run keeps that of its state.
         decode_threads: Threads that read and decode, per process; default: cores divided among the local processes.
         microbatches_per_global_batch: `global_batch_size / micro_batch_size`; makes L fit every legal number of ranks.
-        pin_memory: Copy batches to pinned memory; default: only where CUDA is available and there are workers.
+        pin_memory: Copy batches to pinned memory; default: where CUDA is available.
         max_worker_restarts: How often dead workers are started again in one run before `WorkerDiedError`.
     """
 

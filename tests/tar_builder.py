@@ -1,11 +1,14 @@
-"""Tars for tests, written by Python's tarfile in any of its header formats."""
+"""Tars for tests, written by Python's tarfile in any of its header formats, and datasets read back sample by sample."""
 
 from __future__ import annotations
 
 import io
 import tarfile
 from collections.abc import Iterable
+from itertools import pairwise
 from pathlib import Path
+
+from energon_bridge.format import PreparedDataset, parse_sample, read_index
 
 USTAR = tarfile.USTAR_FORMAT
 GNU = tarfile.GNU_FORMAT
@@ -40,3 +43,15 @@ def write_texts(root: Path, shards: dict[str, Iterable[str]], *, tar_format: int
     for shard, keys in shards.items():
         write_tar(root / shard, [(f"{key}.txt", f"text of {key}".encode()) for key in keys], tar_format=tar_format)
     return root
+
+
+def read_all(dataset: PreparedDataset) -> list[tuple[str, dict[str, bytes]]]:
+    """Read (key, needed parts) of all samples in the order of the shards."""
+    samples = []
+    wanted = dataset.part_filter if isinstance(dataset.part_filter, frozenset) else None
+    for number, shard in enumerate(dataset.shard_names):
+        for start, end in pairwise(read_index(dataset, number).tolist()):
+            data = dataset.store.read_range(shard, start, end - start)
+            key, parts = parse_sample(data, where=shard, parts=wanted)
+            samples.append((key, {name: bytes(content) for name, content in parts.items()}))
+    return samples

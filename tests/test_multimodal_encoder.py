@@ -63,7 +63,7 @@ class PixelProcessor:
 
     def __call__(self, images: list[Image.Image], return_tensors: str) -> dict[str, Any]:
         assert return_tensors == "pt"
-        pixels = torch.stack([torch.from_numpy(np.asarray(image)).permute(2, 0, 1) / 255 for image in images])
+        pixels = torch.stack([torch.from_numpy(np.array(image)).permute(2, 0, 1) / 255 for image in images])
         return {"pixel_values": pixels, "names": ["not a tensor"]}
 
 
@@ -212,7 +212,7 @@ def test_no_cut_goes_through_an_image() -> None:
 
 def test_a_cut_that_leaves_nothing_to_learn_is_refused() -> None:
     with pytest.raises(SampleError, match="nothing to learn"):
-        encoder(5).encode_sample(question("a question of many words <image>", answers=["x"]))
+        encoder(5).encode_sample(question("<image> a question of many words", answers=["x"]))
 
 
 def test_a_sequence_length_without_room_for_text_is_refused_at_once() -> None:

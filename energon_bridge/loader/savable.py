@@ -162,9 +162,8 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         workers = max(1, self.config.num_workers)
         rank, size = self.config.dp_rank, self.config.dp_size
         if self.spec.finite:
-            first = self._microbatches // size
-            for number in range(first, self._units.steps):
-                yield number * size + rank, (number - first) % workers
+            for step, first in enumerate(range(self._microbatches, self._units.steps * size, size)):
+                yield first + rank, step % workers
             return
         lanes = self._ownership.lanes_of(rank)
         m, lane = self._microbatches, None
@@ -243,8 +242,6 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         lanes = doc.read_lanes(document)
         if not self.spec.finite:
             doc.check_lanes(lanes, ownership.lanes_of(self.config.dp_rank), microbatches, saved_lanes)
-        elif microbatches % self.config.dp_size:
-            microbatches -= microbatches % self.config.dp_size
         if self.config.num_lanes not in (None, saved_lanes):
             logger.info(
                 "num_lanes=%d comes from the state; the configuration says %s", saved_lanes, self.config.num_lanes

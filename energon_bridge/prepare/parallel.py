@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
@@ -18,7 +19,9 @@ Result = TypeVar("Result")
 _AHEAD = 3  # results per worker that may wait to be taken: bounds memory
 
 
-def map_shards(function: Callable[[Item], Result], items: Sequence[Item], *, num_workers: int) -> Generator[Result, None, None]:
+def map_shards(
+    function: Callable[[Item], Result], items: Sequence[Item], *, num_workers: int
+) -> Generator[Result, None, None]:
     """Yield `function(item)` for every item, in their order, working on `num_workers` of them at a time.
 
     Raises what the function raises, for the first such item in their order, and EnergonError if a worker was killed.
@@ -30,7 +33,9 @@ def map_shards(function: Callable[[Item], Result], items: Sequence[Item], *, num
         return
     # Forking is fastest, but unsafe in a process with threads, such as a notebook's.
     method = "fork" if threading.active_count() == 1 and "fork" in multiprocessing.get_all_start_methods() else "spawn"
-    pool = ProcessPoolExecutor(num_workers, mp_context=multiprocessing.get_context(method))
+    pool = ProcessPoolExecutor(
+        num_workers, mp_context=multiprocessing.get_context(method), initializer=_end_with_parent
+    )
     try:
         waiting: deque[Future[Result]] = deque()
         for number, item in enumerate(items):
@@ -43,3 +48,16 @@ def map_shards(function: Callable[[Item], Result], items: Sequence[Item], *, num
         raise EnergonError("a worker process was killed (out of memory?). Try again with fewer workers.") from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _end_with_parent() -> None:
+    """Make a worker end when the process that started it is killed, instead of waiting for work for ever."""
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()

@@ -61,14 +61,16 @@ class FiniteStream:
             EmptyDatasetError: Every sample of the dataset was skipped.
         """
         counts = [0] * len(COUNTERS)
+        real = number < self._microbatches
         for attempt in range(self._microbatches):
-            samples, keys = self._encoded((number + attempt) % self._microbatches, counts if not attempt else None)
+            counted = counts if real and not attempt else None
+            samples, keys = self._encoded((number + attempt) % self._microbatches, counted)
             if samples:
                 break
         else:
             path = self._pipeline.leaf.dataset.path
             raise EmptyDatasetError(f"{path}: every one of the {self._samples} samples of the split was skipped")
-        exists = number < self._microbatches and not attempt
+        exists = real and not attempt
         with self._pipeline.user_code():
             # Two numbers that fall on one microbatch differ in their mask only.
             batch = self._pipeline.collate(samples, keys, -1, (number + attempt) % self._microbatches)

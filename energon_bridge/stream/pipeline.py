@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,6 +21,7 @@ from energon_bridge.stream.user_code import UserCode, generators_put_back
 from energon_bridge.stream.values import Loaded, Problem, RestoreKey, Values
 
 _USER_CODE = 4
+_THREADS = "energon"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +67,8 @@ class Pipeline:
         self.reader = LeafReader(leaf.dataset)
         self._values = Values(leaf.identity, leaf.dataset, settings.encoder.decoder)
         self._leaf_key = fold(leaf.order.key, _USER_CODE)
-        self._pool = ThreadPoolExecutor(settings.threads, "energon-load") if settings.threads else None
-        self._reading = ThreadPoolExecutor(1, "energon-read") if settings.background_reads else None
+        self._pool = ThreadPoolExecutor(settings.threads, f"{_THREADS}-load") if settings.threads else None
+        self._reading = ThreadPoolExecutor(1, f"{_THREADS}-read") if settings.background_reads else None
         self._bytes_told = 0
         self.chunk = -(-self.rows // settings.threads) if settings.threads else self.rows
 
@@ -93,13 +95,15 @@ class Pipeline:
     def read_ahead(self, buffer: RoundBuffer) -> None:
         """Start reading a round that will be needed, where that is worth a thread."""
         if self._reading is not None and self.reader.slow:
-            self._reading.submit(buffer.read_ahead, 0)
+            self._reading.submit(buffer.read_ahead)
 
     def close(self) -> None:
         """Stop the threads."""
+        # The garbage collector may run this on one of the threads themselves, which cannot wait for its own end.
+        wait = not threading.current_thread().name.startswith(_THREADS)
         for pool in (self._pool, self._reading):
             if pool is not None:
-                pool.shutdown(wait=True, cancel_futures=True)
+                pool.shutdown(wait=wait, cancel_futures=True)
 
     def encode(self, loaded: Any, key: RestoreKey, counts: list[int]) -> list[tuple[RestoreKey, Any]]:
         """Return the encoded samples of one draw with their restore keys; count a draw that gives none."""

@@ -63,6 +63,7 @@ class LeafReader:
         breaks = np.flatnonzero((np.diff(ordered) != 1) | (np.diff(shards) != 0)) + 1
         edges = [0, *breaks.tolist(), ordered.size]
         out: list[memoryview] = [memoryview(b"")] * ordered.size
+        total = 0
         places, shard_list, local_list = by_place.tolist(), shards.tolist(), local.tolist()
         for low, high in itertools.pairwise(edges):
             shard, first = shard_list[low], local_list[low]
@@ -70,24 +71,27 @@ class LeafReader:
             start = offsets[0]
             length = offsets[-1] - start
             data = memoryview(self.dataset.store.read_range(self.dataset.shard_names[shard], start, length))
-            self.bytes_read += length
+            total += length
             for place, begin, end in zip(places[low:high], offsets[:-1], offsets[1:], strict=True):
                 out[place] = data[begin - start : end - start]
         self.slow = time.perf_counter() - started > _SLOW_READ_SECONDS
+        with self._lock:
+            self.bytes_read += total
         return out
 
     def _index(self, shard: int) -> UIntArray:
         index = self._indices.get(shard)
-        if index is None:
-            index = read_index(self.dataset, shard)
-            with self._lock:
+        if index is not None:
+            return index
+        with self._lock:
+            if shard not in self._indices:
+                index = self._indices[shard] = read_index(self.dataset, shard)
                 self.bytes_read += index.nbytes
-                self._indices[shard] = index
                 self._cached += index.nbytes
                 while self._cached > _INDEX_CACHE_BYTES and len(self._indices) > 1:
                     _, old = self._indices.popitem(last=False)
                     self._cached -= old.nbytes
-        return index
+            return self._indices[shard]
 
 
 class RoundBuffer:
@@ -96,7 +100,7 @@ class RoundBuffer:
     A sample's bytes are let go when they are fetched, so memory falls as a round is worked through.
     """
 
-    __slots__ = ("_lock", "_raw", "epochs", "first", "indices", "reader", "shards")
+    __slots__ = ("_lock", "_raw", "_was_read", "epochs", "first", "indices", "reader", "shards")
 
     def __init__(self, reader: LeafReader, of: Round) -> None:
         self.reader = reader
@@ -105,6 +109,7 @@ class RoundBuffer:
         self.epochs = of.epochs
         self.shards = reader.shards_of(of.indices)
         self._raw: list[memoryview | None] = [None] * of.indices.size
+        self._was_read = np.zeros(of.indices.size, dtype=bool)
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -113,15 +118,20 @@ class RoundBuffer:
     def fetch(self, low: int, high: int, *, ahead: bool) -> Sequence[memoryview]:
         """Return the bytes of the draws [low, high) of the round; with `ahead`, read the rest of the round as well."""
         with self._lock:
-            if self._raw[low] is None:
-                stop = len(self._raw) if ahead else high
-                self._raw[low:stop] = self.reader.read(self.indices[low:stop])
+            if not self._was_read[low]:
+                self._read(low, len(self) if ahead else high)
             out = self._raw[low:high]
             self._raw[low:high] = [None] * (high - low)
-        return out  # type: ignore[return-value]  # every place in it has just been read
+        return out  # type: ignore[return-value]  # every place in it has been read, and is fetched once
 
-    def read_ahead(self, low: int) -> None:
-        """Read the draws from low on, if they are not there."""
+    def read_ahead(self) -> None:
+        """Read what has not been read yet."""
         with self._lock:
-            if low < len(self._raw) and self._raw[low] is None:
-                self._raw[low:] = self.reader.read(self.indices[low:])
+            self._read(0, len(self))
+
+    def _read(self, low: int, high: int) -> None:
+        unread = low + np.flatnonzero(~self._was_read[low:high])
+        if unread.size:
+            for place, raw in zip(unread.tolist(), self.reader.read(self.indices[unread]), strict=True):
+                self._raw[place] = raw
+            self._was_read[unread] = True

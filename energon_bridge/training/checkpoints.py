@@ -90,11 +90,9 @@ class Checkpointer(Callback):
             self.stopped = True
             trainer.should_stop = True
 
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Give SIGTERM back."""
-        if self._earlier_handler is not None:
-            signal.signal(signal.SIGTERM, self._earlier_handler)
-            self._earlier_handler = None
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Give SIGTERM back to Lightning, which puts back the handler that was there before it."""
+        signal.signal(signal.SIGTERM, self._earlier_handler)
 
     def _ask_to_stop(self, signum: int, frame: types.FrameType | None) -> None:
         self._asked_to_stop = True

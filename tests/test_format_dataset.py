@@ -1,15 +1,13 @@
-"""The files of .nv-meta: dialect, strictness, braces, excludes, indexes, and one named error for each defect."""
+"""Opening datasets: strictness, excludes, indexes, fingerprints, code, and one named error for each defect."""
 
 from __future__ import annotations
 
 import json
 import pickle
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, strategies as st
 from tar_builder import write_texts
 
 from energon_bridge.errors import (
@@ -24,8 +22,6 @@ from energon_bridge.errors import (
     UntrustedCodeError,
 )
 from energon_bridge.format import open_dataset, read_index
-from energon_bridge.format.braces import collapse_braces, expand_braces
-from energon_bridge.format.documents import parse_document
 from energon_bridge.prepare import parse_ratio, prepare_dataset, render_dataset_yaml
 from energon_bridge.samples import CaptioningSample, CrudeSample, TextSample
 
@@ -40,160 +36,6 @@ def dataset(tmp_path: Path) -> Path:
 
 def meta(dataset: Path, name: str, content: str) -> None:
     (dataset / ".nv-meta" / name).write_text(content)
-
-
-# --- the YAML dialect ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("true", True),
-        ("Yes", True),
-        ("no", False),
-        ("on", "on"),
-        ("off", "off"),
-        ("null", None),
-        ("~", None),
-        ("", None),
-        ("010", 10),
-        ("1_000", 1000),
-        ("-7", -7),
-        ("1e5", 100000.0),
-        ("1e-4", 1e-4),
-        (".5", 0.5),
-        ("1.", 1.0),
-        ("0x10", "0x10"),
-        ("nan", "nan"),
-        ("2024-01-02", "2024-01-02"),
-        ("12:30", "12:30"),
-        ("1.2.3", "1.2.3"),
-        ("'1'", "1"),
-        ('"true"', "true"),
-        ("s_{000..009}.tar", "s_{000..009}.tar"),
-        ("[1, two, 3.0]", [1, "two", 3.0]),
-        ("{a: 1, 2: b}", {"a": 1, "2": "b"}),
-    ],
-)
-def test_scalars_mean_what_energon_means(text: str, value: Any):
-    parsed = parse_document(f"key: {text}\n".encode(), where="f.yaml")["key"]
-    assert parsed == value
-    assert type(parsed) is type(value)
-
-
-def test_anchors_aliases_and_merge_keys_work():
-    text = b"base: &base {a: 1, b: [x]}\nother: *base\nmerged: {<<: *base, a: 2}\nword: &w hello\nagain: *w\n"
-    assert parse_document(text, where="f.yaml") == {
-        "base": {"a": 1, "b": ["x"]},
-        "other": {"a": 1, "b": ["x"]},
-        "merged": {"a": 2, "b": ["x"]},
-        "word": "hello",
-        "again": "hello",
-    }
-
-
-def bomb(levels: int) -> bytes:
-    """Return YAML whose aliases multiply by ten per level."""
-    lines = ["l0: &l0 [x, x, x, x, x, x, x, x, x, x]"]
-    lines += [f"l{n}: &l{n} [{', '.join([f'*l{n - 1}'] * 10)}]" for n in range(1, levels)]
-    return "\n".join(lines).encode()
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (b"", "empty"),
-        (b"# only a comment\n", "empty"),
-        (b"a: [1", "cannot be parsed"),
-        (b"a: 1\na: 2\n", "'a' stands twice"),
-        (b"? [a, b]\n: 1\n", "a key must be a plain word"),
-        (b"a: *nowhere\n", "nowhere"),
-        (b"a: &a [*a]\n", "nested too deeply"),
-        (b"a: !!python/object/apply:os.getcwd []\n", "python/object"),
-        (b"a: !!set {b, c}\n", "type set"),
-        (b"\xff\xfe\xff", "cannot be parsed"),
-        (b"a: 1\n---\nb: 2\n", "single document"),
-        (bomb(9), "too large"),
-    ],
-    ids=["empty", "comment", "syntax", "twice", "key", "alias", "cycle", "python", "set", "bytes", "two", "bomb"],
-)
-def test_what_is_no_plain_yaml_is_refused_by_name(text: bytes, message: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("energon_bridge.format.documents._MAX_NODES", 100_000)
-    with pytest.raises(MetadataError, match=message) as caught:
-        parse_document(text, where="/data/.nv-meta/f.yaml")
-    assert "/data/.nv-meta/f.yaml" in str(caught.value)
-
-
-# --- brace expressions --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("pattern", "names"),
-    [
-        ("x.tar", ["x.tar"]),
-        ("x_{0..2}.tar", ["x_0.tar", "x_1.tar", "x_2.tar"]),
-        ("{08..11}", ["08", "09", "10", "11"]),
-        ("{3..1}", ["3", "2", "1"]),
-        ("{-1..1}", ["-1", "0", "1"]),
-        ("{0..6..3}", ["0", "3", "6"]),
-        ("{a..c}", ["a", "b", "c"]),
-        ("{a,b}{1,2}", ["a1", "a2", "b1", "b2"]),
-        ("x{,_b}", ["x", "x_b"]),
-        ("{a,b{1..2}}", ["a", "b1", "b2"]),
-        ("{single}", ["{single}"]),
-        ("a,b", ["a,b"]),
-        (r"a\{b\,c", ["a{b,c"]),
-        (r"\\", ["\\"]),
-        ("", [""]),
-    ],
-)
-def test_braces_expand_like_in_bash(pattern: str, names: list[str]):
-    assert expand_braces(pattern) == names
-
-
-@pytest.mark.parametrize("pattern", ["{a", "a}", "{a,{b}", "x{0..2"])
-def test_unmatched_braces_are_an_error(pattern: str):
-    with pytest.raises(ValueError, match="unmatched"):
-        expand_braces(pattern)
-
-
-@given(
-    st.recursive(
-        st.sampled_from(["a", "b7", "", "{01..03}", "{b..d}", "\\,"]),
-        lambda inner: st.one_of(
-            st.lists(inner, min_size=2, max_size=3).map(lambda items: "{" + ",".join(items) + "}"),
-            st.tuples(inner, inner).map("".join),
-        ),
-        max_leaves=6,
-    )
-)
-def test_expansion_agrees_with_the_braceexpand_package(pattern: str):
-    reference = pytest.importorskip("braceexpand")
-    assert expand_braces(pattern) == list(reference.braceexpand(pattern))
-
-
-@given(st.lists(st.from_regex(r"[ab{},\\]{0,2}[0-9]{1,2}[._]?[0-9]{0,2}(\.tar)?", fullmatch=True), max_size=12))
-def test_collapsing_can_always_be_undone(names: list[str]):
-    assert [name for pattern in collapse_braces(names) for name in expand_braces(pattern)] == names
-
-
-@pytest.mark.parametrize(
-    ("names", "collapsed"),
-    [
-        ([], []),
-        (["x.tar"], ["x.tar"]),
-        ([f"s_{n:03d}.tar" for n in range(120)], ["s_{000..119}.tar"]),
-        ([f"s_{n}.tar" for n in range(8, 12)], ["s_{8..9}.tar", "s_{10..11}.tar"]),
-        (["s_1.tar", "s_3.tar"], ["s_1.tar", "s_3.tar"]),
-        (["s_2.tar", "s_1.tar"], ["s_2.tar", "s_1.tar"]),
-        (["a1b1", "a1b2", "a2b3"], ["a1b{1..2}", "a2b3"]),
-        (["a1b1", "a1b2", "a2b2", "a3b2"], ["a1b{1..2}", "a{2..3}b2"]),
-        (["a1b1", "a1b2", "a1b2"], ["a1b{1..2}", "a1b2"]),
-        (["a01_b1", "a1_b2"], ["a01_b1", "a1_b2"]),
-    ],
-)
-def test_runs_collapse_as_energon_writes_them(names: list[str], collapsed: list[str]):
-    assert collapse_braces(names) == collapsed
 
 
 # --- opening a dataset --------------------------------------------------------------------------------------------
@@ -251,7 +93,8 @@ def test_excludes_remove_shards_and_name_samples(dataset: Path):
     meta(
         dataset,
         "split.yaml",
-        "split_parts: {train: ['s/x_{0..1}.tar'], other: [s/x_0.tar]}\nexclude: [s/x_1.tar, 's/x_0.tar/{a,c}', gone.tar/k]\n",
+        "split_parts: {train: ['s/x_{0..1}.tar'], other: [s/x_0.tar]}\n"
+        "exclude: [s/x_1.tar, 's/x_0.tar/{a,c}', gone.tar/k]\n",
     )
     opened = open_dataset(dataset, split_part="train")
     assert opened.shard_names == ("s/x_0.tar",)

@@ -1,0 +1,149 @@
+"""The order of a mix: which leaf each draw of a lane comes from.
+
+Both orders are integer arithmetic on the number of the draw; there is nothing to rebuild on a resume.
+
+*Weights* (`WeightedBlend`). Draw k of lane l takes the leaf in whose interval of cumulative weights
+`u = (phase + l*B + k*A) mod 2^64` falls, with `A = floor(2^64 (sqrt5 - 1)/2)`, `B = floor(2^64 (sqrt3 - 1))`, the
+weights as 64-bit thresholds and the leaves in order of identity. Multiples of an irrational number fill every interval
+evenly: a lane stays within a few draws of weight x prefix, and so do consecutive draws of the global order. The order is
+memoryless, so weights may change from any draw on.
+
+*Repetitions* (`EpochizedBlend`). In mix epoch E leaf i of N samples, repeated r times, gives `floor((E+1)Nr) -
+floor(ENr)` draws over all lanes together, shared out like the samples of a leaf. A lane deals its q draws of a leaf out
+evenly, draw j at `(j + phase)/q`, and the draws of all leaves follow each other in the order of these places, which are
+32-bit fixed-point numbers. So all leaves of a mix epoch end at about the same time, each exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+
+import numpy as np
+
+from energon_bridge.rng import MASK64, IntArray, UIntArray, below, fold
+
+_A = 0x9E3779B97F4A7C15
+_B = 0xBB67AE8584CAA73B
+_PHASE, _EPOCH = 5, 6
+_PLACES = 1 << 32
+
+
+def thresholds(weights: Sequence[float | Fraction]) -> UIntArray:
+    """Return where each leaf's interval of [0, 2^64) ends, shape (leaves,), from exact fractions.
+
+    A leaf of weight 0 has an empty interval; the last other one ends at 2^64 - 1, inclusive.
+    """
+    exact = [Fraction(weight) for weight in weights]
+    total = sum(exact)
+    reached = Fraction(0)
+    ends: list[int] = []
+    for weight in exact:
+        reached += weight
+        ends.append(min(MASK64, int(reached * (MASK64 + 1) / total)))
+    return np.array(ends, dtype=np.uint64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightedBlend:
+    """Leaves chosen by weight, without end.
+
+    Args:
+        weights: Non-negative and not all zero, in order of the leaves' identities.
+        key: Key of the run.
+    """
+
+    weights: tuple[float | Fraction, ...]
+    key: int
+
+    def leaves(self, lane: int, draw: int, count: int) -> IntArray:
+        """Return the leaf of each of `count` consecutive draws of a lane, shape (count,)."""
+        first = (self._phase + lane * _B + draw * _A) & MASK64
+        u = np.uint64(first) + np.arange(count, dtype=np.uint64) * np.uint64(_A)
+        return np.minimum(np.searchsorted(self._ends, u, side="right"), self._last)
+
+    @cached_property
+    def _phase(self) -> int:
+        return fold(self.key, _PHASE)
+
+    @cached_property
+    def _ends(self) -> UIntArray:
+        return thresholds(self.weights)
+
+    @cached_property
+    def _last(self) -> int:
+        return max(leaf for leaf, weight in enumerate(self.weights) if weight > 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochizedBlend:
+    """Leaves repeated a number of times in each mix epoch, one mix epoch after the other.
+
+    Args:
+        samples: Samples of each leaf, in order of their identities.
+        repetitions: How often a mix epoch goes through each.
+        num_lanes: L.
+        key: Key of the run.
+        leaf_keys: Keys of the leaves; they say which lanes get one draw more than others.
+    """
+
+    samples: tuple[int, ...]
+    repetitions: tuple[Fraction, ...]
+    num_lanes: int
+    key: int
+    leaf_keys: tuple[int, ...]
+
+    def drawn(self, lane: int, epoch: int) -> IntArray:
+        """Return a lane's draws of each leaf before a mix epoch, shape (leaves,)."""
+        shares = zip(self.samples, self.repetitions, self.leaf_keys, strict=True)
+        lanes = self.num_lanes
+        return np.array([(int(epoch * n * r) + (lane + key) % lanes) // lanes for n, r, key in shares], dtype=np.int64)
+
+    def epoch_of(self, lane: int, draw: int) -> int:
+        """Return the mix epoch in which a lane's draw lies."""
+        per_epoch = sum((n * r for n, r in zip(self.samples, self.repetitions, strict=True)), Fraction(0))
+        epoch = int(draw * self.num_lanes / per_epoch)
+        while epoch and int(self.drawn(lane, epoch).sum()) > draw:
+            epoch -= 1
+        while int(self.drawn(lane, epoch + 1).sum()) <= draw:
+            epoch += 1
+        return epoch
+
+    def leaves(self, lane: int, draw: int, count: int) -> IntArray:
+        """Return the leaf of each of up to `count` consecutive draws of a lane; it stops at the end of a mix epoch."""
+        epoch = self.epoch_of(lane, draw)
+        before = self.drawn(lane, epoch)
+        quotas = self.drawn(lane, epoch + 1) - before
+        phases = below(fold(self.key, _EPOCH, lane, epoch), quotas.size, _PLACES - 1)
+        start = draw - int(before.sum())
+        stop = min(start + count, int(quotas.sum()))
+        place = _place_of(quotas, phases, start)
+        first = _taken(quotas, phases, place)
+        sizes = _taken(quotas, phases, _place_of(quotas, phases, stop - 1) + 1) - first
+        leaf = np.repeat(np.arange(quotas.size), sizes)
+        number = np.arange(leaf.size) + np.repeat(first - (np.cumsum(sizes) - sizes), sizes)
+        places = ((number << 32) + phases[leaf]) // quotas[leaf]
+        merged = leaf[np.lexsort((leaf, places))]
+        skipped = start - int(first.sum())
+        return merged[skipped : skipped + stop - start]
+
+
+def _taken(quotas: IntArray, phases: IntArray, place: int) -> IntArray:
+    """Return how many draws of each leaf have a place below `place`, shape (leaves,)."""
+    # floor((j 2^32 + phase) / q) < place  <=>  j 2^32 + phase < place q
+    ends = -((phases - place * quotas) >> 32)
+    return np.clip(ends, 0, quotas)
+
+
+def _place_of(quotas: IntArray, phases: IntArray, number: int) -> int:
+    """Return the place of a draw of the merge, by bisection."""
+    low, high = 0, _PLACES
+    while high - low > 1:
+        middle = (low + high) // 2
+        if int(_taken(quotas, phases, middle).sum()) > number:
+            high = middle
+        else:
+            low = middle
+    return low

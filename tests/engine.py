@@ -1,0 +1,255 @@
+"""What the engine's tests share: small datasets, digests of batches, encoders, and whole topologies in this process.
+
+`InProcessLoader` is the real loader with one thing replaced: its workers are generators of this process, asked in turn
+and ahead of need as DataLoader asks its processes. So a matrix of hundreds of topologies needs no fork.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import random
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from energon_bridge import DefaultTaskEncoder, SkipSample, TextSample, WorkerConfig, get_train_dataset
+from energon_bridge.loader.savable import SavableDataLoader
+from energon_bridge.loader.spec import DatasetSpec
+from energon_bridge.loader.transport import Arena, pack
+from energon_bridge.loader.workers import produced
+from energon_bridge.prepare import parse_patterns, prepare_dataset, render_dataset_yaml
+from energon_bridge.testing import write_shard
+from energon_bridge.topology import ticks
+
+NUM_LANES = 24
+
+
+# Datasets ------------------------------------------------------------------------------------------------------------
+
+
+def text_dataset(folder: Path, **parts: Sequence[int]) -> Path:
+    """Write a prepared text dataset with the given number of samples in each shard of each split part.
+
+    The samples of a part are keyed `00000`, `00001`, … in the dataset's own order; the text is `text 0` and so on.
+    """
+    for part, counts in parts.items():
+        (folder / part).mkdir(parents=True, exist_ok=True)
+        first = 0
+        for shard, count in enumerate(counts):
+            samples = {f"{n:05d}": {"txt": b"text %d" % n} for n in range(first, first + count)}
+            write_shard(folder / part / f"shard_{shard:03d}.tar", samples)
+            first += count
+    prepare_dataset(
+        folder,
+        split=parse_patterns([f"{part}:{part}/.*" for part in parts]),
+        dataset_yaml=render_dataset_yaml("TextSample", {"text": "txt"}),
+        key_index=False,
+    )
+    return folder
+
+
+def numbers_of(batch: Any) -> list[int]:
+    """Return the numbers of the samples in a batch of a `text_dataset`."""
+    return [int(key) for key in batch["__key__"]]
+
+
+# Encoders ------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(kw_only=True)
+class Numbers(TextSample):
+    """A text with tensors: one that its key decides, and one that chance does."""
+
+    number: torch.Tensor
+    noise: torch.Tensor
+
+
+class TensorEncoder(DefaultTaskEncoder):
+    """Makes tensors of varying length, with noise from the global generators."""
+
+    def encode_sample(self, sample: TextSample) -> Any:
+        number = int(sample.__key__)
+        noise = torch.rand(1 + number % 3, dtype=torch.float64)
+        noise[0] += random.random() + np.random.random()
+        return Numbers.derive_from(sample, text=sample.text, number=torch.tensor([number]), noise=noise)
+
+
+class SkippingEncoder(TensorEncoder):
+    """Skips 30 % of the draws, by a throw of one of three generators."""
+
+    def encode_sample(self, sample: TextSample) -> Any:
+        throw = (random.random, np.random.random, lambda: float(torch.rand(())))[random.randrange(3)]
+        if throw() < 0.3:
+            raise SkipSample
+        return super().encode_sample(sample)
+
+
+class SeveralEncoder(TensorEncoder):
+    """Yields nought to three samples for each."""
+
+    def encode_sample(self, sample: TextSample) -> Iterator[Any]:
+        for _ in range(int(torch.randint(4, ()))):
+            yield super().encode_sample(sample)
+
+
+ENCODERS: dict[str, type[DefaultTaskEncoder]] = {
+    "default": DefaultTaskEncoder,
+    "tensors": TensorEncoder,
+    "skipping": SkippingEncoder,
+    "several": SeveralEncoder,
+}
+
+
+# Digests -------------------------------------------------------------------------------------------------------------
+
+
+def digest(batch: Any) -> str:
+    """Hash everything in a batch: names, types, shapes, keys and the bytes of tensors."""
+    state = hashlib.blake2b(digest_size=12)
+    _feed(state, batch)
+    return state.hexdigest()
+
+
+def _feed(state: Any, value: Any) -> None:
+    if isinstance(value, torch.Tensor):
+        state.update(f"tensor {value.dtype} {tuple(value.shape)}".encode())
+        state.update(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    elif isinstance(value, np.ndarray):
+        state.update(f"array {value.dtype} {value.shape}".encode() + value.tobytes())
+    elif dataclasses.is_dataclass(value):
+        state.update(type(value).__name__.encode())
+        for field in dataclasses.fields(value):
+            state.update(field.name.encode())
+            _feed(state, getattr(value, field.name))
+    elif isinstance(value, Mapping):
+        _feed(state, list(value.items()))
+    elif isinstance(value, (list, tuple)):
+        state.update(f"{len(value)}[".encode())
+        for item in value:
+            _feed(state, item)
+    else:
+        state.update(repr(value).encode() + b";")
+
+
+def is_masked(batch: Any) -> bool:
+    return not bool(batch["__valid__"].any())
+
+
+# Topologies ----------------------------------------------------------------------------------------------------------
+
+
+class RoundRobin:
+    """Stands in for DataLoader's iterator over worker processes: the same items, the same order, as far ahead."""
+
+    def __init__(self, loader: InProcessLoader) -> None:
+        count = loader.config.num_workers
+        self._workers = deque((number, _items(loader, number)) for number in range(count))
+        self._ahead = count * loader.config.prefetch_factor
+        self._ready: deque[Any] = deque()
+
+    def __next__(self) -> Any:
+        while self._workers and len(self._ready) < self._ahead:
+            number, items = self._workers.popleft()
+            try:
+                self._ready.append(next(items))
+            except StopIteration:
+                continue  # DataLoader asks a worker that has ended no more
+            self._workers.append((number, items))
+        if not self._ready:
+            raise StopIteration
+        return self._ready.popleft()
+
+    def dead(self) -> list[tuple[int, int | None]]:
+        return []
+
+    def stop(self) -> None:
+        for _, items in self._workers:
+            items.close()
+
+
+def _items(loader: InProcessLoader, worker: int) -> Iterator[Any]:
+    """Yield what `WorkerTicks` yields in a worker process, which sees the loader as it was when it was forked."""
+    schedule = loader._schedule()
+    started = [unit for unit in [next(schedule, None)] if unit is not None]
+    stream = loader.spec.stream(loader._units, loader.config, dict(loader._lanes))
+    units = ticks(itertools.chain(started, schedule), loader.config.num_workers, worker)
+
+    def items() -> Iterator[Any]:
+        for item in produced(stream, units, loader.config.prefetch_factor):
+            yield None if item is None else (worker, pack(item, loader._arenas[worker]))
+
+    return items()
+
+
+class InProcessLoader(SavableDataLoader):
+    """The loader, with workers that are generators of this process."""
+
+    def _start_workers(self) -> Any:
+        self._held.clear()
+        self._arenas[:] = [Arena(1 << 20) for _ in self._arenas]
+        return RoundRobin(self)
+
+
+def train_dataset(path: Path, encoder: str = "tensors", **kwargs: Any) -> DatasetSpec:
+    """Open a dataset for training with small slices and buffers, so that few samples exercise the whole order."""
+    settings: dict[str, Any] = {"batch_size": 2, "shuffle_buffer_size": 5, "max_samples_per_sequence": 4}
+    settings |= {"parallel_shard_iters": 3, "worker_config": config_of(1, 0), "task_encoder": ENCODERS[encoder]()}
+    return get_train_dataset(path, **(settings | kwargs))
+
+
+def config_of(world_size: int, num_workers: int, rank: int = 0, **kwargs: Any) -> WorkerConfig:
+    settings: dict[str, Any] = {"num_lanes": NUM_LANES, "prefetch_factor": 1, "persistent_workers": False}
+    return WorkerConfig(rank=rank, world_size=world_size, num_workers=num_workers, **(settings | kwargs))
+
+
+def loaders_of(
+    dataset: DatasetSpec,
+    world_size: int,
+    num_workers: int,
+    *,
+    state: Any = None,
+    kind: type[SavableDataLoader] = InProcessLoader,
+    **kwargs: Any,
+) -> list[SavableDataLoader]:
+    """Return the loaders of all ranks of a topology, restored from a state if one is given."""
+    loaders = [
+        kind(dataset, worker_config=config_of(world_size, num_workers, rank, **kwargs)) for rank in range(world_size)
+    ]
+    for loader in loaders if state is not None else ():
+        loader.restore_state_rank(state)
+    return loaders
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Delivered:
+    """What a topology delivered: digests of the real microbatches in global order, and the states by step."""
+
+    digests: list[str]
+    masked: int
+    states: dict[int, list[Any]]
+
+
+def deliver(loaders: Sequence[SavableDataLoader], steps: int, save_at: Sequence[int] = ()) -> Delivered:
+    """Let all ranks deliver some steps and save before some of them; rank after rank, since no rank needs another."""
+    columns: list[list[tuple[str, bool]]] = []
+    states: dict[int, list[Any]] = {step: [] for step in save_at}
+    for loader in loaders:
+        batches = iter(loader)
+        column = []
+        for step in range(steps + 1):
+            if step in states:
+                states[step].append(loader.save_state_rank())
+            if step < steps:
+                batch = next(batches)
+                column.append((digest(batch), is_masked(batch)))
+        columns.append(column)
+        loader.close()
+    rows = [entry for row in zip(*columns, strict=True) for entry in row]
+    digests = [found for found, masked in rows if not masked]
+    return Delivered(digests=digests, masked=len(rows) - len(digests), states=states)

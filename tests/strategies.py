@@ -1,0 +1,47 @@
+"""Hypothesis strategies of the engine's tests, in one place."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import strategies as st
+
+from energon_bridge.plan.leaf import LeafOrder
+
+keys = st.integers(0, 2**64 - 1)
+world_sizes = st.integers(1, 9)
+lane_counts = st.sampled_from([1, 2, 3, 5, 8, 24, 48])
+
+
+@st.composite
+def shard_layouts(draw: st.DrawFn, max_shards: int = 12, max_samples: int = 40) -> list[int]:
+    """Draw the sample counts of some shards, at least one of which is not empty."""
+    counts = draw(st.lists(st.integers(0, max_samples), min_size=1, max_size=max_shards))
+    return counts if sum(counts) else [*counts, 1]
+
+
+@st.composite
+def leaf_orders(draw: st.DrawFn) -> LeafOrder:
+    """Draw a shuffled order of a small leaf."""
+    return LeafOrder(
+        shard_counts=np.array(draw(shard_layouts()), dtype=np.int64),
+        num_lanes=draw(lane_counts),
+        key=draw(keys),
+        slice_length=draw(st.none() | st.integers(1, 60)),
+        shuffle_buffer_size=draw(st.sampled_from([0, 1, 2, 7, 30, 1000])),
+        parallel_shard_iters=draw(st.sampled_from([1, 2, 5, 16])),
+    )
+
+
+@st.composite
+def rank_chains(draw: st.DrawFn) -> tuple[int, list[tuple[int, int]]]:
+    """Draw a number of lanes and a run over them as (ranks, steps) between its stops."""
+    num_lanes = draw(st.sampled_from([1, 2, 6, 24, 48, 240]))
+    parts = st.tuples(st.integers(1, min(64, num_lanes)), st.integers(0, 40))
+    return num_lanes, draw(st.lists(parts, min_size=1, max_size=6))
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> tuple[int, list[int]]:
+    """Draw a number of workers and the worker of each of some units."""
+    num_workers = draw(st.integers(1, 5))
+    return num_workers, draw(st.lists(st.integers(0, num_workers - 1), max_size=40))

@@ -1,0 +1,366 @@
+"""The `energon` command: flags, the assistant, exit codes, and a fast start."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from click.testing import CliRunner, Result
+from tar_builder import write_tar, write_texts
+
+from energon_bridge import __version__
+from energon_bridge.cli.main import main
+from energon_bridge.errors import CorruptShardError
+from energon_bridge.format import open_dataset
+
+PREPARE = ["prepare", "--non-interactive", "--no-progress"]
+
+
+def energon(*arguments: object, answers: str = "") -> Result:
+    """Run the command in this process."""
+    return CliRunner().invoke(main, [str(argument) for argument in arguments], input=answers)
+
+
+@pytest.fixture
+def tars(tmp_path: Path) -> Path:
+    """Return a folder with four tars of two samples (jpg, json), not prepared."""
+    root = tmp_path / "data"
+    for number in range(4):
+        members = []
+        for key in (f"{number}a", f"{number}b"):
+            content = {"caption": "a long caption " * 5, "list": [1, 2, 3, 4, 5], "deep": {"key": [key]}}
+            members += [(f"{key}.jpg", b"\xff\xd8 not really"), (f"{key}.json", json.dumps(content).encode())]
+        write_tar(root / f"s_{number}.tar", members)
+    return root
+
+
+def meta(root: Path, name: str) -> dict[str, object]:
+    content: dict[str, object] = yaml.safe_load((root / ".nv-meta" / name).read_text())
+    return content
+
+
+# --- the group ----------------------------------------------------------------------------------------------------
+
+
+def test_version_and_help():
+    assert energon("--version").output == f"energon (energon_bridge), version {__version__}\n"
+    for arguments in ([], ["-h"], ["--help"]):
+        output = energon(*arguments).output
+        assert all(command in output for command in ("info", "lint", "prepare"))
+    for command in ("info", "lint", "prepare"):
+        assert energon(command, "-h").exit_code == 0
+    result = energon("prepair", "x")
+    assert result.exit_code == 2
+    assert "No such command 'prepair'" in result.output
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["prepare", "--help"], ["info", "--help"]])
+def test_the_command_starts_without_torch(arguments: list[str]):
+    script = (
+        "import sys\nfrom energon_bridge.cli.main import main\n"
+        "try:\n    main()\nexcept SystemExit:\n    pass\n"
+        "print(sorted({'torch', 'lightning', 'transformers', 'PIL'} & set(sys.modules)))\n"
+    )
+    result = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, check=True)
+    assert result.stdout.endswith("\n[]\n")
+
+
+@pytest.mark.parametrize("command", ["prepare", "info", "lint"])
+def test_errors_are_one_message_and_exit_code_1(tmp_path: Path, command: str):
+    result = energon(command, tmp_path / "nowhere")
+    assert result.exit_code == 1
+    assert result.output == f"Error: {tmp_path / 'nowhere'}: no such folder. Check the path.\n"
+    assert isinstance(energon("--debug", command, tmp_path / "nowhere").exception, FileNotFoundError)
+
+
+# --- prepare with flags -------------------------------------------------------------------------------------------
+
+
+def test_prepare_from_flags_alone(tars: Path):
+    result = energon(
+        *PREPARE,
+        tars,
+        "--split-ratio",
+        "2,1,1",
+        "--sample-type",
+        "CaptioningSample",
+        "--field-map",
+        '{"image": "jpg,png", "caption": "json[caption]"}',
+        "--num-workers",
+        2,
+    )
+    assert result.exit_code == 0, result.output
+    assert "Found 4 tar files; the first is s_0.tar, the last is s_3.tar." in result.output
+    assert "train: 4 samples in 2 shards" in result.output
+    assert result.output.endswith("Found the part types jpg, json.\nDone: 8 samples in 4 shards.\n")
+    assert meta(tars, "dataset.yaml") == {
+        "sample_type": {"__module__": "megatron.energon", "__class__": "CaptioningSample"},
+        "field_map": {"image": "jpg,png", "caption": "json[caption]"},
+    }
+    assert meta(tars, "split.yaml") == {
+        "split_parts": {"train": ["s_{0..1}.tar"], "val": ["s_2.tar"], "test": ["s_3.tar"]},
+        "exclude": [],
+    }
+    assert open_dataset(tars, split_part="train").num_samples == 4
+
+
+def test_prepare_by_patterns_with_other_options(tars: Path):
+    arguments = ["--split-parts", "train:s_[01]", "--split-parts", "held out:s_3", "--exclude", "s_2"]
+    result = energon(
+        *PREPARE,
+        tars,
+        *arguments,
+        "--no-key-index",
+        "--sample-type",
+        "CrudeWebdataset",
+        "--dataset-yaml-name",
+        "crude.yaml",
+    )
+    assert result.exit_code == 0, result.output
+    assert meta(tars, "split.yaml")["split_parts"] == {"train": ["s_{0..1}.tar"], "held out": ["s_3.tar"]}
+    assert meta(tars, "crude.yaml") == {"__module__": "megatron.energon", "__class__": "CrudeWebdataset"}
+    assert not (tars / ".nv-meta/dataset.yaml").exists()
+    assert not (tars / ".nv-meta/index.sqlite").exists()
+    assert not (tars / "s_2.tar.idx").exists()
+
+
+def test_prepare_twice_needs_force_or_a_yes(tars: Path):
+    assert energon(*PREPARE, tars, "--split-ratio", "1,0,0").exit_code == 0
+    result = energon(*PREPARE, tars, "--split-ratio", "0,1,0")
+    assert result.exit_code == 1
+    assert "already prepared. Use --force-overwrite" in result.output
+    assert energon("prepare", tars, "--split-ratio", "0,1,0", "--skip-dataset-yaml", answers="n\n").exit_code == 1
+    assert meta(tars, "split.yaml")["split_parts"] == {"train": ["s_{0..3}.tar"], "val": [], "test": []}
+    assert energon("prepare", tars, "--split-ratio", "0,1,0", "--skip-dataset-yaml", answers="y\n").exit_code == 0
+    assert meta(tars, "split.yaml")["split_parts"] == {"train": [], "val": ["s_{0..3}.tar"], "test": []}
+    assert energon(*PREPARE, tars, "--split-ratio", "0,0,1", "--force-overwrite").exit_code == 0
+    assert meta(tars, "split.yaml")["split_parts"] == {"train": [], "val": [], "test": ["s_{0..3}.tar"]}
+
+
+def test_tar_index_only(tars: Path):
+    assert energon(*PREPARE, tars, "--tar-index-only").exit_code == 1  # there is no .info.json to follow
+    assert energon(*PREPARE, tars, "--split-ratio", "1,0,0").exit_code == 0
+    (tars / "s_1.tar.idx").unlink()
+    result = energon(*PREPARE, tars, "--tar-index-only")
+    assert (result.exit_code, result.output) == (0, "Indexed 8 samples in 4 shards.\n")
+    assert (tars / "s_1.tar.idx").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "--non-interactive needs --split-ratio or --split-parts"),
+        (["--split-ratio", "1,2"], "expected three numbers"),
+        (["--split-ratio", "1,0,0", "--split-parts", "train:x"], "exclude each other"),
+        (["--split-ratio", "1,0,0", "--field-map", "{}"], "--field-map needs --sample-type"),
+        (["--split-ratio", "1,0,0", "--sample-type", "CaptioningSample"], "needs a field map"),
+        (["--split-ratio", "1,0,0", "--sample-type", "Captioning"], "CaptioningSample"),
+        (["--split-ratio", "1,0,0", "--sample-type", "TextSample", "--field-map", "{text: txt}"], "no JSON"),
+        (["--split-ratio", "1,0,0", "--sample-type", "TextSample", "--field-map", '["txt"]'], "expected an object"),
+        (
+            ["--split-ratio", "1,0,0", "--sample-type", "TextSample", "--field-map", '{"txet": "txt"}'],
+            "Did you mean `text`",
+        ),
+        (["--split-ratio", "1,0,0", "--sample-type", "TextSample", "--skip-dataset-yaml"], "exclude each other"),
+    ],
+)
+def test_senseless_flags_are_refused_before_anything_is_written(tars: Path, arguments: list[str], message: str):
+    result = energon(*PREPARE, tars, *arguments)
+    assert result.exit_code == 1
+    assert result.output.splitlines()[-1].startswith("Error: ")
+    assert message in result.output
+    assert sorted(path.name for path in tars.iterdir()) == [f"s_{number}.tar" for number in range(4)]
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04" * 300], ids=["empty", "no tar"])
+def test_defect_20_a_corrupt_tar_is_named_and_leaves_nothing_behind(tars: Path, content: bytes):
+    (tars / "s_2.tar").write_bytes(content)
+    result = energon(*PREPARE, tars, "--split-ratio", "1,0,0", "--num-workers", 2)
+    assert result.exit_code == 1
+    assert result.output.splitlines()[-1].startswith(f"Error: {tars}/s_2.tar: ")
+    assert "at byte 0" in result.output
+    assert sorted(path.name for path in tars.iterdir()) == [f"s_{number}.tar" for number in range(4)]
+    assert energon(*PREPARE, tars, "--split-ratio", "1,0,0", "--exclude", "s_2").exit_code == 0
+
+
+def test_defect_14_compressed_tars_are_refused(tars: Path):
+    (tars / "s_4.tgz").write_bytes(b"\x1f\x8b")
+    result = energon(*PREPARE, tars, "--split-ratio", "1,0,0")
+    assert result.exit_code == 1
+    assert "s_4.tgz: compressed tars cannot be read by range" in result.output
+    assert not (tars / ".nv-meta").exists()
+
+
+def test_defect_19_anchors_in_yaml_work(tars: Path):
+    assert energon(*PREPARE, tars, "--split-ratio", "1,0,0").exit_code == 0
+    (tars / ".nv-meta/dataset.yaml").write_text(
+        "sample_type: {__module__: megatron.energon, __class__: CaptioningSample}\n"
+        "field_map: {image: jpg, caption: 'json[caption]'}\n"
+        "subflavors: {one: &common {kind: web}, two: *common}\n"
+    )
+    assert open_dataset(tars, split_part="train").subflavors == {"one": {"kind": "web"}, "two": {"kind": "web"}}
+
+
+# --- the assistant ------------------------------------------------------------------------------------------------
+
+
+def test_the_assistant_asks_ratio_class_and_fields(tars: Path):
+    first = energon("prepare", tars, "--no-progress", answers="1,0,0\ny\n")
+    number = next(line.split()[0] for line in first.output.splitlines() if line.strip().endswith("CaptioningSample"))
+    answers = [
+        "nonsense",
+        "2,1,1",
+        "y",
+        "99",
+        number,
+        "json[caption",  # the fields come in the order of the class: image, caption
+        "png",
+        "n",
+        "jpg,png",
+        "y",
+        "json[caption]",
+    ]
+    result = energon("prepare", tars, "--no-progress", answers="\n".join(answers) + "\n")
+    assert result.exit_code == 0, result.output
+    assert "expected three numbers" in result.output
+    assert "Sample '0a' of s_0.tar has the parts jpg, json." in result.output
+    assert '"caption": "a long caption a long cap..."' in result.output
+    assert "Part types in the first shard: jpg, json" in result.output
+    assert "cannot read the access 'json[caption'" in result.output
+    assert "The first shard has no part png. Use it anyway?" in result.output
+    assert meta(tars, "dataset.yaml")["field_map"] == {"image": "jpg,png", "caption": "json[caption]"}
+    assert meta(tars, "split.yaml")["split_parts"] == {
+        "train": ["s_{0..1}.tar"],
+        "val": ["s_2.tar"],
+        "test": ["s_3.tar"],
+    }
+
+
+def test_the_assistant_asks_only_for_what_is_left_open(tars: Path):
+    result = energon(
+        "prepare",
+        tars,
+        "--split-ratio",
+        "1,0,0",
+        "--sample-type",
+        "ImageClassificationSample",
+        answers="jpg\n\njson[deep][key][0]\n",
+    )
+    assert result.exit_code == 0, result.output
+    assert meta(tars, "dataset.yaml")["field_map"] == {"image": "jpg", "label_name": "json[deep][key][0]"}
+
+
+def test_the_assistant_leaves_dataset_yaml_out_or_makes_it_crude(tars: Path):
+    result = energon("prepare", tars, answers="1,0,0\nn\n")
+    assert result.exit_code == 0, result.output
+    assert "Write " in result.output
+    assert not (tars / ".nv-meta/dataset.yaml").exists()
+    number = next(
+        line.split()[0]
+        for line in energon("prepare", tars, answers="y\n1,0,0\ny\n").output.splitlines()
+        if "CrudeWebdataset" in line
+    )
+    result = energon("prepare", tars, answers=f"y\n1,0,0\ny\n{number}\n")
+    assert result.exit_code == 0, result.output
+    assert meta(tars, "dataset.yaml")["__class__"] == "CrudeWebdataset"
+
+
+def test_an_assistant_that_gets_no_answer_writes_nothing(tars: Path):
+    result = energon("prepare", tars, answers="1,0,0\n")
+    assert result.exit_code == 1
+    assert sorted(path.name for path in tars.iterdir()) == [f"s_{number}.tar" for number in range(4)]
+
+
+# --- info ---------------------------------------------------------------------------------------------------------
+
+
+def test_info_shows_the_numbers(fixtures: Path):
+    result = energon("info", fixtures / "captioning")
+    assert result.exit_code == 0, result.output
+    words = [line.split() for line in result.output.replace("│", " ").splitlines()]
+    for expected in (
+        ["samples:", "24"],
+        ["shards:", "4"],
+        ["sample", "type:", "megatron.energon.CaptioningSample"],
+        ["field:", "caption", "=", "json[caption]"],
+        ["prepared", "by:", "energon", "7.4.1"],
+        ["train", "12", "50.0%", "2", "0"],
+        ["val", "6", "25.0%", "1", "0"],
+    ):
+        assert expected in words, result.output
+
+
+def test_defect_15_info_works_for_crude_and_legacy_datasets(fixtures: Path):
+    assert "megatron.energon.CrudeWebdataset" in energon("info", fixtures / "crude").output
+    legacy = fixtures / "vqa"
+    (legacy / ".nv-meta/dataset.yaml").write_text(
+        "__module__: megatron.energon\n__class__: VQAWebdataset\nfield_map: {image: image.png, context: 'json[q]'}\n"
+    )
+    result = energon("info", legacy)
+    assert result.exit_code == 0, result.output
+    assert "megatron.energon.VQAWebdataset" in result.output
+    (legacy / ".nv-meta/dataset.yaml").unlink()
+    assert "none (there is no dataset.yaml)" in energon("info", legacy).output
+
+
+# --- lint ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["captioning", "vqa", "captioning_extra", "crude"])
+def test_lint_passes_good_datasets_crude_ones_too(fixtures: Path, name: str):
+    result = energon("lint", fixtures / name, "--no-progress")
+    assert result.exit_code == 0, result.output
+    assert "samples load." in result.output
+
+
+def test_defect_15_lint_fails_on_a_broken_image_and_names_it(fixtures: Path):
+    tar = fixtures / "captioning/parts/shard_002.tar"
+    data = bytearray(tar.read_bytes())
+    data[512:600] = bytes(88)  # the start of the JPEG of 00012
+    tar.write_bytes(data)
+    result = energon("lint", fixtures / "captioning", "--no-progress")
+    assert result.exit_code == 1
+    assert (
+        f"{fixtures / 'captioning'}, val: shard 'parts/shard_002.tar', key '00012', part 'jpg': DecodeError"
+        in result.output
+    )
+    assert result.output.endswith("Failed: 1 problems in 24 samples.\n")
+    assert energon("lint", fixtures / "captioning", "--no-progress", "--split-parts", "train,test").exit_code == 0
+
+
+def test_lint_of_an_undecodable_shard_continues_with_the_others(tmp_path: Path):
+    root = write_texts(tmp_path, {f"{n}.tar": [f"{n}a", f"{n}b"] for n in range(3)})
+    arguments = ["--split-ratio", "1,0,0", "--sample-type", "TextSample", "--field-map", '{"text": "txt"}']
+    assert energon(*PREPARE, root, *arguments).exit_code == 0
+    (root / "1.tar.idx").write_bytes(b"12345678")
+    write_tar(root / "2.tar", [("2a.txt", b"\xff\xfe"), ("2b.txt", b"fine")])
+    result = energon("lint", root, "--no-progress", "--parallel", 2)
+    assert result.exit_code == 1
+    assert "shard '1.tar': CorruptShardError" in result.output
+    assert "shard '2.tar', key '2a', part 'txt': DecodeError" in result.output
+    assert "The split part 'val' is empty." in result.output
+    assert result.output.endswith("Failed: 2 problems in 4 samples.\n")
+
+
+def test_lint_asks_for_trust(fixtures: Path):
+    root = fixtures / "captioning"
+    (root / ".nv-meta/dataset.yaml").write_text(
+        "sample_type: {__module__: megatron.energon, __class__: CaptioningSample}\nsample_loader: loader.py\n"
+    )
+    (root / ".nv-meta/loader.py").write_text(
+        "def sample_loader(raw):\n    return {'image': raw['jpg'], 'caption': raw['txt']}\n"
+    )
+    result = energon("lint", root, "--no-progress")
+    assert result.exit_code == 1
+    assert "trust_remote_code=True" in result.output
+    assert energon("lint", root, "--no-progress", "--trust-remote-code").exit_code == 0
+
+
+def test_debug_shows_where_an_error_came_from(tars: Path):
+    (tars / "s_0.tar").write_bytes(b"x" * 2000)
+    result = energon("--debug", *PREPARE, tars, "--split-ratio", "1,0,0")
+    assert isinstance(result.exception, CorruptShardError)

@@ -1,0 +1,300 @@
+"""The data module: which data a process loads, its iterators, its state, and what it refuses."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from energon_bridge import EnergonMultiModalDataModule, WorkerConfig
+from energon_bridge.dataloader import EnergonDataloader
+from energon_bridge.errors import ConfigurationError, UnknownArgumentError
+from energon_bridge.task_encoder.base import DefaultTaskEncoder
+from energon_bridge.testing import create_captioning_test_dataset
+
+NUM_TRAIN, NUM_VAL = 30, 7
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("captioning")
+    return create_captioning_test_dataset(folder, num_train=NUM_TRAIN, num_val=NUM_VAL, samples_per_shard=5)
+
+
+def module(dataset: Path, **kwargs: Any) -> EnergonMultiModalDataModule:
+    settings: dict[str, Any] = {"micro_batch_size": 2, "num_workers": 0, "task_encoder": DefaultTaskEncoder()}
+    return EnergonMultiModalDataModule(str(dataset), None, None, **(settings | kwargs))
+
+
+def keys(batches: Any) -> list[list[str]]:
+    return [batch.__key__ for batch in batches]
+
+
+class FakeGroup:
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank, self._size = rank, size
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+
+class UnsetFields:
+    """Like megatron-core's ProcessGroupCollection: a field that was never set raises AttributeError."""
+
+    def __init__(self, **groups: Any) -> None:
+        self.__dict__.update(groups)
+
+
+# Which data ----------------------------------------------------------------------------------------------------------
+
+
+def test_one_process_without_groups_loads_everything(dataset: Path) -> None:
+    config = module(dataset)._build_worker_config(3)
+    assert (config.rank, config.world_size, config.num_workers) == (0, 1, 3)
+
+
+def test_the_pure_data_parallel_group_says_what_to_load(dataset: Path) -> None:
+    groups = UnsetFields(dp=FakeGroup(1, 2), dp_cp=FakeGroup(3, 4))
+    data = module(dataset, pg_collection=groups)
+    config = data._build_worker_config(0)
+    assert (config.rank, config.world_size, config.data_parallel_group) == (1, 2, groups.dp)
+
+
+@pytest.mark.parametrize("groups", [UnsetFields(), UnsetFields(dp=None), UnsetFields(cp=FakeGroup(1, 2))])
+def test_a_collection_without_a_data_parallel_group_is_as_none(dataset: Path, groups: Any) -> None:
+    config = module(dataset, pg_collection=groups)._build_worker_config(0)
+    assert (config.rank, config.world_size) == (0, 1)
+
+
+def test_megatrons_parallel_state_is_used_where_it_is_initialised(
+    dataset: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def group(*, with_context_parallel: bool) -> FakeGroup:
+        return FakeGroup(3, 4) if with_context_parallel else FakeGroup(1, 2)
+
+    fake = SimpleNamespace(model_parallel_is_initialized=lambda: True, get_data_parallel_group=group)
+    monkeypatch.setitem(sys.modules, "megatron.core.parallel_state", fake)
+    config = module(dataset)._build_worker_config(0)
+    assert (config.rank, config.world_size) == (1, 2)
+    fake.model_parallel_is_initialized = lambda: False
+    assert module(dataset)._build_worker_config(0).world_size == 1
+
+
+def test_settings_reach_the_worker_config(dataset: Path) -> None:
+    data = module(
+        dataset, global_batch_size=8, seed=5, num_lanes=12, prefetch_factor=3, decode_threads=2, pin_memory=False
+    )
+    config = data._build_worker_config(1)
+    assert config == WorkerConfig(
+        rank=0,
+        world_size=1,
+        num_workers=1,
+        seed=5,
+        num_lanes=12,
+        prefetch_factor=3,
+        decode_threads=2,
+        microbatches_per_global_batch=4,
+        pin_memory=False,
+    )
+
+
+def test_a_global_batch_size_of_one_is_none(dataset: Path) -> None:
+    groups = UnsetFields(dp=FakeGroup(0, 8))
+    config = module(dataset, pg_collection=groups)._build_worker_config(0)
+    assert config.microbatches_per_global_batch is None
+
+
+@pytest.mark.parametrize(("global_batch_size", "ranks"), [(5, 1), (6, 2), (2, 2)])
+def test_a_global_batch_that_cannot_be_shared_is_refused(dataset: Path, global_batch_size: int, ranks: int) -> None:
+    groups = UnsetFields(dp=FakeGroup(0, ranks))
+    data = module(dataset, pg_collection=groups, global_batch_size=global_batch_size)
+    with pytest.raises(ConfigurationError, match=f"global_batch_size={global_batch_size}.*multiple of"):
+        data._build_worker_config(0)
+
+
+# Iterators -----------------------------------------------------------------------------------------------------------
+
+
+def test_build_gives_what_a_megatron_loop_takes(dataset: Path) -> None:
+    train, val = module(dataset).build()
+    assert isinstance(train, EnergonDataloader)
+    assert isinstance(val, EnergonDataloader)
+    assert len(next(train).__key__) == 2
+    with pytest.raises(TypeError, match="endless"):
+        len(train)
+
+
+def test_asking_twice_gives_the_same_object(dataset: Path) -> None:
+    data = module(dataset)
+    assert data.train_dataloader_object is None
+    assert data.train_dataloader() is data.train_dataloader() is data.train_dataloader_object
+    assert data.val_dataloader() is data.val_dataloader() is data.val_dataloader_object
+    assert data.test_dataloader() is None
+
+
+def test_every_epoch_of_training_has_every_sample(dataset: Path) -> None:
+    train = module(dataset).train_dataloader()
+    for _ in range(2):
+        epoch = [key for batch in keys(islice(train, NUM_TRAIN // 2)) for key in batch]
+        assert sorted(epoch) == [f"train-{i:05d}" for i in range(NUM_TRAIN)]
+
+
+def test_validation_is_finite_in_order_and_always_the_same(dataset: Path) -> None:
+    val = module(dataset, num_val_workers=1).val_dataloader()
+    expected = [[f"val-{i:05d}" for i in range(first, min(first + 2, NUM_VAL))] for first in range(0, NUM_VAL, 2)]
+    assert len(val) == len(expected)
+    assert keys(val) == expected
+    assert keys(val) == expected
+    assert keys(islice(val, 1)) == expected[:1]
+    assert keys([next(val) for _ in range(len(expected) + 1)]) == [*expected, expected[0]]
+    val.close()
+
+
+def test_training_arguments_do_not_change_what_is_validated(dataset: Path) -> None:
+    data = module(dataset, batch_drop_last=True, parallel_shard_iters=2, image_decode="torchrgb8")
+    assert len(list(data.val_dataloader())) == 4
+    assert next(data.val_dataloader()).image.dtype == next(data.train_dataloader()).image.dtype == torch.uint8
+
+
+def test_validation_has_its_own_encoder_and_workers(dataset: Path) -> None:
+    own = DefaultTaskEncoder()
+    data = module(dataset, validation_task_encoder=own, num_workers=2, num_val_workers=0)
+    assert data.datasets_provider(WorkerConfig(num_workers=0)).task_encoder is own
+    assert (data.num_workers, data.num_val_workers) == (2, 0)
+    assert module(dataset, num_workers=2).num_val_workers == 2
+
+
+def test_only_two_splits_are_provided(dataset: Path) -> None:
+    with pytest.raises(ConfigurationError, match="'train' or 'val', got 'test'"):
+        module(dataset).datasets_provider(WorkerConfig(num_workers=0), "test")  # type: ignore[arg-type]
+
+
+# Refusals ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "nearest"),
+    [
+        ({"paralel_shard_iters": 4}, "parallel_shard_iters"),
+        ({"batch_size": 4}, "micro_batch_size"),
+        ({"num_worker": 4}, "num_workers"),
+    ],
+)
+def test_unknown_arguments_are_refused_with_the_nearest_name(
+    dataset: Path, kwargs: dict[str, Any], nearest: str
+) -> None:
+    with pytest.raises(UnknownArgumentError, match=f"did you mean '{nearest}'"):
+        module(dataset, **kwargs)
+
+
+def test_without_an_encoder_tokenizer_and_processor_are_needed(dataset: Path) -> None:
+    with pytest.raises(ConfigurationError, match="needs a tokenizer and an image processor"):
+        EnergonMultiModalDataModule(str(dataset), None, None)
+
+
+def test_packing_is_refused_until_it_is_there(dataset: Path) -> None:
+    with pytest.raises(ConfigurationError, match="packing_buffer_size=10"):
+        module(dataset, packing_buffer_size=10)
+
+
+# State ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loaded", ["before", "after", "both", "both and the loader's own"])
+def test_a_state_continues_the_stream_however_it_is_loaded(dataset: Path, loaded: str) -> None:
+    data = module(dataset)
+    train = data.train_dataloader()
+    keys(islice(train, 5))
+    state, own = data.state_dict(), train.state_dict()
+    expected = keys(islice(train, 20))
+    fresh = module(dataset)
+    if loaded != "after":
+        fresh.load_state_dict(state)
+    train = fresh.train_dataloader()
+    if loaded != "before":
+        fresh.load_state_dict(state)
+    if loaded.endswith("own"):
+        train.load_state_dict(own)
+    assert keys(islice(train, 20)) == expected
+
+
+def test_the_state_of_a_module_that_never_trained_is_empty(dataset: Path) -> None:
+    data = module(dataset)
+    assert data.state_dict() == {}
+    data.load_state_dict({})
+    assert data.init_global_step == 0
+
+
+def test_the_state_loads_with_weights_only(dataset: Path, tmp_path: Path) -> None:
+    data = module(dataset)
+    next(data.train_dataloader())
+    torch.save(data.state_dict(), tmp_path / "state.pt")
+    assert torch.load(tmp_path / "state.pt", weights_only=True) == data.state_dict()
+
+
+# Lightning -----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def attached(data: EnergonMultiModalDataModule, **values: Any) -> Iterator[None]:
+    data.trainer = SimpleNamespace(**({"global_step": 3, "accumulate_grad_batches": 1} | values))
+    yield
+    data.trainer = None
+
+
+def test_it_is_a_lightning_data_module() -> None:
+    lightning = pytest.importorskip("lightning.pytorch")
+    assert issubclass(EnergonMultiModalDataModule, lightning.LightningDataModule)
+
+
+@pytest.mark.parametrize(("accumulate", "length"), [(1, 15), (4, 16), (20, 20)])
+def test_under_a_trainer_an_epoch_has_a_length_of_whole_steps(dataset: Path, accumulate: int, length: int) -> None:
+    data = module(dataset)
+    with attached(data, accumulate_grad_batches=accumulate):
+        train = data.train_dataloader()
+        assert len(train) == length
+        assert len(keys(islice(train, length + 3))) == length + 3
+        assert data.state_dict()["global_step"] == 3
+    restored = module(dataset)
+    restored.load_state_dict(data.state_dict() | {"global_step": 3})
+    assert restored.init_global_step == 3
+
+
+def test_only_tensors_are_moved_to_a_device(dataset: Path) -> None:
+    data = module(dataset)
+    batch = next(data.train_dataloader())
+    assert data.transfer_batch_to_device(batch, torch.device("cpu"), 0) is batch
+    moved = data.transfer_batch_to_device(batch, torch.device("meta"), 0)
+    assert moved.image.device.type == "meta"
+    assert moved.__key__ is batch.__key__
+    assert batch.image.device.type == "cpu"
+
+
+def test_it_works_without_lightning(dataset: Path) -> None:
+    program = f"""
+    import sys
+    sys.modules["lightning"] = None
+    sys.modules["lightning.pytorch"] = None
+    from energon_bridge import EnergonMultiModalDataModule
+    from energon_bridge.task_encoder.base import DefaultTaskEncoder
+    data = EnergonMultiModalDataModule({str(dataset)!r}, None, None, num_workers=0, task_encoder=DefaultTaskEncoder())
+    assert EnergonMultiModalDataModule.__mro__[1] is object
+    next(data.train_dataloader())
+    print(sorted(data.state_dict()))
+    """
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert result.stdout.strip() == "['global_step', 'train']"

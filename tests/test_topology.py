@@ -1,0 +1,238 @@
+"""Who delivers which lane: ranks and workers deal every microbatch out once and in order, whatever their number."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch.distributed
+from hypothesis import given, strategies as st
+from strategies import rank_chains, schedules
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from energon_bridge import WorkerConfig
+from energon_bridge.errors import ConfigurationError, TooManyRanksError
+from energon_bridge.topology import Ownership, default_num_lanes, ticks
+
+# The number of lanes -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("world_size", "num_workers", "epoch_microbatches", "expected"),
+    [
+        (1, 0, 10**6, 24),
+        (8, 2, 10**6, 24),
+        (8, 3, 10**6, 24),
+        (8, 4, 10**6, 48),
+        (5, 4, 10**6, 120),
+        (7, 0, 10**6, 168),
+        (64, 8, 10**6, 576),
+        (1, 0, 8 * 24, 24),
+        (1, 0, 8 * 24 - 1, 12),
+        (1, 0, 95, 8),
+        (4, 0, 95, 8),
+        (4, 2, 64, 8),
+        (3, 0, 30, 3),
+        (3, 0, 23, 3),  # no divisor gives each lane eight: as many lanes as ranks
+        (8, 0, 1, 8),
+        (1, 0, 1, 1),
+        (1, 30, 5, 48),  # more lanes than 24 were asked for by the workers
+        (5, 0, 1, 120),
+    ],
+)
+def test_default_number_of_lanes_without_a_global_batch(
+    world_size: int, num_workers: int, epoch_microbatches: int, expected: int
+) -> None:
+    lanes = default_num_lanes(world_size, num_workers, group_size=None, epoch_microbatches=epoch_microbatches)
+    assert lanes == expected
+
+
+@given(st.integers(1, 300), st.integers(0, 16), st.integers(1, 10**4))
+def test_default_number_of_lanes_serves_ranks_and_workers(world_size: int, num_workers: int, epoch: int) -> None:
+    lanes = default_num_lanes(world_size, num_workers, group_size=None, epoch_microbatches=epoch)
+    busy = world_size * max(1, num_workers)
+    assert lanes % world_size == 0
+    if lanes % 24 == 0:
+        unit = math.lcm(24, world_size)
+        assert lanes % unit == 0
+        assert lanes >= busy > lanes - unit
+    else:
+        assert 24 % lanes == 0 or lanes == world_size
+        assert epoch >= 8 * lanes or lanes == world_size
+
+
+@pytest.mark.parametrize(
+    ("world_size", "num_workers", "group_size", "expected"),
+    [(1, 0, 1, 24), (1, 0, 5, 25), (1, 0, 24, 24), (2, 4, 32, 32), (8, 8, 32, 64), (8, 0, 100, 100), (16, 2, 256, 256)],
+)
+def test_default_number_of_lanes_with_a_global_batch(
+    world_size: int, num_workers: int, group_size: int, expected: int
+) -> None:
+    assert default_num_lanes(world_size, num_workers, group_size=group_size, epoch_microbatches=1) == expected
+
+
+@given(st.integers(1, 4096), st.integers(1, 256), st.integers(0, 8))
+def test_with_a_global_batch_every_legal_number_of_ranks_divides_the_lanes(
+    group_size: int, world_size: int, num_workers: int
+) -> None:
+    lanes = default_num_lanes(world_size, num_workers, group_size=group_size, epoch_microbatches=1)
+    assert lanes >= max(24, world_size * max(1, num_workers))
+    legal = [ranks for ranks in range(1, 257) if group_size % ranks == 0]
+    assert all(lanes % ranks == 0 for ranks in legal)
+    unit = group_size if group_size <= 256 else math.lcm(*legal)
+    assert lanes - unit < max(24, world_size * max(1, num_workers))
+
+
+# Ownership -----------------------------------------------------------------------------------------------------------
+
+
+@given(rank_chains())
+def test_every_microbatch_is_delivered_once_and_in_order(run: tuple[int, list[tuple[int, int]]]) -> None:
+    num_lanes, parts = run
+    m = 0
+    for world_size, steps in parts:
+        owned = Ownership(num_lanes, world_size, m)
+        lanes = [lane for rank in range(world_size) for lane in owned.lanes_of(rank)]
+        assert sorted(lanes) == list(range(num_lanes))
+        assert all(owned.rank_of(lane) == rank for rank in range(world_size) for lane in owned.lanes_of(rank))
+        for _ in range(steps):
+            delivered = [owned.lane_in_step(rank, m) for rank in range(world_size)]
+            real = [(rank, lane) for rank, lane in enumerate(delivered) if lane is not None]
+            assert len(real) == owned.step_size(m) >= 1
+            assert [lane for _, lane in real] == [(m + i) % num_lanes for i in range(len(real))]
+            assert all(owned.rank_of(lane) == rank for rank, lane in real)
+            assert owned.even == (num_lanes % world_size == 0)
+            assert not owned.even or len(real) == world_size
+            m += len(real)
+
+
+@given(rank_chains())
+def test_a_rank_is_asked_for_its_lanes_in_turn(run: tuple[int, list[tuple[int, int]]]) -> None:
+    num_lanes, parts = run
+    m = 0
+    for world_size, steps in parts:
+        owned = Ownership(num_lanes, world_size, m)
+        last: dict[int, int] = {}
+        for _ in range(steps):
+            for rank in range(world_size):
+                lane = owned.lane_in_step(rank, m)
+                if lane is not None:
+                    lanes = owned.lanes_of(rank)
+                    if rank in last:
+                        assert lane == lanes[(lanes.index(last[rank]) + 1) % len(lanes)]
+                    last[rank] = lane
+            m += owned.step_size(m)
+
+
+@pytest.mark.parametrize("num_lanes", [1, 6, 24, 48, 240])
+def test_masked_share_is_what_a_round_of_lanes_masks(num_lanes: int) -> None:
+    for world_size in range(1, min(64, num_lanes) + 1):
+        owned = Ownership(num_lanes, world_size, 0)
+        m = steps = 0
+        while m < num_lanes:
+            m += owned.step_size(m)
+            steps += 1
+        assert m == num_lanes
+        assert owned.masked_share == pytest.approx(1 - num_lanes / (steps * world_size))
+    assert Ownership(24, 5, 0).masked_share == pytest.approx(0.04)
+
+
+@pytest.mark.parametrize(("num_lanes", "world_size", "nearest"), [(24, 5, 4), (24, 7, 6), (24, 10, 8), (24, 11, 12)])
+def test_nearest_even_number_of_ranks(num_lanes: int, world_size: int, nearest: int) -> None:
+    assert Ownership(num_lanes, world_size, 0).nearest_even_world_size() == nearest
+
+
+def test_more_ranks_than_lanes_are_refused() -> None:
+    with pytest.raises(TooManyRanksError, match="25 data-parallel ranks cannot share 24 lanes"):
+        Ownership(24, 25, 0)
+
+
+# Ticks ---------------------------------------------------------------------------------------------------------------
+
+
+@given(schedules())
+def test_a_round_robin_over_workers_meets_the_units_in_order(schedule: tuple[int, list[int]]) -> None:
+    num_workers, owners = schedule
+    units = list(enumerate(owners))
+    workers = [ticks(iter(units), num_workers, worker) for worker in range(num_workers)]
+    ended: set[int] = set()
+    met: list[int] = []
+    for number in itertools.cycle(range(num_workers)):
+        if len(ended) == num_workers:
+            break
+        try:
+            unit = next(workers[number])
+        except StopIteration:
+            ended.add(number)
+            continue
+        if unit is not None:
+            assert owners[unit] == number
+            met.append(unit)
+    assert met == list(range(len(units)))
+    together = list(ticks(iter(units), num_workers))
+    assert [unit for unit in together if unit is not None] == met
+    assert all(owners[unit] == tick % num_workers for tick, unit in enumerate(together) if unit is not None)
+
+
+# WorkerConfig --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"rank": 0}, "give rank and world_size together"),
+        ({"world_size": 2}, "give rank and world_size together"),
+        ({"rank": 2, "world_size": 2}, r"rank 2 is not in range\(2\)"),
+        ({"rank": -1, "world_size": 2}, r"rank -1 is not in range\(2\)"),
+        ({"rank": 0, "world_size": 0}, r"rank 0 is not in range\(0\)"),
+        ({"num_workers": -1}, "num_workers must be at least 0, got -1"),
+        ({"prefetch_factor": 0}, "prefetch_factor must be at least 1, got 0"),
+        ({"num_lanes": 0}, "num_lanes must be at least 1, got 0"),
+        ({"decode_threads": 0}, "decode_threads must be at least 1, got 0"),
+        ({"microbatches_per_global_batch": 0}, "microbatches_per_global_batch must be at least 1, got 0"),
+        ({"max_worker_restarts": -1}, "max_worker_restarts must be at least 0, got -1"),
+    ],
+)
+def test_worker_config_refuses(kwargs: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        WorkerConfig(**kwargs)
+
+
+def test_worker_config_alone() -> None:
+    config = WorkerConfig(num_workers=8, prefetch_factor=2, persistent_workers=True)
+    assert (config.rank, config.world_size, config.num_workers) == (0, 1, 8)
+    assert WorkerConfig.default_worker_config() == WorkerConfig(num_workers=4)
+    assert WorkerConfig.default_worker_config(2, seed=5) == WorkerConfig(num_workers=2, seed=5)
+    assert WorkerConfig(num_workers=2) != WorkerConfig(num_workers=3)
+    with pytest.raises(AttributeError):
+        config.rank = 3  # type: ignore[misc]
+
+
+def test_decode_threads_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(16)), raising=False)
+    assert WorkerConfig(num_workers=0).threads_per_process(1) == 16
+    assert WorkerConfig(num_workers=4).threads_per_process(4) == 4
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert WorkerConfig(num_workers=4).threads_per_process(4) == 1
+    assert WorkerConfig(num_workers=4, decode_threads=3).threads_per_process(4) == 3
+
+
+@pytest.fixture
+def rank_3_of_8() -> Iterator[None]:
+    torch.distributed.init_process_group("fake", rank=3, world_size=8, store=FakeStore())
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("rank_3_of_8")
+def test_rank_comes_from_torch_distributed() -> None:
+    config = WorkerConfig(num_workers=0)
+    assert (config.rank, config.world_size) == (3, 8)
+    config = WorkerConfig(rank=1, world_size=2, num_workers=0)
+    assert (config.rank, config.world_size) == (1, 2)
+    group = torch.distributed.new_group([1, 3, 5])
+    config = WorkerConfig(num_workers=0, data_parallel_group=group)
+    assert (config.rank, config.world_size) == (1, 3)

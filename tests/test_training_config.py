@@ -1,0 +1,134 @@
+"""The configuration of a run: what is read, how values are converted, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from energon_bridge.errors import ConfigurationError, UnknownArgumentError
+from energon_bridge.training.config import CheckpointConfig, DataConfig, RunConfig
+from energon_bridge.training.config_file import dump_config, load_config, write_config
+
+CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_the_configurations_in_the_repository_are_valid(path: Path) -> None:
+    assert load_config(path) != RunConfig()
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-4", 1e-4),
+        ("1E-4", 1e-4),
+        ("0.5", 0.5),
+        ("2", 2.0),
+    ],
+)
+@pytest.mark.parametrize("source", ["file", "override"])
+def test_a_learning_rate_is_a_number_however_it_is_written(
+    tmp_path: Path, text: str, value: float, source: str
+) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(f"optimizer: {{lr: {text}}}" if source == "file" else "")
+    lr = load_config(path, [] if source == "file" else [f"optimizer.lr={text}"]).optimizer.lr
+    assert (lr, type(lr)) == (value, float)
+
+
+def test_overrides_win_over_the_file_and_later_ones_over_earlier(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("seed: 1\ndata: {path: a, num_lanes: 3}\ncheckpoint:\n")
+    config = load_config(path, ["data.path=123", "seed=2", "seed=3", "data.num_lanes=null", "data.shuffle_images=true"])
+    assert config.seed == 3
+    assert config.data == DataConfig(path="123", num_lanes=None, shuffle_images=True)
+    assert config.checkpoint == CheckpointConfig()
+
+
+def test_a_value_may_contain_an_equals_sign() -> None:
+    assert load_config(None, ["data.path=s3://bucket?a=b"]).data.path == "s3://bucket?a=b"
+
+
+def test_large_integers_stay_exact() -> None:
+    assert load_config(None, [f"seed={2**60 + 1}"]).seed == 2**60 + 1
+
+
+@pytest.mark.parametrize(
+    ("override", "nearest"),
+    [
+        ("optimizer.lrr=1", "optimizer.lr"),
+        ("optimzer.lr=1", "optimizer"),
+        ("num_workers=2", "data.num_workers"),
+        ("run_dri=x", "run_dir"),
+    ],
+)
+def test_unknown_keys_are_refused_with_the_nearest_match(override: str, nearest: str) -> None:
+    with pytest.raises(UnknownArgumentError, match=f"did you mean '{nearest}'"):
+        load_config(None, [override])
+
+
+def test_an_unknown_key_names_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("data: {paht: x}")
+    with pytest.raises(UnknownArgumentError, match=r"mine\.yaml.*'data\.paht'.*'data\.path'"):
+        load_config(path)
+
+
+@pytest.mark.parametrize(
+    ("override", "complaint"),
+    [
+        ("data.micro_batch_size=1.5", "data.micro_batch_size must be int, got 1.5"),
+        ("data.micro_batch_size=many", "must be int, got 'many'"),
+        ("seed=true", "seed must be int, got True"),
+        ("optimizer.lr=fast", "optimizer.lr must be float, got 'fast'"),
+        ("optimizer.lr=null", "optimizer.lr must be float, got None"),
+        ("data.shuffle_images=1", "data.shuffle_images must be bool, got 1"),
+        ("data.num_lanes=[1]", "data.num_lanes must be int or null"),
+        ("data=3", "data is a section"),
+        ("seed", "not of the form section.key=value"),
+        ("data.path.x=3", "is a value, not a section"),
+        ("train.max_steps={", "not valid YAML"),
+        ("data.micro_batch_size=0", "data.micro_batch_size must be at least 1"),
+        ("data.global_batch_size=33", "not a multiple of data.micro_batch_size=32"),
+        ("model.init=maybe", "'pretrained' or 'random', got 'maybe'"),
+    ],
+)
+def test_wrong_values_are_refused(override: str, complaint: str) -> None:
+    with pytest.raises(ConfigurationError, match=complaint):
+        load_config(None, ["data.path=x", override])
+
+
+def test_shuffled_images_need_other_images() -> None:
+    with pytest.raises(ConfigurationError, match="micro_batch_size of at least 2"):
+        load_config(None, ["data.shuffle_images=true", "data.micro_batch_size=1"])
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"), [("- a", "must hold sections"), ("a: [", "not valid YAML"), (None, "cannot read")]
+)
+def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, content: str | None, complaint: str) -> None:
+    path = tmp_path / "config.yaml"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ConfigurationError, match=complaint):
+        load_config(path)
+
+
+def test_a_written_configuration_reads_back_equal(tmp_path: Path) -> None:
+    config = load_config(None, ["optimizer.lr=1e-5", "data.num_lanes=48", "model.name_or_path=a/b", "run_dir=x y"])
+    write_config(config, tmp_path / "run" / "config.yaml")
+    assert load_config(tmp_path / "run" / "config.yaml") == config
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["config.yaml"]
+    assert "lr: 1.0e-05" in dump_config(config)
+
+
+@pytest.mark.parametrize(("ranks", "expected"), [(1, 8), (2, 4), (8, 1)])
+def test_gradients_are_accumulated_up_to_the_global_batch(ranks: int, expected: int) -> None:
+    config = RunConfig(data=DataConfig(micro_batch_size=4, global_batch_size=32))
+    assert config.accumulate(ranks) == expected
+
+
+def test_a_global_batch_that_the_ranks_cannot_share_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"cannot be shared by 3 data-parallel ranks.*multiple of 96"):
+        RunConfig().accumulate(3)
