@@ -13,6 +13,7 @@ Of the lanes of a rank, in ascending order, number j belongs to worker `j mod W`
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import os
@@ -208,6 +209,26 @@ class Ownership:
         """Return the divisor of L that is nearest to the world size (the smaller one of two)."""
         divisors = [d for d in range(1, self.num_lanes + 1) if self.num_lanes % d == 0]
         return min(divisors, key=lambda d: (abs(d - self.world_size), d))
+
+
+def lane_units(ownership: Ownership, rank: int, m: int, num_workers: int) -> Iterator[tuple[int, int]]:
+    """Give the lanes that a rank delivers from microbatch m on, without end, each with the number of its worker."""
+    lanes = ownership.lanes_of(rank)
+    lane = None
+    while lane is None:
+        lane = ownership.lane_in_step(rank, m)
+        m += ownership.step_size(m)
+    for place in itertools.count(lanes.index(lane)):
+        yield lanes[place % len(lanes)], place % len(lanes) % num_workers
+
+
+def step_units(steps: range, rank: int, num_workers: int) -> Iterator[tuple[int, int]]:
+    """Give the microbatches of a finite stream that a rank delivers, each with the number of its worker.
+
+    `steps` has the first microbatch of each step.
+    """
+    for number, first in enumerate(steps):
+        yield first + rank, number % num_workers
 
 
 def ticks(units: Iterator[tuple[int, int]], num_workers: int, worker: int | None = None) -> Iterator[int | None]:

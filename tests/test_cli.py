@@ -141,6 +141,14 @@ def test_prepare_twice_needs_force_or_a_yes(tars: Path):
     assert meta(tars, "split.yaml")["split_parts"] == {"train": [], "val": [], "test": ["s_{0..3}.tar"]}
 
 
+def test_a_damaged_preparation_can_be_repaired(tars: Path):
+    assert energon(*PREPARE, tars, "--split-ratio", "1,0,0").exit_code == 0
+    (tars / ".nv-meta/.info.json").write_text("{")
+    assert energon(*PREPARE, tars, "--split-ratio", "1,0,0").exit_code == 1
+    assert energon(*PREPARE, tars, "--split-ratio", "1,0,0", "--force-overwrite").exit_code == 0
+    assert json.loads((tars / ".nv-meta/.info.json").read_text())["shard_counts"]["s_0.tar"] == 2
+
+
 def test_tar_index_only(tars: Path):
     assert energon(*PREPARE, tars, "--tar-index-only").exit_code == 1  # there is no .info.json to follow
     assert energon(*PREPARE, tars, "--split-ratio", "1,0,0").exit_code == 0

@@ -61,6 +61,13 @@ def test_anchors_aliases_and_merge_keys_work():
     }
 
 
+def test_a_key_that_is_merged_and_given_again_does_not_stand_twice():
+    text = b"top:\n  deep:\n    one: &one {x: 1, y: 1}\n    two: &two {<<: *one, x: 2}\nlast: {<<: *two, y: 3}\n"
+    parsed = parse_document(text, where="f.yaml")
+    assert parsed["top"]["deep"]["two"] == {"x": 2, "y": 1}
+    assert parsed["last"] == {"x": 2, "y": 3}
+
+
 def bomb(levels: int) -> bytes:
     """Return YAML whose aliases multiply by ten per level."""
     lines = ["l0: &l0 [x, x, x, x, x, x, x, x, x, x]"]
@@ -83,8 +90,23 @@ def bomb(levels: int) -> bytes:
         (b"\xff\xfe\xff", "cannot be parsed"),
         (b"a: 1\n---\nb: 2\n", "single document"),
         (bomb(9), "too large"),
+        (b"a: " + b"9" * 5000, "cannot be parsed"),
     ],
-    ids=["empty", "comment", "syntax", "twice", "key", "alias", "cycle", "python", "set", "bytes", "two", "bomb"],
+    ids=[
+        "empty",
+        "comment",
+        "syntax",
+        "twice",
+        "key",
+        "alias",
+        "cycle",
+        "python",
+        "set",
+        "bytes",
+        "two",
+        "bomb",
+        "number",
+    ],
 )
 def test_what_is_no_plain_yaml_is_refused_by_name(text: bytes, message: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("energon_bridge.format.documents._MAX_NODES", 100_000)
@@ -123,6 +145,12 @@ def test_braces_expand_like_in_bash(pattern: str, names: list[str]):
 @pytest.mark.parametrize("pattern", ["{a", "a}", "{a,{b}", "x{0..2"])
 def test_unmatched_braces_are_an_error(pattern: str):
     with pytest.raises(ValueError, match="unmatched"):
+        expand_braces(pattern)
+
+
+@pytest.mark.parametrize("pattern", ["{0..99999999999}", "{0..9999}{0..9999}"])
+def test_a_few_characters_cannot_fill_the_memory(pattern: str):
+    with pytest.raises(ValueError, match=r"more than 10,000,000 names"):
         expand_braces(pattern)
 
 

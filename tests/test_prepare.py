@@ -23,6 +23,7 @@ from energon_bridge.errors import (
     EnergonError,
     FieldMapError,
     NoShardsError,
+    ShardMissingError,
     StorageError,
     UnknownArgumentError,
     UnsupportedShardError,
@@ -136,6 +137,13 @@ def test_no_folder_and_no_tars(tmp_path: Path):
     with pytest.raises(ConfigurationError, match=r"--exclude '\(' is no regular expression"):
         prepare_dataset(tmp_path, split=ALL_TRAIN, exclude="(")
     assert sorted(snapshot(tmp_path)) == ["x.tar", "x.txt"]
+
+
+def test_a_link_that_leads_nowhere_is_named(tars: Path):
+    (tars / "a/s_99.tar").symlink_to(tars / "gone.tar")
+    (tars / "a/readme.md").symlink_to(tars / "gone.md")
+    with pytest.raises(ShardMissingError, match=r"a/s_99\.tar: no such file"):
+        prepare_dataset(tars, split=ALL_TRAIN)
 
 
 def cut_off(path: Path) -> None:

@@ -8,7 +8,7 @@ import click
 
 from energon_bridge.cli.assistant import ask_dataset_yaml, ask_field_map, ask_ratio, show_first_samples
 from energon_bridge.cli.progress import shard_progress
-from energon_bridge.errors import ConfigurationError, NotPreparedError
+from energon_bridge.errors import ConfigurationError, MetadataError, NotPreparedError
 from energon_bridge.format.nvmeta import meta_path, read_info
 from energon_bridge.prepare.dataset_yaml import parse_field_map, render_dataset_yaml
 from energon_bridge.prepare.discover import find_shards
@@ -119,6 +119,8 @@ def _confirm_overwrite(store: Store, *, force: bool, non_interactive: bool) -> N
         read_info(store)
     except NotPreparedError:
         return
+    except MetadataError as error:  # a damaged preparation is one too, and preparing again is the remedy
+        click.echo(str(error))
     if force:
         return
     if non_interactive:

@@ -13,11 +13,12 @@ from collections.abc import Iterable
 _RANGE = re.compile(r"(-?[0-9]+)\.\.(-?[0-9]+)(?:\.\.(-?[0-9]+))?")
 _LETTERS = re.compile(r"([A-Za-z])\.\.([A-Za-z])(?:\.\.(-?[0-9]+))?")
 _NUMBER = re.compile(r"([0-9]+)")
+_MAX_NAMES = 10_000_000  # more shards than anyone has; a few characters can ask for any number
 _SPECIAL = re.compile(r"([{},\\])")
 
 
 def expand_braces(pattern: str) -> list[str]:
-    """Expand a brace expression into all names; raises ValueError if its braces do not match."""
+    """Expand a brace expression into all names; raises ValueError if braces do not match or stand for too many."""
     if "{" not in pattern and "}" not in pattern and "\\" not in pattern:
         return [pattern]
     names, position = _expand(pattern, 0, inside=False)
@@ -36,6 +37,8 @@ def _expand(text: str, position: int, *, inside: bool) -> tuple[list[str], int]:
             position += 2
         elif character == "{":
             choices, position = _expand_braced(text, position)
+            if len(names) * len(choices) > _MAX_NAMES:
+                raise ValueError(f"{text!r} stands for more than {_MAX_NAMES:,} names")
             names = [name + choice for name in names for choice in choices]
         elif character == "}" or (inside and character == ","):
             break
@@ -76,6 +79,8 @@ def _numbers(first: str, last: str, step: str | None) -> list[str]:
 
 def _span(first: int, last: int, step: str | None) -> range:
     stride = abs(int(step or 1)) or 1
+    if abs(last - first) // stride >= _MAX_NAMES:
+        raise ValueError(f"{first}..{last} stands for more than {_MAX_NAMES:,} names")
     return range(first, last + 1, stride) if first <= last else range(first, last - 1, -stride)
 
 

@@ -30,16 +30,28 @@ class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mi
 
     yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}
 
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self._flattened: set[int] = set()
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[str, Any]:
-        """Build a dict with string keys; a key that stands twice is an error."""
-        seen: set[str] = set()
-        for key, _ in node.value:
-            name = self._key(key)
-            if name in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"the key {name!r} stands twice", key.start_mark)
-            seen.add(name)
+        """Build a dict with string keys; merged keys come first, so that own ones win."""
         self.flatten_mapping(node)
         return {self._key(key): self.construct_object(value, deep=deep) for key, value in node.value}
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Resolve merge keys; before the first time (later they would count), refuse keys that stand twice."""
+        if id(node) not in self._flattened:
+            self._flattened.add(id(node))
+            seen: set[str] = set()
+            for key, _ in node.value:
+                name = self._key(key)
+                if name in seen:
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"the key {name!r} stands twice", key.start_mark
+                    )
+                seen.add(name)
+        super().flatten_mapping(node)
 
     @staticmethod
     def _key(node: yaml.Node) -> str:
@@ -79,7 +91,7 @@ def parse_document(data: bytes, *, where: str) -> Any:
     try:
         text = data.decode("utf-8-sig")
         value = json.loads(text) if where.endswith(".json") else yaml.load(text, Loader=_Loader)
-    except (UnicodeDecodeError, json.JSONDecodeError, yaml.YAMLError, RecursionError) as error:
+    except (ValueError, yaml.YAMLError, RecursionError) as error:
         raise MetadataError(f"{where}: cannot be parsed: {error}") from error
     if value is None:
         raise MetadataError(f"{where}: the file is empty. Write it again, for example with `energon prepare`.")

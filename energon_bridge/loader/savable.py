@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import itertools
 import logging
 import threading
 from collections import deque
@@ -23,12 +22,12 @@ from energon_bridge.errors import ConfigurationError, LoaderError
 from energon_bridge.loader import document as doc
 from energon_bridge.loader.processes import WorkerIterator, WorkerSource
 from energon_bridge.loader.transport import Arena
-from energon_bridge.loader.workers import Stream, WorkerTicks, identity, produced, set_up_worker
+from energon_bridge.loader.workers import Stream, WorkerTicks, identity, produced, set_up_worker, weak
 from energon_bridge.plan.leaf import ORDER_VERSION
 from energon_bridge.stream.finite import mask_loss
 from energon_bridge.stream.pipeline import attach
 from energon_bridge.stream.state import COUNTERS, LaneState, Produced
-from energon_bridge.topology import Ownership, WorkerConfig
+from energon_bridge.topology import Ownership, WorkerConfig, lane_units, step_units
 
 if TYPE_CHECKING:
     from energon_bridge.loader.spec import DatasetSpec
@@ -54,8 +53,10 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         workers = config.num_workers
         self._arenas: list[Arena | None] = [None] * workers
         ahead = config.prefetch_factor
-        ticks = WorkerTicks(self._stream, self._schedule, self._rewind, max(1, workers), ahead, self._arenas)
-        self._workers = WorkerSource(self._start_workers, self._arenas, config.max_worker_restarts)
+        # Weak, so that a loader that is dropped goes at once, and its workers with it.
+        stream, schedule, rewind = weak(self._stream), weak(self._schedule), weak(self._rewind)
+        ticks = WorkerTicks(stream, schedule, rewind, max(1, workers), ahead, self._arenas)
+        self._workers = WorkerSource(weak(self._start_workers), self._arenas, config.max_worker_restarts)
         super().__init__(
             ticks,
             batch_size=None,
@@ -159,19 +160,11 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
 
     def _schedule(self) -> Iterator[tuple[int, int]]:
         """Give the units of this rank from the delivered position on, each with the number of its worker."""
-        workers = max(1, self.config.num_workers)
-        rank, size = self.config.dp_rank, self.config.dp_size
+        config = self.config
         if self.spec.finite:
-            for step, first in enumerate(range(self._microbatches, self._units.steps * size, size)):
-                yield first + rank, step % workers
-            return
-        lanes = self._ownership.lanes_of(rank)
-        m, lane = self._microbatches, None
-        while lane is None:
-            lane = self._ownership.lane_in_step(rank, m)
-            m += self._ownership.step_size(m)
-        for place in itertools.count(lanes.index(lane)):
-            yield lanes[place % len(lanes)], place % len(lanes) % workers
+            steps = range(self._microbatches, self._units.steps * config.dp_size, config.dp_size)
+            return step_units(steps, config.dp_rank, max(1, config.num_workers))
+        return lane_units(self._ownership, config.dp_rank, self._microbatches, max(1, config.num_workers))
 
     def _stream(self) -> Stream:
         """Build what makes the units in this process."""

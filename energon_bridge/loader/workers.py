@@ -10,9 +10,10 @@ from __future__ import annotations
 import itertools
 import signal
 import sys
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch.utils.data
 
@@ -22,6 +23,8 @@ from energon_bridge.stream.lane import Lane
 from energon_bridge.stream.pipeline import Pipeline
 from energon_bridge.stream.state import LaneState, Produced
 from energon_bridge.topology import ticks
+
+T = TypeVar("T")
 
 
 class Stream(Protocol):
@@ -139,6 +142,18 @@ class WorkerTicks(torch.utils.data.IterableDataset[Any]):
         units = ticks(self._schedule(), self._num_workers, info.id)
         for item in produced(self._make_stream(), units, self._ahead):
             yield None if item is None else (info.id, pack(item, arena))
+
+
+def weak(method: Callable[[], T]) -> Callable[[], T]:
+    """Return a call of a bound method that does not keep its object alive."""
+    reference = weakref.WeakMethod(method)
+
+    def call() -> T:
+        bound = reference()
+        assert bound is not None, "the loader is gone"
+        return bound()
+
+    return call
 
 
 def identity(item: Any) -> Any:

@@ -5,7 +5,7 @@ Both orders are integer arithmetic on the number of the draw; there is nothing t
 *Weights* (`WeightedBlend`). Draw k of lane l takes the leaf in whose interval of cumulative weights
 `u = (phase + l*B + k*A) mod 2^64` falls, with `A = floor(2^64 (sqrt5 - 1)/2)`, `B = floor(2^64 (sqrt3 - 1))`, the
 weights as 64-bit thresholds and the leaves in order of identity. Multiples of an irrational number fill every interval
-evenly: a lane stays within a few draws of weight x prefix, and so do consecutive draws of the global order. The order is
+evenly: a lane stays within a few draws of weight x prefix, and so do consecutive draws of the global order. It is
 memoryless, so weights may change from any draw on.
 
 *Repetitions* (`EpochizedBlend`). In mix epoch E leaf i of N samples, repeated r times, gives `floor((E+1)Nr) -

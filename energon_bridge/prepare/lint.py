@@ -172,7 +172,7 @@ def _check_sample(
         return
     try:
         if dataset.field_map is not None:
-            dataset.sample_type(__key__=key, **dataset.field_map(decoded))
+            dataset.sample_type(**{"__key__": key, **dataset.field_map(decoded)})
         elif dataset.sample_loader is not None:
             raw = {"__key__": key, "__restore_key__": ("Webdataset", index), "__sources__": (), **decoded}
             fields = dataset.sample_loader(raw)

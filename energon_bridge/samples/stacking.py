@@ -17,7 +17,6 @@ import torch
 
 from energon_bridge.errors import ConfigurationError
 
-
 _NUMPY_DTYPES = frozenset((torch.uint8, torch.int32, torch.int64, torch.float32, torch.float64, torch.bool))
 
 

@@ -43,8 +43,8 @@ class Store(Protocol):
         """Read exactly `length` bytes from byte `offset` of `rel`; raises ShortReadError if there are fewer."""
         ...
 
-    def list(self, suffix: str = "") -> list[tuple[str, int]]:
-        """List (name, size in bytes) of all files below the root whose name ends with `suffix`, sorted by name."""
+    def list(self, suffix: str | tuple[str, ...] = "") -> list[tuple[str, int]]:
+        """List (name, bytes) of all files below the root whose name ends with `suffix` (or one of them), sorted."""
         ...
 
     def write(self, rel: str, data: bytes) -> None:

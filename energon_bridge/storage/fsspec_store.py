@@ -72,8 +72,8 @@ class FsspecStore:
             raise short_read(self.url(rel), offset=offset, expected=length, got=len(data))
         return data
 
-    def list(self, suffix: str = "") -> list[tuple[str, int]]:
-        """List (name, size in bytes) of all files below the root whose name ends with `suffix`, sorted by name."""
+    def list(self, suffix: str | tuple[str, ...] = "") -> list[tuple[str, int]]:
+        """List (name, bytes) of all files below the root whose name ends with `suffix` (or one of them), sorted."""
         fs, path = self._locate("")
         try:
             found = fs.find(path, detail=True)

@@ -101,8 +101,8 @@ class LocalStore:
         except OSError as error:
             raise StorageError(f"{self.url(rel)}: cannot read {length} bytes at offset {offset}: {error}") from error
 
-    def list(self, suffix: str = "") -> list[tuple[str, int]]:
-        """List (name, size in bytes) of all files below the root whose name ends with `suffix`, sorted by name."""
+    def list(self, suffix: str | tuple[str, ...] = "") -> list[tuple[str, int]]:
+        """List (name, bytes) of all files below the root whose name ends with `suffix` (or one of them), sorted."""
         self.check_root()
         found: list[tuple[str, int]] = []
         visited: set[tuple[int, int]] = set()
@@ -116,7 +116,7 @@ class LocalStore:
             prefix = "" if relative == "." else relative + "/"
             for name in names:
                 if name.endswith(suffix):
-                    found.append((prefix + name, os.stat(os.path.join(folder, name)).st_size))
+                    found.append((prefix + name, self.size(prefix + name)))
         found.sort()
         return found
 

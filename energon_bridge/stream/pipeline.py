@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -136,6 +136,20 @@ class Pipeline:
             attach(batch, "__restore_key__", ("Batch", lane, number, tuple(keys)))
         attach(batch, "__valid__", torch.ones(len(samples), dtype=torch.bool))
         return batch
+
+    def batches(
+        self, samples: list[Any], keys: list[RestoreKey], lane: int, number: int, counts: list[int]
+    ) -> Iterator[Any]:
+        """Yield the microbatch of some encoded samples; nothing, and count them, where a hook refuses them."""
+        try:
+            batch = self.collate(samples, keys, lane, number)
+        except Exception as error:  # the policy decides
+            indices = ", ".join(str(key[1]) for key in keys[:8]) + (", …" if len(keys) > 8 else "")
+            where = f"{self.leaf.dataset.path}: the microbatch of samples {indices}"
+            counts[COUNTERS.index(self.code.failed(error, where, "microbatch"))] += len(samples)
+            return
+        self.code.succeeded("microbatch")
+        yield batch
 
     def user_code(self) -> contextlib.AbstractContextManager[None]:
         """Enter wherever hooks may run."""

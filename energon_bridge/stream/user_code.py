@@ -53,7 +53,7 @@ class UserCode:
         self.encodes = not is_default(encoder.encode_sample)
         self._batches = not (is_default(encoder.batch) and is_default(encoder.encode_batch))
         self.tolerance: int = getattr(encoder, "__default_failure_tolerance__", 100) or 0
-        self._failures = 0
+        self._failures = {"sample": 0, "microbatch": 0}
 
     @property
     def present(self) -> bool:
@@ -74,28 +74,29 @@ class UserCode:
             seed_everything(fold(self._key, _BATCH, lane, number))
         return self.encoder.encode_batch(self.encoder.batch(samples))
 
-    def failed(self, error: Exception, where: str) -> str:
-        """Apply the error policy to a failed draw and return the counter it belongs to.
+    def failed(self, error: Exception, where: str, what: str = "sample") -> str:
+        """Apply the error policy to a failed `sample` or `microbatch` and return the counter it belongs to.
 
         Raises:
-            FatalSampleError: The error is of a kind that stops the run, or too many draws failed in a row.
+            FatalSampleError: The error is of a kind that stops the run, or too many failed in a row.
         """
         if isinstance(error, SkipSample):
             return "skipped"
-        self._failures += 1
+        self._failures[what] += 1
         if isinstance(error, _ALWAYS_FATAL):
             raise FatalSampleError(f"{where}: {type(error).__name__}: {error}") from error
-        if self.tolerance and self._failures >= self.tolerance:
+        failures = self._failures[what]
+        if self.tolerance and failures >= self.tolerance:
             raise FatalSampleError(
-                f"{self._failures} samples failed in a row, the last one {where}: {type(error).__name__}: {error}. "
-                "Mend the data or the encoder, or raise the encoder's __default_failure_tolerance__"
+                f"{failures} {what}s failed in a row, the last one {where}: {type(error).__name__}: {error}. Mend the "
+                "data or the encoder, or raise the encoder's __default_failure_tolerance__"
             ) from error
-        logger.warning("skipped a sample that failed: %s: %s: %s", where, type(error).__name__, error)
+        logger.warning("skipped a %s that failed: %s: %s: %s", what, where, type(error).__name__, error)
         return "errors"
 
-    def succeeded(self) -> None:
-        """Note that a draw gave a sample."""
-        self._failures = 0
+    def succeeded(self, what: str = "sample") -> None:
+        """Note that a draw gave a sample, or samples a microbatch."""
+        self._failures[what] = 0
 
 
 def is_default(hook: Any) -> bool:
