@@ -11,6 +11,7 @@ import argparse
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 
 from energon_bridge.errors import EnergonError
@@ -28,6 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_intermixed_args(arguments)
     main_rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
     logging.basicConfig(level=logging.INFO if main_rank else logging.WARNING, format="%(asctime)s %(message)s")
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*")  # lightning's use of torch, of no interest here
     try:
         config = load_config(options.config, options.overrides)
         # Only now: torch, lightning and transformers take seconds, and a typing error should not.

@@ -119,7 +119,7 @@ def _plain(value: Any, *, where: str, depth: int, budget: list[int]) -> Any:
 
 def dump_yaml(value: Any) -> bytes:
     """Write plain values as block-style YAML in the order given, as `energon prepare` does."""
-    text: str = yaml.dump(value, sort_keys=False, allow_unicode=True)
+    text: str = yaml.dump(value, sort_keys=False)
     return text.encode()
 
 

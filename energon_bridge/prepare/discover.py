@@ -14,7 +14,8 @@ def find_shards(store: Store, *, exclude: str | None = None) -> list[str]:
     """List the `.tar` files below the root, sorted, without those whose path matches the pattern `exclude`.
 
     Raises NoShardsError if there are none, UnsupportedShardError for compressed tars, whose samples cannot be read by
-    range, ShardMissingError for a link that leads nowhere, and ConfigurationError for a pattern that is no regular expression.
+    range, ShardMissingError for a link that leads nowhere, and ConfigurationError for a pattern that is no regular
+    expression.
     """
     pattern = compile_pattern(exclude, option="--exclude") if exclude else None
     names = [name for name, _ in store.list((".tar", *_COMPRESSED)) if not (pattern and pattern.search(name))]

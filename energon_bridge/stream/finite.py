@@ -63,17 +63,19 @@ class FiniteStream:
         counts = [0] * len(COUNTERS)
         real = number < self._microbatches
         for attempt in range(self._microbatches):
-            counted = counts if real and not attempt else None
-            samples, keys = self._encoded((number + attempt) % self._microbatches, counted)
-            if samples:
+            counted = counts if real and not attempt else [0] * len(COUNTERS)
+            # Two numbers that fall on one microbatch differ in their mask only.
+            unit = (number + attempt) % self._microbatches
+            samples, keys = self._encoded(unit, counted)
+            with self._pipeline.user_code():
+                batches = self._pipeline.batches(samples, keys, -1, unit, counted) if samples else []
+            if batches:
                 break
         else:
             path = self._pipeline.leaf.dataset.path
             raise EmptyDatasetError(f"{path}: every one of the {self._samples} samples of the split was skipped")
+        (batch,) = batches
         exists = real and not attempt
-        with self._pipeline.user_code():
-            # Two numbers that fall on one microbatch differ in their mask only.
-            batch = self._pipeline.collate(samples, keys, -1, (number + attempt) % self._microbatches)
         if not exists:
             attach(batch, "__valid__", torch.zeros(len(samples), dtype=torch.bool))
             mask_loss(batch)
@@ -81,11 +83,10 @@ class FiniteStream:
             counts[0] += len(samples)
         return Produced(batch, len(samples) if exists else 0, None, [[*counts, self._pipeline.bytes_since()]])
 
-    def _encoded(self, number: int, counts: list[int] | None) -> tuple[list[Any], list[RestoreKey]]:
+    def _encoded(self, number: int, counts: list[int]) -> tuple[list[Any], list[RestoreKey]]:
         self.prepare(number)
         ahead = self._ahead.pop(number)
         outputs: list[tuple[RestoreKey, Any]] = []
-        counts = [0] * len(COUNTERS) if counts is None else counts
         with self._pipeline.user_code():
             while len(ahead):
                 for key, loaded in zip(*ahead.take(), strict=True):

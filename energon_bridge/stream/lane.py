@@ -8,10 +8,14 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
+from energon_bridge.errors import EmptyDatasetError
 from energon_bridge.stream.pipeline import Ahead, Pipeline
 from energon_bridge.stream.reader import RoundBuffer
 from energon_bridge.stream.state import COUNTERS, LaneState, Produced
 from energon_bridge.stream.values import Loaded, Problem, RestoreKey
+
+_BARREN = 1000
+"""Fewer draws (or microbatches) without a result than this are no sign of anything."""
 
 
 class Lane:
@@ -47,28 +51,54 @@ class Lane:
         """Return the next microbatch and the state of the lane after it."""
         pipeline, rows = self._pipeline, self._pipeline.rows
         counts = [0] * len(COUNTERS)
-        samples: list[Any] = []
-        keys: list[RestoreKey] = []
+        batches: list[Any] = []
+        first, attempts = self._draw, 0
         with pipeline.user_code():
-            while len(samples) < rows:
-                if self._outputs:
-                    key, sample = self._outputs.popleft()
-                    samples.append(sample)
-                    keys.append(key)
-                    self._drawn(left=bool(self._outputs))
-                    continue
-                if self._at == len(self._loaded[0]):
-                    self._load(rows - len(samples))
-                if pipeline.code.encodes:
-                    self._encode_draw(counts)
-                else:
-                    self._take(rows - len(samples), keys, samples, counts)
-            batch = pipeline.collate(samples, keys, self.number, self._microbatches)
+            while not batches:
+                if attempts > _BARREN:
+                    self._give_up_if_barren(first)
+                samples, keys = self._collect(counts)
+                batches = pipeline.batches(samples, keys, self.number, self._microbatches, counts)
+                attempts += 1
+        (batch,) = batches
         counts[0] += rows
         self._microbatches += 1
         self._started = True
         state = LaneState(self._microbatches, self._draw, self._skip, (self._draw,))
         return Produced(batch, rows, state, [[*counts, pipeline.bytes_since()]])
+
+    def _collect(self, counts: list[int]) -> tuple[list[Any], list[RestoreKey]]:
+        """Return the encoded samples of a microbatch and their restore keys; count the draws that give none."""
+        rows = self._pipeline.rows
+        samples: list[Any] = []
+        keys: list[RestoreKey] = []
+        first = self._draw
+        while len(samples) < rows:
+            if self._outputs:
+                key, sample = self._outputs.popleft()
+                samples.append(sample)
+                keys.append(key)
+                self._drawn(left=bool(self._outputs))
+                continue
+            if self._at == len(self._loaded[0]):
+                if not samples:
+                    self._give_up_if_barren(first)
+                self._load(rows - len(samples))
+            if self._pipeline.code.encodes:
+                self._encode_draw(counts)
+            else:
+                self._take(rows - len(samples), keys, samples, counts)
+        return samples, keys
+
+    def _give_up_if_barren(self, since: int) -> None:
+        """Raise where so many draws gave nothing that going on would never end."""
+        leaf = self._pipeline.leaf
+        draws = self._draw - since
+        if draws > max(_BARREN, 10 * leaf.order.num_samples):
+            raise EmptyDatasetError(
+                f"{leaf.dataset.path}: {draws} samples in a row, of a split of {leaf.order.num_samples}, were skipped, "
+                "excluded or failed: nothing is left to train on. Check `exclude` and what encode_sample and batch skip"
+            )
 
     def _load(self, draws: int) -> None:
         """Wait for the next loaded draws; load them now if nothing is under way."""
@@ -95,12 +125,20 @@ class Lane:
         taken_keys, taken = self._loaded[0][self._at : self._at + wanted], self._loaded[1][self._at : self._at + wanted]
         self._at += len(taken)
         self._draw += len(taken)
+        before = len(samples)
         for key, sample in zip(taken_keys, taken, strict=True):
             if type(sample) is not Problem:
                 keys.append(key)
                 samples.append(sample)
-            else:
-                self._pipeline.encode(sample, key, counts)
+                continue
+            self._note_successes(len(samples) - before)
+            before = len(samples)
+            self._pipeline.encode(sample, key, counts)
+        self._note_successes(len(samples) - before)
+
+    def _note_successes(self, count: int) -> None:
+        if count:
+            self._pipeline.code.succeeded()
 
     def _schedule_up_to(self, draw: int) -> None:
         while self._scheduled < draw:

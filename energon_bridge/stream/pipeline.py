@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -139,17 +139,17 @@ class Pipeline:
 
     def batches(
         self, samples: list[Any], keys: list[RestoreKey], lane: int, number: int, counts: list[int]
-    ) -> Iterator[Any]:
-        """Yield the microbatch of some encoded samples; nothing, and count them, where a hook refuses them."""
+    ) -> list[Any]:
+        """Return the microbatch of some encoded samples in a list, an empty one where a hook refuses to make it."""
         try:
             batch = self.collate(samples, keys, lane, number)
         except Exception as error:  # the policy decides
             indices = ", ".join(str(key[1]) for key in keys[:8]) + (", …" if len(keys) > 8 else "")
             where = f"{self.leaf.dataset.path}: the microbatch of samples {indices}"
             counts[COUNTERS.index(self.code.failed(error, where, "microbatch"))] += len(samples)
-            return
+            return []
         self.code.succeeded("microbatch")
-        yield batch
+        return [batch]
 
     def user_code(self) -> contextlib.AbstractContextManager[None]:
         """Enter wherever hooks may run."""
@@ -174,7 +174,8 @@ class Pipeline:
             samples = [self._restore_one(tuple(one)) for one in keys]
             with generators_put_back():
                 return self.collate(samples, [tuple(one) for one in keys], lane, number)
-        return self._restore_one(key)
+        sample = self._restore_one(key)
+        return self.collate([sample], [key], 0, 0) if self.settings.batch_size is None else sample
 
     def _restore_one(self, key: tuple[Any, ...]) -> Any:
         identity, index, epoch, output = key

@@ -92,9 +92,10 @@ class Values:
         if dataset.sample_loader is not None:
             meta = {"__key__": key, "__restore_key__": restore_key, "__sources__": (source,)}
             values = dataset.sample_loader(values | meta | {"__shard__": source.shard_name})
-            key = values.pop("__key__", key)
         else:
             values = dataset.field_map(values)
+        if "__key__" in values:
+            key = values.pop("__key__")
         return dataset.sample_type(
             __key__=key, __restore_key__=restore_key, __subflavors__=subflavors, __sources__=(source,), **values
         )

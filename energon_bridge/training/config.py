@@ -92,7 +92,7 @@ class OptimizerConfig:
         clip_norm: Gradients are scaled down to this norm; 0 leaves them as they are.
     """
 
-    lr: float = 3e-3
+    lr: float = 1e-3
     min_lr: float = 0.0
     warmup_steps: int = 100
     weight_decay: float = 0.01
