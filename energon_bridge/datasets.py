@@ -16,7 +16,7 @@ from typing import Any
 from energon_bridge.errors import ConfigurationError, UnknownArgumentError
 from energon_bridge.format.dataset import open_dataset
 from energon_bridge.loader.savable import SavableDataLoader
-from energon_bridge.loader.spec import DatasetSpec
+from energon_bridge.loader.spec import DatasetSpec, MixLeaf
 from energon_bridge.task_encoder.base import DefaultTaskEncoder
 from energon_bridge.task_encoder.decoder import SampleDecoder
 from energon_bridge.topology import WorkerConfig
@@ -97,13 +97,7 @@ def get_train_dataset(
             f"{shuffle_over_epochs_multiplier!r}"
         )
     return DatasetSpec(
-        dataset=open_dataset(
-            path,
-            split_part=split_part,
-            dataset_config=dataset_config,
-            split_config=split_config,
-            trust_remote_code=trust_remote_code,
-        ),
+        mix=_open(path, split_part, dataset_config, split_config, trust_remote_code, shuffle_over_epochs_multiplier),
         finite=False,
         worker_config=worker_config or WorkerConfig.default_worker_config(),
         batch_size=_positive("batch_size", batch_size),
@@ -112,7 +106,6 @@ def get_train_dataset(
         shuffle_buffer_size=_positive("shuffle_buffer_size", shuffle_buffer_size, least=0) or 0,
         max_samples_per_sequence=_positive("max_samples_per_sequence", max_samples_per_sequence),
         parallel_shard_iters=_positive("parallel_shard_iters", parallel_shard_iters) or 16,
-        shuffle=shuffle_over_epochs_multiplier is not None,
     )
 
 
@@ -142,21 +135,34 @@ def get_val_dataset(
     """
     _refuse_unknown(get_val_dataset, kwargs)
     return DatasetSpec(
-        dataset=open_dataset(
-            path,
-            split_part=split_part,
-            dataset_config=dataset_config,
-            split_config=split_config,
-            trust_remote_code=trust_remote_code,
-        ),
+        mix=_open(path, split_part, dataset_config, split_config, trust_remote_code, 1),
         finite=True,
         worker_config=worker_config or WorkerConfig.default_worker_config(),
         batch_size=_positive("batch_size", batch_size),
         task_encoder=_encoder(task_encoder, image_decode),
         batch_drop_last=batch_drop_last,
-        shuffle=False,
         limit=_positive("limit", limit),
     )
+
+
+def _open(
+    path: str | os.PathLike[str],
+    split_part: str,
+    dataset_config: str,
+    split_config: str,
+    trust_remote_code: bool,
+    shuffle_over_epochs_multiplier: int | None,
+) -> tuple[MixLeaf, ...]:
+    """Open the leaves behind a path."""
+    dataset = open_dataset(
+        path,
+        split_part=split_part,
+        dataset_config=dataset_config,
+        split_config=split_config,
+        trust_remote_code=trust_remote_code,
+    )
+    shuffle = shuffle_over_epochs_multiplier is not None
+    return (MixLeaf(dataset=dataset, start=0, stop=dataset.num_samples, shuffle=shuffle),)
 
 
 def get_savable_loader(

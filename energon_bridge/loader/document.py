@@ -4,19 +4,21 @@ Built-in types only, so that it loads with `torch.load` and its defaults, as JSO
 
     {"format": "energon_bridge.state", "format_version": 1, "order_version": 1,
      "kind": "train" | "finite", "num_lanes": L, "microbatches": m0,
-     "settings": {name: value, ...},         # everything that the order depends on
-     "leaves": [{"identity", "fingerprint", "path", "split_part", "num_samples", "num_shards", "counts": {...}}],
+     "settings": {name: value, ...},         # everything that the order depends on but the leaves
+     "leaves": {"identities": [str, ...], "paths": text, "split_parts": text, "shares": text, "num_samples": column,
+                "counts": {name: column, ...}},
      "lanes": {"numbers": column, "microbatches": column, "draws": column, "taken": column,
-               "leaf_draws": [column, ...]}}
+               "leaf_draws": column}}        # lane by lane, leaf by leaf
 
-A *column* is a string: the integers' differences as little-endian int64, zlib, base85. The state of a rank holds the
-lanes of that rank; several such states merge into one as long as they stand at the same microbatch. Counts of a rank's
-state are that rank's own; they add up in a merge.
+A *column* is a string: the integers' differences as little-endian int64, zlib, base85. A *text* is the zlib'd, base85
+JSON of a list of strings. The state of a rank holds the lanes of that rank; several such states merge into one as long
+as they stand at the same microbatch. Counts of a rank's state are that rank's own; they add up in a merge.
 """
 
 from __future__ import annotations
 
 import base64
+import json
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -37,10 +39,12 @@ from energon_bridge.errors import (
     StepMismatchError,
 )
 from energon_bridge.plan.leaf import ORDER_VERSION
-from energon_bridge.stream.state import LaneState
+from energon_bridge.stream.state import COUNTERS, LaneState
 
 FORMAT = "energon_bridge.state"
 FORMAT_VERSION = 1
+
+_TEXTS = ("path", "split_part", "share")
 
 _SETTING_ERRORS: dict[str, type[SettingMismatchError]] = {
     "seed": SeedMismatchError,
@@ -64,17 +68,46 @@ def decode_column(text: str) -> list[int]:
     return numbers
 
 
+def encode_text(strings: Iterable[str]) -> str:
+    """Return strings as one: JSON, zlib, base85."""
+    return base64.b85encode(zlib.compress(json.dumps(list(strings)).encode(), 9)).decode()
+
+
+def decode_text(text: str) -> list[str]:
+    """Return the strings of a text."""
+    strings: list[str] = json.loads(zlib.decompress(base64.b85decode(text)))
+    return strings
+
+
+def write_leaves(table: Sequence[State], counts: Sequence[Sequence[int]]) -> State:
+    """Return the `leaves` entry of a document: rows of a table of leaves, and the counters of each."""
+    return {
+        "identities": [row["identity"] for row in table],
+        **{f"{name}s": encode_text(row[name] for row in table) for name in _TEXTS},
+        "num_samples": encode_column(row["num_samples"] for row in table),
+        "counts": {name: encode_column(row[i] for row in counts) for i, name in enumerate(COUNTERS)},
+    }
+
+
+def read_leaves(document: State) -> list[State]:
+    """Return the leaves of a document: rows with identity, path, split_part, share, num_samples and counts (a list)."""
+    entry = document["leaves"]
+    columns: dict[str, Sequence[Any]] = {name: decode_text(entry[f"{name}s"]) for name in _TEXTS}
+    columns |= {"identity": entry["identities"], "num_samples": decode_column(entry["num_samples"])}
+    columns["counts"] = [list(row) for row in zip(*(decode_column(entry["counts"][n]) for n in COUNTERS), strict=True)]
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
 def write_lanes(lanes: Mapping[int, LaneState]) -> State:
     """Return the `lanes` entry of a document."""
     numbers = sorted(lanes)
     states = [lanes[number] for number in numbers]
-    leaves = len(states[0].leaf_draws) if states else 0
     return {
         "numbers": encode_column(numbers),
         "microbatches": encode_column(s.microbatches for s in states),
         "draws": encode_column(s.draw for s in states),
         "taken": encode_column(s.taken for s in states),
-        "leaf_draws": [encode_column(s.leaf_draws[i] for s in states) for i in range(leaves)],
+        "leaf_draws": encode_column(count for s in states for count in s.leaf_draws),
     }
 
 
@@ -83,9 +116,12 @@ def read_lanes(document: State) -> dict[int, LaneState]:
     entry = document["lanes"]
     names = ("numbers", "microbatches", "draws", "taken")
     numbers, microbatches, draws, taken = (decode_column(entry[name]) for name in names)
-    leaf_draws = [decode_column(column) for column in entry["leaf_draws"]]
-    columns = zip(numbers, microbatches, draws, taken, zip(*leaf_draws, strict=True), strict=True)
-    return {number: LaneState(m, draw, t, tuple(leaf)) for number, m, draw, t, leaf in columns}
+    leaf_draws = decode_column(entry["leaf_draws"])
+    leaves = len(document["leaves"]["identities"])
+    return {
+        number: LaneState(m, draw, t, tuple(leaf_draws[i * leaves : (i + 1) * leaves]))
+        for i, (number, m, draw, t) in enumerate(zip(numbers, microbatches, draws, taken, strict=True))
+    }
 
 
 def check_format(state: Any) -> State:
@@ -129,25 +165,26 @@ def merge(states: Sequence[Any]) -> State:
         raise StateFormatError("no state given")
     first = documents[0]
     lanes: dict[int, LaneState] = {}
-    counts = [dict.fromkeys(leaf["counts"], 0) for leaf in first["leaves"]]
+    leaves = read_leaves(first)
+    counts = [[0] * len(COUNTERS) for _ in leaves]
     for number, document in enumerate(documents):
         if document["microbatches"] != first["microbatches"]:
             raise StepMismatchError(
                 f"the states were saved at different steps: state 0 after {first['microbatches']} microbatches of the "
                 f"run, state {number} after {document['microbatches']}; take the states of one checkpoint"
             )
-        if document["settings"] != first["settings"] or document["num_lanes"] != first["num_lanes"]:
+        same = all(document[name] == first[name] for name in ("settings", "num_lanes"))
+        if not same or document["leaves"]["identities"] != first["leaves"]["identities"]:
             raise StateFormatError(
                 f"state {number} belongs to another run than state 0: {_difference(first, document)}"
             )
         known = read_lanes(document)
         fresh = not lanes.keys() & known.keys()
         lanes |= known
-        for total, leaf in zip(counts, document["leaves"], strict=True):
-            for name, value in leaf["counts"].items() if fresh else ():
-                total[name] += value
-    leaves = [leaf | {"counts": total} for leaf, total in zip(first["leaves"], counts, strict=True)]
-    return first | {"lanes": write_lanes(lanes), "leaves": leaves}
+        if fresh:
+            own = (leaf["counts"] for leaf in read_leaves(document))
+            counts = [[a + b for a, b in zip(*pair, strict=True)] for pair in zip(counts, own, strict=True)]
+    return first | {"lanes": write_lanes(lanes), "leaves": write_leaves(leaves, counts)}
 
 
 def _difference(a: State, b: State) -> str:
@@ -165,12 +202,9 @@ def check_fits(document: State, kind: str, settings: State, leaves: list[State])
     """
     if document["kind"] != kind:
         raise StateFormatError(f"the state is of a {document['kind']} stream, this loader delivers a {kind} one")
-    for saved, here in zip(document["leaves"], leaves, strict=False):
-        if saved["split_part"] != here["split_part"]:
-            raise SplitMismatchError(
-                f"the state belongs to split {saved['split_part']!r} of {saved['path']}, this run reads split "
-                f"{here['split_part']!r} of {here['path']}"
-            )
+    saved_leaves = read_leaves(document)
+    if [leaf["split_part"] for leaf in saved_leaves] != [leaf["split_part"] for leaf in leaves]:
+        _refuse_split(saved_leaves, leaves)
     for name in sorted(settings.keys() | document["settings"].keys(), key=lambda n: (n not in _SETTING_ERRORS, n)):
         then, now = document["settings"].get(name), settings.get(name)
         if then != now:
@@ -178,23 +212,44 @@ def check_fits(document: State, kind: str, settings: State, leaves: list[State])
                 f"the state was saved with {name}={then!r}, this run has {name}={now!r}: the order of samples depends "
                 f"on it; set {name}={then!r} to resume, or start a new run"
             )
-    if [leaf["identity"] for leaf in document["leaves"]] != [leaf["identity"] for leaf in leaves]:
-        lines = [
-            f"  {sign} {_describe(leaf)}" for sign, part in (("-", document["leaves"]), ("+", leaves)) for leaf in part
-        ]
+    difference = diff_leaves(saved_leaves, leaves)
+    if difference:
         raise DatasetMismatchError(
             "the state belongs to other data (- in the state, + in this run):\n"
-            + "\n".join(lines)
-            + "\nShards, their sample counts or sizes, excludes or dataset.yaml differ: restore the data that the run "
-            "was started with, or start a new run"
+            + "\n".join(f"  {line}" for line in difference)
+            + "\nWhat counts is the content: shards, their sample counts and sizes, excludes and dataset.yaml. Restore "
+            "the data and weights that the run was started with, or start a new run"
         )
 
 
+def _refuse_split(saved: Sequence[State], here: Sequence[State]) -> None:
+    """Raise where the same datasets are read, in other split parts."""
+    for then, now in zip(saved, here, strict=False):
+        if then["split_part"] != now["split_part"] and (len(saved) == len(here) == 1 or then["path"] == now["path"]):
+            raise SplitMismatchError(
+                f"the state belongs to split {then['split_part']!r} of {then['path']}, this run reads split "
+                f"{now['split_part']!r} of {now['path']}"
+            )
+
+
+def diff_leaves(saved: Sequence[State], here: Sequence[State]) -> list[str]:
+    """Return what differs between two tables of leaves, a line each: added, removed, reweighted, content changed."""
+    then, now = ({leaf["identity"]: leaf for leaf in table} for table in (saved, here))
+    lines = []
+    paths = {leaf["path"]: leaf for identity, leaf in now.items() if identity not in then}
+    for identity, leaf in then.items():
+        if identity in now:
+            if leaf["share"] != now[identity]["share"]:
+                lines.append(f"~ {_describe(leaf)}: weight {leaf['share']} is {now[identity]['share']} now")
+        elif leaf["path"] in paths:
+            lines.append(f"- {_describe(leaf)}\n  + {_describe(paths.pop(leaf['path']))}: the content changed")
+        else:
+            lines.append(f"- {_describe(leaf)}")
+    return lines + [f"+ {_describe(leaf)}" for leaf in paths.values()]
+
+
 def _describe(leaf: State) -> str:
-    return (
-        f"{leaf['path']} [{leaf['split_part']}]: {leaf['num_samples']} samples in {leaf['num_shards']} shards, "
-        f"fingerprint {leaf['fingerprint'][:12]}"
-    )
+    return f"{leaf['path']} [{leaf['split_part']}], {leaf['num_samples']} samples, identity {leaf['identity']}"
 
 
 def check_lanes(lanes: Mapping[int, LaneState], wanted: Iterable[int], microbatches: int, num_lanes: int) -> None:

@@ -70,7 +70,7 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         self._pin = torch.cuda.is_available() if config.pin_memory is None else config.pin_memory
         self._microbatches = 0
         self._lanes: dict[int, LaneState] = {}
-        self._counts = [dict.fromkeys((*COUNTERS, "bytes"), 0) for _ in range(dataset.num_leaves)]
+        self._counts = [[0] * len(COUNTERS) for _ in self._units.leaves]
         self._source: Iterator[Produced | None] | None = None
         self._held: deque[Produced] = deque()
         self._last: Any = None
@@ -111,9 +111,8 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
             assert item.state is not None
             self._lanes[lane] = item.state
         self._microbatches += step
-        for total, counts in zip(self._counts, item.counts, strict=True):
-            for name, count in zip(total, counts, strict=True):
-                total[name] += count
+        for leaf, counts in item.counts.items():
+            self._counts[leaf] = [a + b for a, b in zip(self._counts[leaf], counts, strict=True)]
         if not self._ownership.even:
             self._last = item.batch
         return item.batch
@@ -203,7 +202,7 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
     def save_state_rank(self) -> doc.State:
         """Return the state of this rank: its lanes as delivered. Takes no communication."""
         lanes = [] if self.spec.finite else self._ownership.lanes_of(self.config.dp_rank)
-        leaves = [leaf | {"counts": dict(c)} for leaf, c in zip(self._units.leaves, self._counts, strict=True)]
+        states = {lane: self._lanes.get(lane) or LaneState.fresh(len(self._counts)) for lane in lanes}
         return {
             "format": doc.FORMAT,
             "format_version": doc.FORMAT_VERSION,
@@ -212,8 +211,8 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
             "num_lanes": self._units.num_lanes,
             "microbatches": self._microbatches,
             "settings": dict(self._units.settings),
-            "leaves": leaves,
-            "lanes": doc.write_lanes({lane: self._lanes.get(lane, LaneState()) for lane in lanes}),
+            "leaves": doc.write_leaves(self._units.table, self._counts),
+            "lanes": doc.write_lanes(states),
         }
 
     def restore_state_rank(self, state: doc.State | Sequence[doc.State]) -> None:
@@ -229,7 +228,7 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         if self.spec.finite:  # has no lanes: its microbatches are numbered alike on every number of ranks
             saved_lanes = self._units.num_lanes
         units = self._units if saved_lanes == self._units.num_lanes else self.spec.units(self.config, saved_lanes)
-        doc.check_fits(document, self.spec.kind, units.settings, units.leaves)
+        doc.check_fits(document, self.spec.kind, units.settings, units.table)
         microbatches = document["microbatches"]
         ownership = Ownership(saved_lanes, self.config.dp_size, microbatches)
         lanes = doc.read_lanes(document)
@@ -245,9 +244,10 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         # Counts belong to the run: one rank carries what several had counted.
         whole = len(lanes) == len(ownership.lanes_of(self.config.dp_rank))
         keep = whole or self.config.dp_rank == 0
-        for total, leaf in zip(self._counts, document["leaves"], strict=True):
-            for name in total:
-                total[name] = leaf["counts"].get(name, 0) if keep else 0
+        if keep:
+            self._counts = [leaf["counts"] for leaf in doc.read_leaves(document)]
+        else:
+            self._counts = [[0] * len(COUNTERS) for _ in units.leaves]
 
     def save_state_global(self, global_dst_rank: int | None = None) -> doc.State | None:
         """Return the state of the whole run; every rank must call it.

@@ -1,17 +1,24 @@
-"""What a loader delivers: a dataset opened for training or validation, with everything its order depends on."""
+"""What a loader delivers: the leaves of a dataset or mix, with everything that their order depends on."""
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
 
 from energon_bridge.format.dataset import PreparedDataset
 from energon_bridge.loader.workers import FiniteStreams, LaneStreams, Stream
+from energon_bridge.plan.blend import Blend, EpochizedBlend, WeightedBlend
 from energon_bridge.plan.leaf import LeafOrder
-from energon_bridge.rng import key_of
+from energon_bridge.rng import IntArray, key_of
 from energon_bridge.stream.finite import num_steps
-from energon_bridge.stream.pipeline import Leaf, Pipeline, StreamSettings
+from energon_bridge.stream.leaf import Leaf
+from energon_bridge.stream.pipeline import Pipeline, StreamSettings
 from energon_bridge.stream.state import LaneState
 from energon_bridge.task_encoder.images import IMAGE_EXTENSIONS
 from energon_bridge.topology import WorkerConfig, default_num_lanes
@@ -19,15 +26,66 @@ from energon_bridge.topology import WorkerConfig, default_num_lanes
 _READ_BYTES = 256 << 20
 """Bytes that the rounds of all lanes of one process may take; beyond it draws are read one microbatch at a time."""
 
+MixMode = Literal["weights", "repetitions", "concat"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixLeaf:
+    """One dataset, or a part of one, in a mix.
+
+    Args:
+        dataset: The opened dataset.
+        start, stop: The samples of it that the leaf has.
+        share: Its weight (mode "weights"), or how often a mix epoch goes through it.
+        occurrence: Number among the leaves of the mix that have the same content.
+        shuffle: False keeps the dataset's own order.
+    """
+
+    dataset: PreparedDataset
+    start: int
+    stop: int
+    share: float | Fraction = 1.0
+    occurrence: int = 0
+    shuffle: bool = True
+
+    @cached_property
+    def identity(self) -> str:
+        """A hash of what the leaf contains, wherever it lies: 16 hex digits."""
+        whole = self.start == 0 and self.stop == self.dataset.num_samples
+        subset = "" if whole else f"{self.start}:{self.stop}"
+        parts = (self.dataset.fingerprint, self.dataset.split_part, subset, str(self.occurrence))
+        return hashlib.blake2b("\0".join(parts).encode(), digest_size=8).hexdigest()
+
+    @property
+    def num_samples(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def shard_counts(self) -> IntArray:
+        """Samples of the leaf in each shard, shape (shards,)."""
+        ends = np.cumsum(self.dataset.shard_counts)
+        starts = ends - self.dataset.shard_counts
+        return np.clip(np.minimum(ends, self.stop) - np.maximum(starts, self.start), 0, None)
+
+    @property
+    def decodes_media(self) -> bool:
+        """Whether decoding it is worth threads of its own: image decoders release the interpreter lock."""
+        field_map = self.dataset.field_map
+        return field_map is None or any(p.rpartition(".")[2].lower() in IMAGE_EXTENSIONS for p in field_map.parts)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Units:
-    """A dataset cut into lanes (or, finite, into microbatches), for one number of lanes."""
+    """A mix cut into lanes (or, finite, into microbatches), for one number of lanes.
+
+    `table` describes the leaves, in order, for people and for the state; `settings` is all else the order depends on.
+    """
 
     num_lanes: int
     steps: int
-    leaf: Leaf
-    leaves: list[dict[str, Any]]
+    leaves: tuple[Leaf, ...]
+    blend: Blend | None
+    table: list[dict[str, Any]]
     settings: dict[str, Any]
 
 
@@ -35,21 +93,20 @@ class Units:
 class DatasetSpec:
     """A dataset as `get_train_dataset` and `get_val_dataset` return it, for `get_loader` and `get_savable_loader`.
 
-    It is a description; nothing is read before a loader is iterated but the metadata of the dataset.
+    It is a description; nothing is read before a loader is iterated but the metadata of the datasets.
     """
 
-    dataset: PreparedDataset
+    mix: tuple[MixLeaf, ...]
     finite: bool
     worker_config: WorkerConfig
     batch_size: int | None
     task_encoder: Any
+    mode: MixMode = "weights"
     batch_drop_last: bool = False
     shuffle_buffer_size: int = 0
     max_samples_per_sequence: int | None = None
     parallel_shard_iters: int = 16
-    shuffle: bool = True
     limit: int | None = None
-    num_leaves: int = field(default=1, init=False)
 
     @property
     def kind(self) -> str:
@@ -60,33 +117,29 @@ class DatasetSpec:
         """Samples in a full microbatch."""
         return self.batch_size or 1
 
+    @property
+    def num_samples(self) -> int:
+        """Samples of all leaves, each once."""
+        return sum(leaf.num_samples for leaf in self.mix)
+
+    @cached_property
+    def ordered(self) -> tuple[MixLeaf, ...]:
+        """The leaves in the order in which counters are kept: by identity, or, finite, as given."""
+        return self.mix if self.finite else tuple(sorted(self.mix, key=lambda leaf: leaf.identity))
+
     def epoch_length(self, world_size: int) -> int:
         """Return the microbatches of one rank in an epoch of an endless stream; at least 1."""
-        return max(1, self.dataset.num_samples // (self.rows * world_size))
+        return max(1, self.num_samples // (self.rows * world_size))
 
     def units(self, config: WorkerConfig, num_lanes: int | None = None) -> Units:
-        """Cut the dataset for a worker configuration; `num_lanes` (of a state) goes before the configuration's."""
-        dataset = self.dataset
+        """Cut the mix for a worker configuration; `num_lanes` (of a state) goes before the configuration's."""
         lanes = num_lanes or config.num_lanes or self._default_lanes(config)
         seed = config.seed + config.seed_offset
-        identity = hashlib.blake2b(
-            f"{dataset.fingerprint}\0{dataset.split_part}\0\0000".encode(), digest_size=8
-        ).hexdigest()
-        order = LeafOrder(
-            shard_counts=dataset.shard_counts,
-            num_lanes=lanes,
-            key=key_of("leaf", seed, identity),
-            slice_length=self.max_samples_per_sequence,
-            shuffle_buffer_size=self.shuffle_buffer_size,
-            parallel_shard_iters=self.parallel_shard_iters,
-            block=self.rows,
-            shuffle=self.shuffle,
-        )
         steps = 0
         settings: dict[str, Any] = {"seed": seed, "batch_size": self.batch_size}
         if self.finite:
             steps = num_steps(
-                dataset.num_samples, self.rows, config.dp_size, drop_last=self.batch_drop_last, limit=self.limit
+                self.num_samples, self.rows, config.dp_size, drop_last=self.batch_drop_last, limit=self.limit
             )
             settings |= {"batch_drop_last": self.batch_drop_last}
         else:
@@ -94,18 +147,57 @@ class DatasetSpec:
                 "max_samples_per_sequence": self.max_samples_per_sequence,
                 "shuffle_buffer_size": self.shuffle_buffer_size,
                 "parallel_shard_iters": self.parallel_shard_iters,
-                "shuffle": self.shuffle,
+                "mode": self.mode,
             }
-        described = {
-            "identity": identity,
-            "fingerprint": dataset.fingerprint,
-            "path": dataset.path,
-            "split_part": dataset.split_part,
-            "num_samples": dataset.num_samples,
-            "num_shards": len(dataset.shard_names),
+        leaves = tuple(self._leaf(leaf, lanes, seed) for leaf in self.ordered)
+        return Units(
+            num_lanes=lanes,
+            steps=steps,
+            leaves=leaves,
+            blend=self._blend(leaves, lanes, seed),
+            table=[self._row(leaf) for leaf in self.ordered],
+            settings=settings,
+        )
+
+    def _leaf(self, leaf: MixLeaf, lanes: int, seed: int) -> Leaf:
+        order = LeafOrder(
+            shard_counts=leaf.shard_counts,
+            num_lanes=lanes,
+            key=key_of("leaf", seed, leaf.identity),
+            slice_length=self.max_samples_per_sequence,
+            shuffle_buffer_size=self.shuffle_buffer_size,
+            parallel_shard_iters=self.parallel_shard_iters,
+            block=self.rows,
+            shuffle=leaf.shuffle and not self.finite,
+            first_sample=leaf.start,
+        )
+        return Leaf(identity=leaf.identity, dataset=leaf.dataset, order=order)
+
+    def _blend(self, leaves: Sequence[Leaf], lanes: int, seed: int) -> Blend | None:
+        if self.finite or len(leaves) == 1:
+            return None
+        shares = [leaf.share for leaf in self.ordered]
+        if self.mode == "weights":
+            return WeightedBlend(weights=tuple(shares), key=key_of("run", seed))
+        place = {leaf.identity: number for number, leaf in enumerate(self.ordered)}
+        sequence = tuple(place[leaf.identity] for leaf in self.mix) if self.mode == "concat" else None
+        return EpochizedBlend(
+            samples=tuple(leaf.num_samples for leaf in self.ordered),
+            repetitions=tuple(Fraction(share) for share in shares),
+            num_lanes=lanes,
+            key=key_of("run", seed),
+            leaf_keys=tuple(leaf.order.key for leaf in leaves),
+            sequence=sequence,
+        )
+
+    def _row(self, leaf: MixLeaf) -> dict[str, Any]:
+        return {
+            "identity": leaf.identity,
+            "path": leaf.dataset.path,
+            "split_part": leaf.dataset.split_part,
+            "num_samples": leaf.num_samples,
+            "share": str(leaf.share) if not self.finite and len(self.mix) > 1 else "",
         }
-        leaf = Leaf(identity=identity, dataset=dataset, order=order)
-        return Units(num_lanes=lanes, steps=steps, leaf=leaf, leaves=[described], settings=settings)
 
     def _default_lanes(self, config: WorkerConfig) -> int:
         if self.finite:
@@ -114,13 +206,14 @@ class DatasetSpec:
             config.dp_size,
             config.num_workers,
             group_size=config.microbatches_per_global_batch,
-            epoch_microbatches=-(-self.dataset.num_samples // self.rows),
+            epoch_microbatches=-(-self.num_samples // self.rows),
         )
 
     def pipeline(self, units: Units, config: WorkerConfig, threads: int | None = None) -> Pipeline:
         """Build what loads, encodes and batches in one process; `threads` overrides the configuration's."""
+        decodes = self.task_encoder.decoder is not None and any(leaf.decodes_media for leaf in self.mix)
         if threads is None:
-            threads = config.threads_per_process(max(1, config.num_workers)) if self._decodes_media() else 0
+            threads = config.threads_per_process(max(1, config.num_workers)) if decodes else 0
             # One thread beside a worker's own would only pass the interpreter lock to and fro.
             threads = 0 if config.num_workers and threads == 1 else threads
         lanes = -(-units.num_lanes // (config.dp_size * max(1, config.num_workers)))
@@ -133,23 +226,17 @@ class DatasetSpec:
             background_reads=not config.num_workers,
             restore_generators=not config.num_workers,
         )
-        return Pipeline(units.leaf, settings)
+        return Pipeline(units.leaves, settings)
 
     def _round_bytes(self) -> int:
-        """About how many bytes a round has."""
-        mean = int(self.dataset.shard_sizes.sum()) // self.dataset.num_samples
-        return mean * max(self.shuffle_buffer_size, self.parallel_shard_iters)
-
-    def _decodes_media(self) -> bool:
-        """Whether decoding is worth threads of its own: its decoders release the interpreter lock."""
-        decoder, field_map = self.task_encoder.decoder, self.dataset.field_map
-        if decoder is None or field_map is None:
-            return decoder is not None
-        return any(part.rpartition(".")[2].lower() in IMAGE_EXTENSIONS for part in field_map.parts)
+        """About how many bytes a round of every leaf has, all leaves together."""
+        rows = max(self.shuffle_buffer_size, self.parallel_shard_iters)
+        means = (int(leaf.dataset.shard_sizes.sum()) // leaf.dataset.num_samples for leaf in self.mix)
+        return sum(mean * rows for mean in means)
 
     def stream(self, units: Units, config: WorkerConfig, lanes: dict[int, LaneState]) -> Stream:
         """Build what makes the units of one process."""
         pipeline = self.pipeline(units, config)
         if self.finite:
             return FiniteStreams(pipeline, drop_last=self.batch_drop_last)
-        return LaneStreams(pipeline, lanes)
+        return LaneStreams(pipeline, units.blend, lanes)

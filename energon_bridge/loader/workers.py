@@ -18,6 +18,7 @@ from typing import Any, Protocol, TypeVar
 import torch.utils.data
 
 from energon_bridge.loader.transport import Arena, pack
+from energon_bridge.plan.blend import Blend
 from energon_bridge.stream.finite import FiniteStream
 from energon_bridge.stream.lane import Lane
 from energon_bridge.stream.pipeline import Pipeline
@@ -38,15 +39,17 @@ class Stream(Protocol):
 class LaneStreams:
     """The lanes of one process, each opened when it is first asked for."""
 
-    def __init__(self, pipeline: Pipeline, states: dict[int, LaneState]) -> None:
+    def __init__(self, pipeline: Pipeline, blend: Blend | None, states: dict[int, LaneState]) -> None:
         self._pipeline = pipeline
+        self._blend = blend
         self._states = states
         self._lanes: dict[int, Lane] = {}
 
     def _lane(self, number: int) -> Lane:
         lane = self._lanes.get(number)
         if lane is None:
-            lane = self._lanes[number] = Lane(number, self._pipeline, self._states.get(number, LaneState()))
+            state = self._states.get(number) or LaneState.fresh(len(self._pipeline.leaves))
+            lane = self._lanes[number] = Lane(number, self._pipeline, self._blend, state)
         return lane
 
     def prepare(self, unit: int, count: int) -> None:

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 
@@ -29,6 +30,14 @@ _A = 0x9E3779B97F4A7C15
 _B = 0xBB67AE8584CAA73B
 _PHASE, _EPOCH = 5, 6
 _PLACES = 1 << 32
+
+
+class Blend(Protocol):
+    """Says which leaf each draw of a lane comes from."""
+
+    def leaves(self, lane: int, draw: int, count: int) -> IntArray:
+        """Return the leaves of up to `count` consecutive draws, at least of one, shape (draws,)."""
+        ...
 
 
 def thresholds(weights: Sequence[float | Fraction]) -> UIntArray:
@@ -87,6 +96,7 @@ class EpochizedBlend:
         num_lanes: L.
         key: Key of the run.
         leaf_keys: Keys of the leaves; they say which lanes get one draw more than others.
+        sequence: Leaves one after the other, in this order, instead of merged.
     """
 
     samples: tuple[int, ...]
@@ -94,6 +104,7 @@ class EpochizedBlend:
     num_lanes: int
     key: int
     leaf_keys: tuple[int, ...]
+    sequence: tuple[int, ...] | None = None
 
     def drawn(self, lane: int, epoch: int) -> IntArray:
         """Return a lane's draws of each leaf before a mix epoch, shape (leaves,)."""
@@ -116,6 +127,10 @@ class EpochizedBlend:
         epoch = self.epoch_of(lane, draw)
         before = self.drawn(lane, epoch)
         quotas = self.drawn(lane, epoch + 1) - before
+        if self.sequence is not None:
+            ordered = np.repeat(np.array(self.sequence), quotas[list(self.sequence)])
+            low = draw - int(before.sum())
+            return ordered[low : low + count]
         phases = below(fold(self.key, _EPOCH, lane, epoch), quotas.size, _PLACES - 1)
         start = draw - int(before.sum())
         stop = min(start + count, int(quotas.sum()))

@@ -54,6 +54,7 @@ class LeafOrder:
         parallel_shard_iters: Slices that are read side by side.
         block: Draws in a microbatch, for the unshuffled order.
         shuffle: False gives the dataset's own order.
+        first_sample: Index of the first sample, where the leaf is a part of a dataset.
     """
 
     shard_counts: IntArray
@@ -64,6 +65,7 @@ class LeafOrder:
     parallel_shard_iters: int
     block: int = 1
     shuffle: bool = True
+    first_sample: int = 0
 
     @cached_property
     def num_samples(self) -> int:
@@ -80,7 +82,7 @@ class LeafOrder:
         if not self.shuffle:
             first = draw - draw % self.block
             line = self._in_file_order(lane, first) + np.arange(self.block, dtype=np.int64)
-            return Round(first, line % self.num_samples, line // self.num_samples)
+            return Round(first, self.first_sample + line % self.num_samples, line // self.num_samples)
         n, lanes, place = self.num_samples, self.num_lanes, self._place(lane)
         epoch = self.epoch_of(lane, draw)
         first = (epoch * n + place) // lanes
@@ -88,7 +90,7 @@ class LeafOrder:
         start = _sum_of_floors(place, (epoch + 1) * n, lanes) - _sum_of_floors(place, epoch * n, lanes)
         window = self._window_at(epoch, place, start, start + share, draw - first)
         t, taken, indices = window.deal(draw - first - window.before)
-        indices = indices[shuffled(fold(window.key, _ROUND, t), indices.size)]
+        indices = self.first_sample + indices[shuffled(fold(window.key, _ROUND, t), indices.size)]
         return Round(first + window.before + taken, indices, np.full(indices.size, epoch, dtype=np.int64))
 
     def _place(self, lane: int) -> int:

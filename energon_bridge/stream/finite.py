@@ -1,8 +1,8 @@
 """A finite stream: every sample once, in the dataset's own order, with the same step count on every rank.
 
-Microbatch m is draws `[mB, (m+1)B)`; nothing depends on what was delivered before, so there is no state but m. Every
-rank makes `ceil(ceil(N/B)/R)` steps. A microbatch beyond the end does not exist: it repeats real rows, with the mask
-all false.
+Microbatch m is draws `[mB, (m+1)B)` of the leaves laid end to end; nothing depends on what was delivered before, so
+there is no state but m. Every rank makes `ceil(ceil(N/B)/R)` steps. A microbatch beyond the end does not exist: it
+repeats real rows, with the mask all false.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import torch
 
 from energon_bridge.errors import EmptyDatasetError
 from energon_bridge.plan.leaf import Round
-from energon_bridge.stream.pipeline import Ahead, Pipeline, attach
-from energon_bridge.stream.state import COUNTERS, Produced
+from energon_bridge.stream.pipeline import Ahead, Pipeline, Segment, attach
+from energon_bridge.stream.reader import RoundBuffer
+from energon_bridge.stream.state import Counts, Produced
 from energon_bridge.stream.values import RestoreKey
 
 
@@ -37,7 +38,8 @@ class FiniteStream:
 
     def __init__(self, pipeline: Pipeline, *, drop_last: bool) -> None:
         self._pipeline = pipeline
-        self._samples = pipeline.leaf.order.num_samples
+        self._ends = np.cumsum([leaf.order.num_samples for leaf in pipeline.leaves])
+        self._samples = int(self._ends[-1])
         rows = pipeline.rows
         self._microbatches = self._samples // rows if drop_last else math.ceil(self._samples / rows)
         self._ahead: dict[int, Ahead] = {}
@@ -47,12 +49,20 @@ class FiniteStream:
         number %= self._microbatches
         if number in self._ahead:
             return
-        rows = self._pipeline.rows
-        indices = np.arange(number * rows, min((number + 1) * rows, self._samples), dtype=np.int64)
-        buffer = self._pipeline.buffer(Round(int(indices[0]), indices, np.zeros(indices.size, dtype=np.int64)))
         ahead = self._ahead[number] = Ahead(self._pipeline)
-        for low in range(0, indices.size, self._pipeline.chunk):
-            ahead.schedule(buffer, low, min(indices.size, low + self._pipeline.chunk), ahead=True)
+        start = number * self._pipeline.rows
+        stop = min(start + self._pipeline.rows, self._samples)
+        while start < stop:
+            leaf = int(np.searchsorted(self._ends, start, side="right"))
+            end = min(stop, int(self._ends[leaf]))
+            order = self._pipeline.leaves[leaf].order
+            first = order.first_sample + start - (int(self._ends[leaf]) - order.num_samples)
+            indices = np.arange(first, first + end - start, dtype=np.int64)
+            buffer = RoundBuffer(self._pipeline.source(leaf).reader, Round(first, indices, np.zeros_like(indices)))
+            for low in range(0, indices.size, self._pipeline.chunk):
+                high = min(indices.size, low + self._pipeline.chunk)
+                ahead.schedule([Segment(leaf, buffer, low, high, range(high - low))], ahead=True)
+            start = end
 
     def produce(self, number: int) -> Produced:
         """Return microbatch `number`; one that does not exist, or has no sample left, is masked.
@@ -60,38 +70,42 @@ class FiniteStream:
         Raises:
             EmptyDatasetError: Every sample of the dataset was skipped.
         """
-        counts = [0] * len(COUNTERS)
+        counts = Counts()
         real = number < self._microbatches
         for attempt in range(self._microbatches):
-            counted = counts if real and not attempt else [0] * len(COUNTERS)
+            counted = counts if real and not attempt else Counts()
             # Two numbers that fall on one microbatch differ in their mask only.
             unit = (number + attempt) % self._microbatches
-            samples, keys = self._encoded(unit, counted)
+            samples, keys, leaves = self._encoded(unit, counted)
             with self._pipeline.user_code():
-                batches = self._pipeline.batches(samples, keys, -1, unit, counted) if samples else []
+                batches = self._pipeline.batches(samples, keys, leaves, -1, unit, counted) if samples else []
             if batches:
                 break
         else:
-            path = self._pipeline.leaf.dataset.path
-            raise EmptyDatasetError(f"{path}: every one of the {self._samples} samples of the split was skipped")
-        (batch,) = batches
+            paths = ", ".join(leaf.dataset.path for leaf in self._pipeline.leaves[:3])
+            raise EmptyDatasetError(f"{paths}: every one of the {self._samples} samples of the split was skipped")
         exists = real and not attempt
         if not exists:
-            attach(batch, "__valid__", torch.zeros(len(samples), dtype=torch.bool))
-            mask_loss(batch)
-        else:
-            counts[0] += len(samples)
-        return Produced(batch, len(samples) if exists else 0, None, [[*counts, self._pipeline.bytes_since()]])
+            attach(batches[0], "__valid__", torch.zeros(len(samples), dtype=torch.bool))
+            mask_loss(batches[0])
+        self._pipeline.count_bytes(counts)
+        return Produced(batches[0], len(samples) if exists else 0, None, counts)
 
-    def _encoded(self, number: int, counts: list[int]) -> tuple[list[Any], list[RestoreKey]]:
+    def _encoded(self, number: int, counts: Counts) -> tuple[list[Any], list[RestoreKey], list[int]]:
         self.prepare(number)
         ahead = self._ahead.pop(number)
-        outputs: list[tuple[RestoreKey, Any]] = []
+        samples: list[Any] = []
+        keys: list[RestoreKey] = []
+        leaves: list[int] = []
         with self._pipeline.user_code():
             while len(ahead):
-                for key, loaded in zip(*ahead.take(), strict=True):
-                    outputs.extend(self._pipeline.encode(loaded, key, counts))
-        return [sample for _, sample in outputs], [key for key, _ in outputs]
+                loaded = ahead.take()
+                for leaf, sample, key in zip(loaded.leaves, loaded.samples, loaded.keys, strict=True):
+                    for output_key, encoded in self._pipeline.encode(leaf, sample, key, counts):
+                        samples.append(encoded)
+                        keys.append(output_key)
+                        leaves.append(leaf)
+        return samples, keys, leaves
 
 
 def mask_loss(batch: Any) -> None:

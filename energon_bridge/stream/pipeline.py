@@ -1,11 +1,11 @@
-"""What all streams of one process share: how draws of a leaf are loaded, encoded and made into microbatches."""
+"""What all streams of one process share: how draws are loaded, encoded and made into microbatches."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections import deque
-from collections.abc import Callable
+from collections import OrderedDict, deque
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -13,29 +13,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from energon_bridge.plan.leaf import LeafOrder, Round
-from energon_bridge.rng import fold
-from energon_bridge.stream.reader import LeafReader, RoundBuffer
-from energon_bridge.stream.state import COUNTERS
+from energon_bridge.plan.leaf import Round
+from energon_bridge.stream.leaf import Cursor, Leaf, LeafSource
+from energon_bridge.stream.reader import RoundBuffer
+from energon_bridge.stream.state import COUNTERS, Counts
 from energon_bridge.stream.user_code import UserCode, generators_put_back
-from energon_bridge.stream.values import Loaded, Problem, RestoreKey, Values
+from energon_bridge.stream.values import Problem, RestoreKey
 
-_USER_CODE = 4
 _THREADS = "energon"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Leaf:
-    """One dataset of a stream: what it is and in which order it is read."""
-
-    identity: str
-    dataset: Any
-    order: LeafOrder
+_OPEN_ROUNDS = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
 class StreamSettings:
-    """What a stream needs besides its leaf.
+    """What a stream needs besides its leaves.
 
     Args:
         batch_size: Samples in a microbatch; None delivers samples instead of batches.
@@ -56,45 +47,91 @@ class StreamSettings:
     restore_generators: bool = False
 
 
-class Pipeline:
-    """Loads, encodes and batches draws of one leaf; streams decide which."""
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Consecutive draws [low, high) of a round of a leaf, and their places among the draws of a load."""
 
-    def __init__(self, leaf: Leaf, settings: StreamSettings) -> None:
-        self.leaf = leaf
+    leaf: int
+    buffer: RoundBuffer
+    low: int
+    high: int
+    places: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Consecutive draws of a lane: restore key, sample (or `Problem`) and leaf of each."""
+
+    keys: list[RestoreKey]
+    samples: list[Any]
+    leaves: list[int]
+
+
+class Pipeline:
+    """Loads, encodes and batches draws; streams decide which."""
+
+    def __init__(self, leaves: Sequence[Leaf], settings: StreamSettings) -> None:
+        self.leaves = leaves
         self.settings = settings
         self.rows = settings.batch_size or 1
         self.code = UserCode(settings.encoder, settings.key)
-        self.reader = LeafReader(leaf.dataset)
-        self._values = Values(leaf.identity, leaf.dataset, settings.encoder.decoder)
-        self._leaf_key = fold(leaf.order.key, _USER_CODE)
+        self._sources: list[LeafSource | None] = [None] * len(leaves)
+        self._cursors: OrderedDict[tuple[int, int], Cursor] = OrderedDict()
         self._pool = ThreadPoolExecutor(settings.threads, f"{_THREADS}-load") if settings.threads else None
         self._reading = ThreadPoolExecutor(1, f"{_THREADS}-read") if settings.background_reads else None
-        self._bytes_told = 0
         self.chunk = -(-self.rows // settings.threads) if settings.threads else self.rows
+
+    # Loading ---------------------------------------------------------------------------------------------------------
 
     @property
     def threaded(self) -> bool:
         """Whether loading ahead of need runs beside the calling thread."""
         return self._pool is not None
 
-    def buffer(self, of: Round) -> RoundBuffer:
-        return RoundBuffer(self.reader, of)
+    def source(self, leaf: int) -> LeafSource:
+        """Return what reads a leaf, opened when it is first drawn from."""
+        source = self._sources[leaf]
+        if source is None:
+            source = self._sources[leaf] = LeafSource(self.leaves[leaf], self.settings.encoder.decoder)
+        return source
 
-    def load(self, buffer: RoundBuffer, low: int, high: int, *, ahead: bool) -> Loaded:
-        """Load the draws [low, high) of a round."""
-        return self._values.load(buffer, low, high, ahead=ahead)
+    def cursor(self, lane: int, leaf: int) -> Cursor:
+        """Return where a lane stands in a leaf; of too many, the one not used for longest lets its round go."""
+        cursor = self._cursors.get((lane, leaf))
+        if cursor is None:
+            cursor = self._cursors[lane, leaf] = Cursor(self.source(leaf), lane)
+            if len(self._cursors) > _OPEN_ROUNDS:
+                self._cursors.popitem(last=False)[1].drop()
+        elif len(self.leaves) > 1:
+            self._cursors.move_to_end((lane, leaf))
+        return cursor
 
-    def submit(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
-        """Run a call on the loading threads, or now where there are none."""
+    def load(self, segments: Sequence[Segment], *, ahead: bool) -> Loaded:
+        """Load some draws; with `ahead`, read what is left of their rounds as well."""
+        if len(segments) == 1:
+            (one,) = segments
+            keys, samples = self.source(one.leaf).values.load(one.buffer, one.low, one.high, ahead=ahead)
+            return Loaded(keys, samples, [one.leaf] * len(keys))
+        total = sum(segment.high - segment.low for segment in segments)
+        loaded = Loaded([("", 0, 0, 0)] * total, [None] * total, [0] * total)
+        for segment in segments:
+            values = self.source(segment.leaf).values
+            keys, samples = values.load(segment.buffer, segment.low, segment.high, ahead=ahead)
+            for place, key, sample in zip(segment.places, keys, samples, strict=True):
+                loaded.keys[place], loaded.samples[place], loaded.leaves[place] = key, sample, segment.leaf
+        return loaded
+
+    def submit(self, segments: Sequence[Segment], *, ahead: bool) -> Future[Loaded]:
+        """Load some draws on the loading threads, or now where there are none."""
         if self._pool is not None:
-            return self._pool.submit(call, *args, **kwargs)
-        future: Future[Any] = Future()
-        future.set_result(call(*args, **kwargs))
+            return self._pool.submit(self.load, segments, ahead=ahead)
+        future: Future[Loaded] = Future()
+        future.set_result(self.load(segments, ahead=ahead))
         return future
 
     def read_ahead(self, buffer: RoundBuffer) -> None:
         """Start reading a round that will be needed, where that is worth a thread."""
-        if self._reading is not None and self.reader.slow:
+        if self._reading is not None and buffer.reader.slow:
             self._reading.submit(buffer.read_ahead)
 
     def close(self) -> None:
@@ -105,26 +142,24 @@ class Pipeline:
             if pool is not None:
                 pool.shutdown(wait=wait, cancel_futures=True)
 
-    def encode(self, loaded: Any, key: RestoreKey, counts: list[int]) -> list[tuple[RestoreKey, Any]]:
+    # Encoding and batching -------------------------------------------------------------------------------------------
+
+    def encode(self, leaf: int, sample: Any, key: RestoreKey, counts: Counts) -> list[tuple[RestoreKey, Any]]:
         """Return the encoded samples of one draw with their restore keys; count a draw that gives none."""
-        if type(loaded) is Problem:
-            if loaded.error is None:
-                counts[COUNTERS.index("excluded")] += 1
-            else:
-                counts[COUNTERS.index(self.code.failed(loaded.error, loaded.where))] += 1
+        counted = counts.of(leaf)
+        if type(sample) is Problem:
+            name = "excluded" if sample.error is None else self.code.failed(sample.error, sample.where)
+            counted[COUNTERS.index(name)] += 1
             return []
         identity, index, epoch, _ = key
+        source = self.source(leaf)
         try:
-            encoded = self.code.encode(loaded, self._leaf_key, index, epoch)
+            encoded = self.code.encode(sample, source.user_key, index, epoch)
         except Exception as error:  # the policy decides
-            counts[COUNTERS.index(self.code.failed(error, self.where(index)))] += 1
+            counted[COUNTERS.index(self.code.failed(error, source.where(index)))] += 1
             return []
         self.code.succeeded()
-        return [((identity, index, epoch, number), sample) for number, sample in enumerate(encoded)]
-
-    def where(self, index: int) -> str:
-        shard, local = self.reader.place_of(index)
-        return f"{self.leaf.dataset.path}: shard {shard}, sample {index} (number {local} of the shard)"
+        return [((identity, index, epoch, number), one) for number, one in enumerate(encoded)]
 
     def collate(self, samples: list[Any], keys: list[RestoreKey], lane: int, number: int) -> Any:
         """Return the microbatch of some encoded samples, with its row mask and restore key."""
@@ -138,18 +173,25 @@ class Pipeline:
         return batch
 
     def batches(
-        self, samples: list[Any], keys: list[RestoreKey], lane: int, number: int, counts: list[int]
+        self, samples: list[Any], keys: list[RestoreKey], leaves: list[int], lane: int, number: int, counts: Counts
     ) -> list[Any]:
-        """Return the microbatch of some encoded samples in a list, an empty one where a hook refuses to make it."""
+        """Return the microbatch of some encoded samples in a list, an empty one where a hook refuses to make it.
+
+        Counts the samples for their leaves, as delivered or as what became of them.
+        """
         try:
-            batch = self.collate(samples, keys, lane, number)
+            batches = [self.collate(samples, keys, lane, number)]
         except Exception as error:  # the policy decides
             indices = ", ".join(str(key[1]) for key in keys[:8]) + (", …" if len(keys) > 8 else "")
-            where = f"{self.leaf.dataset.path}: the microbatch of samples {indices}"
-            counts[COUNTERS.index(self.code.failed(error, where, "microbatch"))] += len(samples)
-            return []
-        self.code.succeeded("microbatch")
-        return [batch]
+            where = f"{self.leaves[leaves[0]].dataset.path}: the microbatch of samples {indices}"
+            name = self.code.failed(error, where, "microbatch")
+            batches = []
+        else:
+            name = "samples"
+            self.code.succeeded("microbatch")
+        for leaf in set(leaves):
+            counts.of(leaf)[COUNTERS.index(name)] += leaves.count(leaf)
+        return batches
 
     def user_code(self) -> contextlib.AbstractContextManager[None]:
         """Enter wherever hooks may run."""
@@ -157,11 +199,13 @@ class Pipeline:
             return generators_put_back()
         return contextlib.nullcontext()
 
-    def bytes_since(self) -> int:
-        """Return the bytes read since the last call."""
-        total = self.reader.bytes_read
-        delta, self._bytes_told = total - self._bytes_told, total
-        return delta
+    def count_bytes(self, counts: Counts) -> None:
+        """Count the bytes read since the last call."""
+        for leaf, source in enumerate(self._sources):
+            if source is not None and (read := source.bytes_since()):
+                counts.of(leaf)[COUNTERS.index("bytes")] += read
+
+    # Samples by key --------------------------------------------------------------------------------------------------
 
     def restore(self, key: tuple[Any, ...]) -> Any:
         """Return the microbatch or sample with a restore key, encoded again.
@@ -179,14 +223,16 @@ class Pipeline:
 
     def _restore_one(self, key: tuple[Any, ...]) -> Any:
         identity, index, epoch, output = key
-        if identity != self.leaf.identity:
+        leaf = next((number for number, leaf in enumerate(self.leaves) if leaf.identity == identity), None)
+        if leaf is None:
             raise LookupError(f"restore key {key!r}: no leaf of this dataset has the identity {identity!r}")
         one = Round(0, np.array([index], dtype=np.int64), np.array([epoch], dtype=np.int64))
-        _, loaded = self.load(self.buffer(one), 0, 1, ahead=False)
+        loaded = self.load([Segment(leaf, RoundBuffer(self.source(leaf).reader, one), 0, 1, (0,))], ahead=False)
         with generators_put_back():
-            encoded = self.encode(loaded[0], (identity, index, epoch, 0), [0] * len(COUNTERS))
+            encoded = self.encode(leaf, loaded.samples[0], (identity, index, epoch, 0), Counts())
         if output >= len(encoded):
-            raise LookupError(f"restore key {key!r}: {self.where(index)} gives {len(encoded)} encoded samples now")
+            where = self.source(leaf).where(index)
+            raise LookupError(f"restore key {key!r}: {where} gives {len(encoded)} encoded samples now")
         return encoded[output][1]
 
 
@@ -205,15 +251,15 @@ class Ahead:
 
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
-        self._chunks: deque[Future[Loaded]] = deque()
+        self._loads: deque[Future[Loaded]] = deque()
 
-    def schedule(self, buffer: RoundBuffer, low: int, high: int, *, ahead: bool) -> None:
-        """Load the draws [low, high) of a round."""
-        self._chunks.append(self._pipeline.submit(self._pipeline.load, buffer, low, high, ahead=ahead))
+    def schedule(self, segments: Sequence[Segment], *, ahead: bool) -> None:
+        """Load some draws."""
+        self._loads.append(self._pipeline.submit(segments, ahead=ahead))
 
     def take(self) -> Loaded:
         """Return the oldest load."""
-        return self._chunks.popleft().result()
+        return self._loads.popleft().result()
 
     def __len__(self) -> int:
-        return len(self._chunks)
+        return len(self._loads)

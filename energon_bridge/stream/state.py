@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -17,14 +17,31 @@ class LaneState:
         leaf_draws: Draws made so far in each leaf, in the order of the leaves.
     """
 
-    microbatches: int = 0
-    draw: int = 0
-    taken: int = 0
-    leaf_draws: tuple[int, ...] = (0,)
+    microbatches: int
+    draw: int
+    taken: int
+    leaf_draws: tuple[int, ...]
+
+    @classmethod
+    def fresh(cls, leaves: int) -> LaneState:
+        """Return the state of a lane that has delivered nothing."""
+        return cls(0, 0, 0, (0,) * leaves)
 
 
-COUNTERS = ("samples", "skipped", "errors", "excluded")
-"""What is counted per leaf: samples delivered, left out by `SkipSample`, left out by an error, listed in `exclude`."""
+COUNTERS = ("samples", "skipped", "errors", "excluded", "bytes")
+"""What is counted per leaf: samples delivered, left out by `SkipSample`, left out by an error, listed in `exclude`; and
+bytes read."""
+
+
+class Counts(dict[int, list[int]]):
+    """Increments of `COUNTERS`, by leaf."""
+
+    def of(self, leaf: int) -> list[int]:
+        """Return the increments of a leaf, to be added to."""
+        counted = self.get(leaf)
+        if counted is None:
+            counted = self[leaf] = [0] * len(COUNTERS)
+        return counted
 
 
 @dataclass(slots=True)
@@ -35,10 +52,10 @@ class Produced:
         batch: What the encoder made; None where every sample of a block of a finite stream was skipped.
         rows: Real rows in it.
         state: State of the lane after it; None in finite streams, which have none.
-        counts: Per leaf the increments of `COUNTERS`, and `bytes` read since the last microbatch, last.
+        counts: What it adds to the counters.
     """
 
     batch: Any
     rows: int
     state: LaneState | None
-    counts: list[list[int]] = field(default_factory=list)
+    counts: Counts

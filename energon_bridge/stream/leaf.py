@@ -1,0 +1,77 @@
+"""One leaf of a stream: what it is, and, once it is drawn from, what reads it and turns its bytes into samples."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from energon_bridge.format.dataset import PreparedDataset
+from energon_bridge.plan.leaf import LeafOrder
+from energon_bridge.rng import fold
+from energon_bridge.stream.reader import LeafReader, RoundBuffer
+from energon_bridge.stream.values import Values
+
+_USER_CODE = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leaf:
+    """One dataset of a stream: what it is and in which order it is read."""
+
+    identity: str
+    dataset: PreparedDataset
+    order: LeafOrder
+
+
+class LeafSource:
+    """A leaf that has been opened in this process."""
+
+    def __init__(self, leaf: Leaf, decoder: Any) -> None:
+        self.leaf = leaf
+        self.reader = LeafReader(leaf.dataset)
+        self.values = Values(leaf.identity, leaf.dataset, decoder)
+        self.user_key = fold(leaf.order.key, _USER_CODE)
+        self._bytes_told = 0
+
+    def where(self, index: int) -> str:
+        """Name a sample for people."""
+        shard, local = self.reader.place_of(index)
+        return f"{self.leaf.dataset.path}: shard {shard}, sample {index} (number {local} of the shard)"
+
+    def bytes_since(self) -> int:
+        """Return the bytes read since the last call."""
+        total = self.reader.bytes_read
+        delta, self._bytes_told = total - self._bytes_told, total
+        return delta
+
+
+class Cursor:
+    """The round that one lane is in, in one leaf, and the next one while it is read ahead."""
+
+    __slots__ = ("_lane", "_source", "buffer", "next_buffer")
+
+    def __init__(self, source: LeafSource, lane: int) -> None:
+        self._source = source
+        self._lane = lane
+        self.buffer: RoundBuffer | None = None
+        self.next_buffer: RoundBuffer | None = None
+
+    def at(self, draw: int) -> tuple[RoundBuffer, int]:
+        """Return the round that holds a draw of the leaf, and the place of the draw in it."""
+        if self.buffer is None or not 0 <= draw - self.buffer.first < len(self.buffer):
+            ahead, self.next_buffer = self.next_buffer, None
+            self.buffer = ahead if ahead is not None and ahead.first == draw else self._round(draw)
+        return self.buffer, draw - self.buffer.first
+
+    def following(self) -> RoundBuffer:
+        """Return the round after the current one, to be read ahead."""
+        assert self.buffer is not None
+        self.next_buffer = self._round(self.buffer.first + len(self.buffer))
+        return self.next_buffer
+
+    def drop(self) -> None:
+        """Let the bytes go; they are read again when they are needed."""
+        self.buffer = self.next_buffer = None
+
+    def _round(self, draw: int) -> RoundBuffer:
+        return RoundBuffer(self._source.reader, self._source.leaf.order.round_at(self._lane, draw))
