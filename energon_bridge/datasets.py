@@ -9,14 +9,14 @@ import copy
 import difflib
 import inspect
 import logging
-import os
 from collections.abc import Callable
 from typing import Any
 
 from energon_bridge.errors import ConfigurationError, UnknownArgumentError
-from energon_bridge.format.dataset import open_dataset
+from energon_bridge.loader.leaves import open_leaves
 from energon_bridge.loader.savable import SavableDataLoader
-from energon_bridge.loader.spec import DatasetSpec, MixLeaf
+from energon_bridge.loader.spec import DatasetSpec
+from energon_bridge.mix import MixSource, load_mix
 from energon_bridge.task_encoder.base import DefaultTaskEncoder
 from energon_bridge.task_encoder.decoder import SampleDecoder
 from energon_bridge.topology import WorkerConfig
@@ -40,7 +40,7 @@ _IGNORED_LOADER_ARGUMENTS = {
 
 
 def get_train_dataset(
-    path: str | os.PathLike[str],
+    path: MixSource,
     *,
     split_part: str = "train",
     worker_config: WorkerConfig | None = None,
@@ -60,7 +60,8 @@ def get_train_dataset(
     """Open a prepared dataset for training: an endless, shuffled stream of microbatches.
 
     Args:
-        path: Folder of a dataset prepared by `energon prepare`, or its URL.
+        path: Folder of a dataset prepared by `energon prepare`, or its URL; or a mix: a metadataset file, the same as
+            a dict, a `Blender`, a list of (path, weight) pairs, or Megatron's `(prefixes, weights)`.
         split_part: Part of the split to read.
         worker_config: Who loads what; default: `WorkerConfig.default_worker_config()`.
         batch_size: Samples in a microbatch; None delivers samples.
@@ -96,8 +97,11 @@ def get_train_dataset(
             f"shuffle_over_epochs_multiplier must be 1 (shuffle each epoch) or None (keep the dataset's order), got "
             f"{shuffle_over_epochs_multiplier!r}"
         )
+    mix = load_mix(path, split_part=split_part, dataset_config=dataset_config, split_config=split_config)
+    shuffle = shuffle_over_epochs_multiplier is not None
     return DatasetSpec(
-        mix=_open(path, split_part, dataset_config, split_config, trust_remote_code, shuffle_over_epochs_multiplier),
+        leaves=open_leaves(mix, trust_remote_code=trust_remote_code, shuffle=shuffle),
+        mix=mix,
         finite=False,
         worker_config=worker_config or WorkerConfig.default_worker_config(),
         batch_size=_positive("batch_size", batch_size),
@@ -110,7 +114,7 @@ def get_train_dataset(
 
 
 def get_val_dataset(
-    path: str | os.PathLike[str],
+    path: MixSource,
     *,
     split_part: str = "val",
     worker_config: WorkerConfig | None = None,
@@ -134,8 +138,10 @@ def get_val_dataset(
     marked in `batch.__valid__`.
     """
     _refuse_unknown(get_val_dataset, kwargs)
+    mix = load_mix(path, split_part=split_part, dataset_config=dataset_config, split_config=split_config)
     return DatasetSpec(
-        mix=_open(path, split_part, dataset_config, split_config, trust_remote_code, 1),
+        leaves=open_leaves(mix, trust_remote_code=trust_remote_code, shuffle=False),
+        mix=mix,
         finite=True,
         worker_config=worker_config or WorkerConfig.default_worker_config(),
         batch_size=_positive("batch_size", batch_size),
@@ -143,26 +149,6 @@ def get_val_dataset(
         batch_drop_last=batch_drop_last,
         limit=_positive("limit", limit),
     )
-
-
-def _open(
-    path: str | os.PathLike[str],
-    split_part: str,
-    dataset_config: str,
-    split_config: str,
-    trust_remote_code: bool,
-    shuffle_over_epochs_multiplier: int | None,
-) -> tuple[MixLeaf, ...]:
-    """Open the leaves behind a path."""
-    dataset = open_dataset(
-        path,
-        split_part=split_part,
-        dataset_config=dataset_config,
-        split_config=split_config,
-        trust_remote_code=trust_remote_code,
-    )
-    shuffle = shuffle_over_epochs_multiplier is not None
-    return (MixLeaf(dataset=dataset, start=0, stop=dataset.num_samples, shuffle=shuffle),)
 
 
 def get_savable_loader(

@@ -2,76 +2,25 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
-import numpy as np
-
-from energon_bridge.format.dataset import PreparedDataset
+from energon_bridge.loader.leaves import MixWeights, OpenLeaf
 from energon_bridge.loader.workers import FiniteStreams, LaneStreams, Stream
+from energon_bridge.mix import Mix
 from energon_bridge.plan.blend import Blend, EpochizedBlend, WeightedBlend
 from energon_bridge.plan.leaf import LeafOrder
-from energon_bridge.rng import IntArray, key_of
+from energon_bridge.rng import key_of
 from energon_bridge.stream.finite import num_steps
 from energon_bridge.stream.leaf import Leaf
 from energon_bridge.stream.pipeline import Pipeline, StreamSettings
 from energon_bridge.stream.state import LaneState
-from energon_bridge.task_encoder.images import IMAGE_EXTENSIONS
 from energon_bridge.topology import WorkerConfig, default_num_lanes
 
 _READ_BYTES = 256 << 20
 """Bytes that the rounds of all lanes of one process may take; beyond it draws are read one microbatch at a time."""
-
-MixMode = Literal["weights", "repetitions", "concat"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class MixLeaf:
-    """One dataset, or a part of one, in a mix.
-
-    Args:
-        dataset: The opened dataset.
-        start, stop: The samples of it that the leaf has.
-        share: Its weight (mode "weights"), or how often a mix epoch goes through it.
-        occurrence: Number among the leaves of the mix that have the same content.
-        shuffle: False keeps the dataset's own order.
-    """
-
-    dataset: PreparedDataset
-    start: int
-    stop: int
-    share: float | Fraction = 1.0
-    occurrence: int = 0
-    shuffle: bool = True
-
-    @cached_property
-    def identity(self) -> str:
-        """A hash of what the leaf contains, wherever it lies: 16 hex digits."""
-        whole = self.start == 0 and self.stop == self.dataset.num_samples
-        subset = "" if whole else f"{self.start}:{self.stop}"
-        parts = (self.dataset.fingerprint, self.dataset.split_part, subset, str(self.occurrence))
-        return hashlib.blake2b("\0".join(parts).encode(), digest_size=8).hexdigest()
-
-    @property
-    def num_samples(self) -> int:
-        return self.stop - self.start
-
-    @property
-    def shard_counts(self) -> IntArray:
-        """Samples of the leaf in each shard, shape (shards,)."""
-        ends = np.cumsum(self.dataset.shard_counts)
-        starts = ends - self.dataset.shard_counts
-        return np.clip(np.minimum(ends, self.stop) - np.maximum(starts, self.start), 0, None)
-
-    @property
-    def decodes_media(self) -> bool:
-        """Whether decoding it is worth threads of its own: image decoders release the interpreter lock."""
-        field_map = self.dataset.field_map
-        return field_map is None or any(p.rpartition(".")[2].lower() in IMAGE_EXTENSIONS for p in field_map.parts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,12 +45,12 @@ class DatasetSpec:
     It is a description; nothing is read before a loader is iterated but the metadata of the datasets.
     """
 
-    mix: tuple[MixLeaf, ...]
+    leaves: tuple[OpenLeaf, ...]
+    mix: Mix
     finite: bool
     worker_config: WorkerConfig
     batch_size: int | None
     task_encoder: Any
-    mode: MixMode = "weights"
     batch_drop_last: bool = False
     shuffle_buffer_size: int = 0
     max_samples_per_sequence: int | None = None
@@ -120,12 +69,12 @@ class DatasetSpec:
     @property
     def num_samples(self) -> int:
         """Samples of all leaves, each once."""
-        return sum(leaf.num_samples for leaf in self.mix)
+        return sum(leaf.num_samples for leaf in self.leaves)
 
     @cached_property
-    def ordered(self) -> tuple[MixLeaf, ...]:
+    def ordered(self) -> tuple[OpenLeaf, ...]:
         """The leaves in the order in which counters are kept: by identity, or, finite, as given."""
-        return self.mix if self.finite else tuple(sorted(self.mix, key=lambda leaf: leaf.identity))
+        return self.leaves if self.finite else tuple(sorted(self.leaves, key=lambda leaf: leaf.identity))
 
     def epoch_length(self, world_size: int) -> int:
         """Return the microbatches of one rank in an epoch of an endless stream; at least 1."""
@@ -147,7 +96,7 @@ class DatasetSpec:
                 "max_samples_per_sequence": self.max_samples_per_sequence,
                 "shuffle_buffer_size": self.shuffle_buffer_size,
                 "parallel_shard_iters": self.parallel_shard_iters,
-                "mode": self.mode,
+                "mode": self.mix.mode,
             }
         leaves = tuple(self._leaf(leaf, lanes, seed) for leaf in self.ordered)
         return Units(
@@ -159,7 +108,7 @@ class DatasetSpec:
             settings=settings,
         )
 
-    def _leaf(self, leaf: MixLeaf, lanes: int, seed: int) -> Leaf:
+    def _leaf(self, leaf: OpenLeaf, lanes: int, seed: int) -> Leaf:
         order = LeafOrder(
             shard_counts=leaf.shard_counts,
             num_lanes=lanes,
@@ -176,27 +125,30 @@ class DatasetSpec:
     def _blend(self, leaves: Sequence[Leaf], lanes: int, seed: int) -> Blend | None:
         if self.finite or len(leaves) == 1:
             return None
-        shares = [leaf.share for leaf in self.ordered]
-        if self.mode == "weights":
-            return WeightedBlend(weights=tuple(shares), key=key_of("run", seed))
-        place = {leaf.identity: number for number, leaf in enumerate(self.ordered)}
-        sequence = tuple(place[leaf.identity] for leaf in self.mix) if self.mode == "concat" else None
+        place = {leaf.identity: number for number, leaf in enumerate(self.leaves)}
+        if self.mix.mode == "weights":
+            sizes = tuple(leaf.num_samples for leaf in self.leaves)
+            order = tuple(place[leaf.identity] for leaf in self.ordered)
+            weights = MixWeights(mix=self.mix, sizes=sizes, order=order)
+            return WeightedBlend(weights=weights, num_lanes=lanes, key=key_of("run", seed))
+        rank = {leaf.identity: number for number, leaf in enumerate(self.ordered)}
+        sequence = tuple(rank[leaf.identity] for leaf in self.leaves) if self.mix.mode == "concat" else None
         return EpochizedBlend(
             samples=tuple(leaf.num_samples for leaf in self.ordered),
-            repetitions=tuple(Fraction(share) for share in shares),
+            repetitions=tuple(leaf.share for leaf in self.ordered),
             num_lanes=lanes,
             key=key_of("run", seed),
             leaf_keys=tuple(leaf.order.key for leaf in leaves),
             sequence=sequence,
         )
 
-    def _row(self, leaf: MixLeaf) -> dict[str, Any]:
+    def _row(self, leaf: OpenLeaf) -> dict[str, Any]:
         return {
             "identity": leaf.identity,
             "path": leaf.dataset.path,
             "split_part": leaf.dataset.split_part,
             "num_samples": leaf.num_samples,
-            "share": str(leaf.share) if not self.finite and len(self.mix) > 1 else "",
+            "share": str(leaf.share) if not self.finite and len(self.leaves) > 1 else "",
         }
 
     def _default_lanes(self, config: WorkerConfig) -> int:
@@ -211,7 +163,7 @@ class DatasetSpec:
 
     def pipeline(self, units: Units, config: WorkerConfig, threads: int | None = None) -> Pipeline:
         """Build what loads, encodes and batches in one process; `threads` overrides the configuration's."""
-        decodes = self.task_encoder.decoder is not None and any(leaf.decodes_media for leaf in self.mix)
+        decodes = self.task_encoder.decoder is not None and any(leaf.decodes_media for leaf in self.leaves)
         if threads is None:
             threads = config.threads_per_process(max(1, config.num_workers)) if decodes else 0
             # One thread beside a worker's own would only pass the interpreter lock to and fro.
@@ -231,7 +183,7 @@ class DatasetSpec:
     def _round_bytes(self) -> int:
         """About how many bytes a round of every leaf has, all leaves together."""
         rows = max(self.shuffle_buffer_size, self.parallel_shard_iters)
-        means = (int(leaf.dataset.shard_sizes.sum()) // leaf.dataset.num_samples for leaf in self.mix)
+        means = (int(leaf.dataset.shard_sizes.sum()) // leaf.dataset.num_samples for leaf in self.leaves)
         return sum(mean * rows for mean in means)
 
     def stream(self, units: Units, config: WorkerConfig, lanes: dict[int, LaneState]) -> Stream:

@@ -16,6 +16,8 @@ evenly, draw j at `(j + phase)/q`, and the draws of all leaves follow each other
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -41,18 +43,31 @@ class Blend(Protocol):
 
 
 def thresholds(weights: Sequence[float | Fraction]) -> UIntArray:
-    """Return where each leaf's interval of [0, 2^64) ends, shape (leaves,), from exact fractions.
+    """Return where each leaf's interval of [0, 2^64) ends, shape (leaves,).
 
-    A leaf of weight 0 has an empty interval; the last other one ends at 2^64 - 1, inclusive.
+    Fractions are taken exactly, floats to 62 binary places of their sum. A leaf of weight 0 has an empty interval; the
+    last other one ends at 2^64 - 1, inclusive.
     """
-    exact = [Fraction(weight) for weight in weights]
-    total = sum(exact)
-    reached = Fraction(0)
-    ends: list[int] = []
-    for weight in exact:
-        reached += weight
-        ends.append(min(MASK64, int(reached * (MASK64 + 1) / total)))
-    return np.array(ends, dtype=np.uint64)
+    if all(isinstance(weight, Fraction) for weight in weights):
+        unit = math.lcm(*(Fraction(weight).denominator for weight in weights))
+        parts = [int(weight * unit) for weight in weights]
+    else:
+        unit_float = 2.0 ** (62 - math.frexp(float(max(weights)))[1])
+        parts = [int(weight * unit_float) for weight in weights]
+    total = sum(parts)
+    return np.array([min(MASK64, (end << 64) // total) for end in itertools.accumulate(parts)], dtype=np.uint64)
+
+
+class Weights(Protocol):
+    """Weights of leaves over the global draws of a run: draw g is draw `g div L` of lane `g mod L`."""
+
+    def at(self, global_draw: int) -> Sequence[float | Fraction]:
+        """Return the weights of a global draw: non-negative, not all zero, in order of the leaves' identities."""
+        ...
+
+    def next_change(self, global_draw: int) -> int | None:
+        """Return the first later global draw whose weights may differ, None if there is none."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,30 +75,37 @@ class WeightedBlend:
     """Leaves chosen by weight, without end.
 
     Args:
-        weights: Non-negative and not all zero, in order of the leaves' identities.
+        weights: The weights, which may change from draw to draw.
+        num_lanes: L.
         key: Key of the run.
     """
 
-    weights: tuple[float | Fraction, ...]
+    weights: Weights
+    num_lanes: int
     key: int
 
     def leaves(self, lane: int, draw: int, count: int) -> IntArray:
-        """Return the leaf of each of `count` consecutive draws of a lane, shape (count,)."""
+        """Return the leaf of each of up to `count` consecutive draws of a lane, up to where the weights change."""
+        global_draw = draw * self.num_lanes + lane
+        start, end, ends, last = self._interval.get("", (0, 0, None, 0))
+        if ends is None or not (start <= global_draw and (end is None or global_draw < end)):
+            weights = self.weights.at(global_draw)
+            ends, last = thresholds(weights), max(leaf for leaf, weight in enumerate(weights) if weight > 0)
+            end = self.weights.next_change(global_draw)
+            self._interval[""] = global_draw, end, ends, last
+        if end is not None:
+            count = min(count, -(-(end - lane) // self.num_lanes) - draw)
         first = (self._phase + lane * _B + draw * _A) & MASK64
         u = np.uint64(first) + np.arange(count, dtype=np.uint64) * np.uint64(_A)
-        return np.minimum(np.searchsorted(self._ends, u, side="right"), self._last)
+        return np.minimum(np.searchsorted(ends, u, side="right"), last)
 
     @cached_property
     def _phase(self) -> int:
         return fold(self.key, _PHASE)
 
     @cached_property
-    def _ends(self) -> UIntArray:
-        return thresholds(self.weights)
-
-    @cached_property
-    def _last(self) -> int:
-        return max(leaf for leaf, weight in enumerate(self.weights) if weight > 0)
+    def _interval(self) -> dict[str, tuple[int, int | None, UIntArray | None, int]]:
+        return {}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,164 @@
+"""Which leaf a draw comes from: weights, schedules and repetitions, for every lane and from every draw."""
+
+from __future__ import annotations
+
+import random
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+
+from energon_bridge.plan.blend import EpochizedBlend, WeightedBlend, thresholds
+
+LANES = 24
+
+GOLDEN_WEIGHTED = [[1, 0, 2, 0, 0, 1, 0, 0, 1, 0, 2, 0], [0, 0, 1, 0, 0, 1, 0, 2, 0, 0, 1, 0]]
+GOLDEN_EPOCHIZED = [
+    [0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 1, 0, 0, 1, 0, 0, 0, 0],
+    [0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 1, 0, 0],
+]
+
+
+class Constant:
+    def __init__(self, *weights: float | Fraction) -> None:
+        self.weights = weights
+
+    def at(self, global_draw: int) -> tuple[float | Fraction, ...]:
+        return self.weights
+
+    def next_change(self, global_draw: int) -> int | None:
+        return None
+
+
+class Line:
+    """One weight rises from 0 to 1 over `length` draws while the other falls."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def at(self, global_draw: int) -> tuple[float, ...]:
+        share = min(1.0, global_draw / self.length)
+        return (1.0 - share, share)
+
+    def next_change(self, global_draw: int) -> int | None:
+        return global_draw + 1 if global_draw < self.length else None
+
+
+def drawn(blend: WeightedBlend | EpochizedBlend, lane: int, count: int, step: int = 10**6) -> np.ndarray:
+    """Return the first draws of a lane, asked for `step` at a time."""
+    parts: list[np.ndarray] = []
+    while (done := sum(map(len, parts))) < count:
+        parts.append(blend.leaves(lane, done, min(step, count - done)))
+        assert len(parts[-1]), "at least one draw at a time"
+    return np.concatenate(parts)
+
+
+def misses(leaves: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Return how far the counts are from weight x prefix after every draw, shape (draws, leaves)."""
+    counts = np.cumsum(leaves[:, None] == np.arange(weights.size), axis=0)
+    return np.abs(counts - np.arange(1, len(leaves) + 1)[:, None] * weights)
+
+
+def random_weights(seed: int) -> np.ndarray:
+    weights = np.array([random.Random(seed * 5 + i).random() for i in range(5)])
+    return weights / weights.sum()
+
+
+def test_golden_draws() -> None:
+    blend = WeightedBlend(weights=Constant(5, 2, 1), num_lanes=LANES, key=7)
+    assert [blend.leaves(lane, 10, 12).tolist() for lane in (0, 23)] == GOLDEN_WEIGHTED
+    epochs = EpochizedBlend(
+        samples=(12, 9), repetitions=(Fraction(2), Fraction(1, 2)), num_lanes=2, key=7, leaf_keys=(1, 2)
+    )
+    assert [drawn(epochs, lane, 20).tolist() for lane in (0, 1)] == GOLDEN_EPOCHIZED
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_lanes_stay_close_to_the_weights(seed: int) -> None:
+    weights = random_weights(seed)
+    blend = WeightedBlend(weights=Constant(*weights.tolist()), num_lanes=LANES, key=seed)
+    assert max(misses(drawn(blend, lane, 1000), weights).max() for lane in range(LANES)) <= 4
+    assert misses(drawn(blend, seed, 10**6), weights).max() <= 7
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_240_draws_of_the_global_order_stay_close_to_the_weights(seed: int) -> None:
+    weights = random_weights(seed)
+    blend = WeightedBlend(weights=Constant(*weights.tolist()), num_lanes=LANES, key=seed)
+    order = np.stack([drawn(blend, lane, 2000) for lane in range(LANES)], axis=1).reshape(-1)
+    counts = np.vstack([np.zeros((1, 5)), np.cumsum(order[:, None] == np.arange(5), axis=0)])
+    expected = 240 * weights
+    off = np.abs(counts[240:] - counts[:-240] - expected)
+    assert (off <= np.maximum(5, 0.05 * expected)).all()
+
+
+@pytest.mark.parametrize("length", [2_400, 100_000, 1_000_000])
+def test_schedules_stay_close_to_the_sum_of_their_weights(length: int) -> None:
+    """Not at every speed: a weight that moves by 1/1000 a draw of the lane gets 17 draws off for a while."""
+    draws = length // LANES + 100
+    for lane in (0, 5, 11):
+        blend = WeightedBlend(weights=Line(length), num_lanes=LANES, key=0)
+        shares = np.array([min(1.0, (k * LANES + lane) / length) for k in range(draws)])
+        assert np.abs(np.cumsum(drawn(blend, lane, draws) == 1) - np.cumsum(shares)).max() <= 5
+
+
+@given(seed=st.integers(1, 99), lane=st.integers(0, LANES - 1), draw=st.integers(0, 5000), step=st.integers(1, 50))
+def test_draws_do_not_depend_on_how_they_are_asked_for(seed: int, lane: int, draw: int, step: int) -> None:
+    whole = WeightedBlend(weights=Line(seed * 100), num_lanes=LANES, key=seed)
+    parts = WeightedBlend(weights=Line(seed * 100), num_lanes=LANES, key=seed)
+    expected = drawn(whole, lane, draw + 60)[draw:]
+    found: list[int] = []
+    while len(found) < 60:
+        found += parts.leaves(lane, draw + len(found), step).tolist()
+    assert found[:60] == expected.tolist()
+
+
+def test_weights_are_exact_and_leaves_without_weight_never_come() -> None:
+    assert thresholds([1.0, 1.0, 2.0]).tolist() == [1 << 62, 1 << 63, (1 << 64) - 1]
+    assert thresholds([Fraction(6, 10), Fraction(3, 10), Fraction(1, 10)]).tolist() == thresholds([Fraction(6), Fraction(3), Fraction(1)]).tolist()
+    blend = WeightedBlend(weights=Constant(1, 0, 1, 0), num_lanes=1, key=0)
+    assert set(drawn(blend, 0, 10_000).tolist()) == {0, 2}
+
+
+repetitions = st.fractions(min_value=Fraction(1, 3), max_value=3, max_denominator=4)
+epochized = st.lists(st.tuples(st.integers(1, 40), repetitions), min_size=1, max_size=5)
+
+
+@given(leaves=epochized, lanes=st.sampled_from([1, 2, 8, 24]), sequential=st.booleans(), seed=st.integers(0, 99))
+def test_mix_epochs_end_exactly(leaves: list[tuple[int, Fraction]], lanes: int, sequential: bool, seed: int) -> None:
+    samples, times = zip(*leaves, strict=True)
+    blend = EpochizedBlend(
+        samples=samples,
+        repetitions=times,
+        num_lanes=lanes,
+        key=seed,
+        leaf_keys=tuple(random.Random(seed).getrandbits(64) for _ in leaves),
+        sequence=tuple(reversed(range(len(leaves)))) if sequential else None,
+    )
+    for epochs in (1, 3):
+        totals = np.zeros(len(leaves), dtype=int)
+        for lane in range(lanes):
+            count = int(blend.drawn(lane, epochs).sum())
+            if count:
+                order = drawn(blend, lane, count, step=7)
+                totals += np.bincount(order, minlength=len(leaves))
+                middle = count // 2
+                again = blend.leaves(lane, middle, 4)
+                assert again.tolist() == order[middle : middle + len(again)].tolist()
+        assert totals.tolist() == [int(epochs * n * r) for n, r in leaves]
+
+
+def test_all_leaves_of_a_mix_epoch_end_at_about_the_same_time() -> None:
+    blend = EpochizedBlend(
+        samples=(100, 1000), repetitions=(Fraction(3), Fraction(1, 2)), num_lanes=1, key=5, leaf_keys=(1, 2)
+    )
+    order = drawn(blend, 0, 800)
+    assert [int((order[low : low + 200] == 0).sum()) for low in range(0, 800, 200)] == [75, 75, 75, 75]
+
+
+def test_a_concatenation_takes_its_leaves_in_their_order() -> None:
+    blend = EpochizedBlend(
+        samples=(4, 6), repetitions=(Fraction(1), Fraction(1)), num_lanes=2, key=0, leaf_keys=(0, 0), sequence=(1, 0)
+    )
+    assert drawn(blend, 0, 10).tolist() == [1, 1, 1, 0, 0] * 2
