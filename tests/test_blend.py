@@ -48,9 +48,11 @@ class Line:
 def drawn(blend: WeightedBlend | EpochizedBlend, lane: int, count: int, step: int = 10**6) -> np.ndarray:
     """Return the first draws of a lane, asked for `step` at a time."""
     parts: list[np.ndarray] = []
-    while (done := sum(map(len, parts))) < count:
+    done = 0
+    while done < count:
         parts.append(blend.leaves(lane, done, min(step, count - done)))
         assert len(parts[-1]), "at least one draw at a time"
+        done += len(parts[-1])
     return np.concatenate(parts)
 
 
