@@ -203,7 +203,9 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
     def save_state_rank(self) -> doc.State:
         """Return the state of this rank: its lanes as delivered. Takes no communication."""
         lanes = [] if self.spec.finite else self._ownership.lanes_of(self.config.dp_rank)
-        leaves = [leaf | {"counts": dict(c)} for leaf, c in zip(self._units.leaves, self._counts, strict=True)]
+        # Bytes read depend on how far threads have read ahead; all ranks of a replica save the same state.
+        counts = [{name: count[name] for name in COUNTERS} for count in self._counts]
+        leaves = [leaf | {"counts": count} for leaf, count in zip(self._units.leaves, counts, strict=True)]
         return {
             "format": doc.FORMAT,
             "format_version": doc.FORMAT_VERSION,

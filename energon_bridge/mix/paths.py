@@ -1,7 +1,7 @@
 """Paths and URLs inside a mix: made absolute against the file that contains them, without touching any storage.
 
-Rules (reference section 1.14): what starts with `/` or `scheme://` stands for itself, everything else is relative to the
-folder of the file; `.` and `..` are resolved in the text, never above the root. `file://` becomes a plain path,
+Rules (reference section 1.14): what starts with `/` or `scheme://` stands for itself, everything else is relative to
+the folder of the file; `.` and `..` are resolved in the text, never above the root. `file://` becomes a plain path,
 `rclone://` is the old name of `msc://`, and `dss://NAME@VERSION/path` lies in `$NVDATASET_CACHE_DIR/NAME/VERSION/path`.
 """
 

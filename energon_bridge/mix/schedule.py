@@ -26,7 +26,7 @@ from fractions import Fraction
 from typing import Any, Literal, Self, get_args
 
 from energon_bridge.errors import ConfigurationError, MetadataError
-from energon_bridge.format.documents import expect_keys, expect_mapping, wrong_type
+from energon_bridge.format.documents import expect_keys, wrong_type
 
 ScheduleKind = Literal["constant", "steps", "linear", "cosine"]
 _KINDS = get_args(ScheduleKind)
@@ -178,9 +178,10 @@ def _points(points: Iterable[Any]) -> tuple[tuple[int, Fraction], ...]:
         if not isinstance(point, (list, tuple)) or len(point) != 2:
             raise ConfigurationError(f"a point of a schedule is [draw, weight], got {point!r}")
         draw, weight = point
-        if isinstance(draw, bool) or not isinstance(draw, numbers.Integral):
+        number = exact_number(draw)  # 1e5 is a whole number, too
+        if number is None or number.denominator != 1:
             raise ConfigurationError(f"the draw of a point must be a whole number, got {draw!r}")
-        found.append((int(draw), _weight(weight)))
+        found.append((int(number), _weight(weight)))
     return tuple(found)
 
 

@@ -53,8 +53,8 @@ def parse_subset(value: Any, *, where: str, field: str, allow_absolute: bool) ->
         stop = None if last == "end" else last
         if not allow_absolute:
             raise MetadataError(
-                f"{at}: numbers of samples can only stand at a dataset or a join, found {bounds!r}. Use percentages here, "
-                f"or move the range to the dataset."
+                f"{at}: numbers of samples can only stand at a dataset or a join, found {bounds!r}. Use percentages "
+                f"here, or move the range to the dataset."
             )
         if first < 0 or (stop is not None and stop < first):
             raise wrong_type(bounds, "0 <= start <= end", where=where, field=place)
@@ -81,7 +81,9 @@ def merge_subsets(subsets: Sequence[SubsetRange]) -> SubsetRange:
         low, high = inner_low + low * (inner_high - inner_low), inner_low + high * (inner_high - inner_low)
     for subset in subsets[1:]:
         if subset.is_absolute:
-            raise MetadataError(f"{subset.where}: numbers of samples can only stand at a dataset. Use percentages here.")
+            raise MetadataError(
+                f"{subset.where}: numbers of samples can only stand at a dataset. Use percentages here."
+            )
     innermost = subsets[0]
     return SubsetRange(start=innermost.start, stop=innermost.stop, ratio=(low, high), where=innermost.where)
 

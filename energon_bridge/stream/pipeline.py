@@ -40,7 +40,6 @@ class StreamSettings:
     Args:
         batch_size: Samples in a microbatch; None delivers samples instead of batches.
         encoder: The task encoder.
-        key: Key of the run, from its seed.
         threads: Threads that read and decode ahead; 0 does everything in the calling thread.
         reads_rounds: Read whole rounds at a time, the next one ahead of need; False reads draws as they are needed.
         background_reads: Read ahead on a thread of its own.
@@ -49,7 +48,6 @@ class StreamSettings:
 
     batch_size: int | None
     encoder: Any
-    key: int
     threads: int = 0
     reads_rounds: bool = True
     background_reads: bool = False
@@ -63,7 +61,7 @@ class Pipeline:
         self.leaf = leaf
         self.settings = settings
         self.rows = settings.batch_size or 1
-        self.code = UserCode(settings.encoder, settings.key)
+        self.code = UserCode(settings.encoder)
         self.reader = LeafReader(leaf.dataset)
         self._values = Values(leaf.identity, leaf.dataset, settings.encoder.decoder)
         self._leaf_key = fold(leaf.order.key, _USER_CODE)
@@ -132,7 +130,7 @@ class Pipeline:
             batch = samples[0]
             attach(batch, "__restore_key__", keys[0])
         else:
-            batch = self.code.collate(samples, lane, number)
+            batch = self.code.collate(samples, self._leaf_key, *keys[0][1:])
             attach(batch, "__restore_key__", ("Batch", lane, number, tuple(keys)))
         attach(batch, "__valid__", torch.ones(len(samples), dtype=torch.bool))
         return batch
@@ -146,9 +144,9 @@ class Pipeline:
         except Exception as error:  # the policy decides
             indices = ", ".join(str(key[1]) for key in keys[:8]) + (", …" if len(keys) > 8 else "")
             where = f"{self.leaf.dataset.path}: the microbatch of samples {indices}"
-            counts[COUNTERS.index(self.code.failed(error, where, "microbatch"))] += len(samples)
+            counts[COUNTERS.index(self.code.failed(error, where, "microbatches"))] += len(samples)
             return []
-        self.code.succeeded("microbatch")
+        self.code.succeeded("microbatches")
         return [batch]
 
     def user_code(self) -> contextlib.AbstractContextManager[None]:

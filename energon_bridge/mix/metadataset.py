@@ -1,0 +1,338 @@
+"""Metadataset files of both versions, and dicts of the same form, read strictly into a tree.
+
+Version 1 (the default, and `__class__: Metadataset`)::
+
+    splits: {<split>: {datasets: [{path, weight, split_part, subflavor, subflavors, shuffle_over_epochs_multiplier,
+                                   dataset_config, split_config}, ...]}}
+
+Version 2 (`__module__: megatron.energon`, `__class__: MetadatasetV2`): a split is one *item*, and an item is one of::
+
+    {path, split_part, subflavors, shuffle_over_epochs_multiplier, dataset_config, split_config, aux, subset}
+    {join: [reference, ...] or {name: reference, ...}, joiner, split_part, subflavors,
+     shuffle_over_epochs_multiplier, dataset_config, split_config, subset}
+    {blend: [item + weight, ...], subset}
+    {blend_epochized: [item + repetitions, ...], subset}
+    {concat: [item, ...], subset}                          # an extension of ours, as is nesting items in place
+
+`path` may be another metadataset. Sources: reference sections 1.12 and 1.13.
+
+Invariant: only YAML files are read, never a dataset. Every split of a file is checked; nested files are read for the
+one that is asked for.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field as dataclass_field, replace
+from typing import Any
+
+from energon_bridge.errors import MetadataError, UnknownSplitError
+from energon_bridge.format.documents import expect_keys, expect_mapping, parse_document, wrong_type
+from energon_bridge.mix.fields import (
+    read_aux,
+    read_joiner,
+    read_multiplier,
+    read_nonmatch,
+    read_path,
+    read_repetitions,
+    read_subflavors,
+    read_text,
+)
+from energon_bridge.mix.kind import DatasetKind, kind_of_reference
+from energon_bridge.mix.paths import split_path
+from energon_bridge.mix.schedule import parse_weight
+from energon_bridge.mix.subset import SubsetRange, parse_subset
+from energon_bridge.mix.tree import (
+    Blend,
+    Concat,
+    EpochizedBlend,
+    JoinEntry,
+    JoinRef,
+    LeafRef,
+    Node,
+    combine_multipliers,
+)
+from energon_bridge.storage import open_store
+
+_log = logging.getLogger(__name__)
+
+_V1 = "Metadataset"
+_V2 = "MetadatasetV2"
+_MAX_DEPTH = 100
+_MODULES = ("megatron.energon", "energon_bridge")
+
+_COMMON_KEYS = frozenset(
+    {"split_part", "subflavors", "shuffle_over_epochs_multiplier", "dataset_config", "split_config"}
+)
+_REFERENCE_KEYS = _COMMON_KEYS | {"path", "aux", "subset"}
+_JOIN_KEYS = _COMMON_KEYS | {"join", "joiner", "subset"}
+_V1_KEYS = _COMMON_KEYS | {"path", "weight", "subflavor"}
+_ENTRY_KEYS = _REFERENCE_KEYS | {"nonmatch"}
+_WITHOUT_EFFECT = ("aux", "subset", "shuffle_over_epochs_multiplier")  # in an entry of a join
+_STRUCTURE_KEYS = {
+    "path": _REFERENCE_KEYS,
+    "join": _JOIN_KEYS,
+    "blend": frozenset({"blend", "subset"}),
+    "blend_epochized": frozenset({"blend_epochized", "subset"}),
+    "concat": frozenset({"concat", "subset"}),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scope:
+    """What surrounds an item: the file it stands in, and what the references on the way to it say.
+
+    Attributes:
+        where: The file, for messages.
+        base: The folder that its paths are relative to.
+        split_part: The split asked for.
+        subflavors, multiplier, subsets: Merged so far; subsets from the innermost to the outermost.
+        chain: The (file, split) that are being read, from the outermost on.
+        documents: The files parsed so far, by path; shared by all scopes of one reading.
+        is_read: False while a split is only checked: its nested files are left alone.
+    """
+
+    where: str
+    base: str
+    split_part: str
+    subflavors: dict[str, Any] = dataclass_field(default_factory=dict)
+    multiplier: int | None = 1
+    subsets: tuple[SubsetRange, ...] = ()
+    chain: tuple[tuple[str, str], ...] = ()
+    documents: dict[str, Any] = dataclass_field(default_factory=dict)
+    is_read: bool = True
+
+
+def read_metadataset_file(path: str, *, split_part: str, scope: Scope | None = None) -> Node:
+    """Read one split of the metadataset at an absolute path or URL, and of those it refers to.
+
+    `scope` is what surrounds the reference to it. Raises UnknownSplitError, DatasetNotFoundError or MetadataError.
+    """
+    folder, name = split_path(path)
+    outer = scope or Scope(where="", base="", split_part=split_part)
+    step = (path, split_part)
+    if step in outer.chain:
+        circle = [*outer.chain[outer.chain.index(step) :], step]
+        names = " → ".join(f"{file} ({split})" for file, split in circle)
+        raise MetadataError(f"{outer.where}: metadatasets refer to each other in a circle: {names}.")
+    if len(outer.chain) >= _MAX_DEPTH:
+        raise MetadataError(f"{outer.where}: metadatasets are nested more than {_MAX_DEPTH} deep.")
+    if path not in outer.documents:
+        data = open_store(folder).read(name)
+        if not data.strip():
+            raise MetadataError(f"{path}: the file is empty. Expected a metadataset with `splits`.")
+        outer.documents[path] = parse_document(data, where=path)
+    inner = replace(outer, where=path, base=folder, split_part=split_part, chain=(*outer.chain, step))
+    return _read_document(outer.documents[path], scope=inner)
+
+
+def read_metadataset_dict(document: Mapping[str, Any], *, split_part: str, base: str) -> Node:
+    """Read one split of a metadataset given as a dict; `base` is the folder that its paths are relative to."""
+    return _read_document(dict(document), scope=Scope(where="mix given as a dict", base=base, split_part=split_part))
+
+
+def _read_document(document: Any, *, scope: Scope) -> Node:
+    mapping = expect_mapping(document, where=scope.where)
+    is_v2 = _is_v2(mapping, where=scope.where)
+    allowed = ("__module__", "__class__", "splits")
+    expect_keys(mapping, allowed=allowed, required=("splits",), where=scope.where)
+    splits = expect_mapping(mapping["splits"], where=scope.where, field="splits")
+    if scope.split_part not in splits:
+        known = ", ".join(splits) or "none"
+        raise UnknownSplitError(f"{scope.where}: no split part {scope.split_part!r}. Known split parts: {known}.")
+    read = _read_item if is_v2 else _read_v1
+    checked = replace(scope, is_read=False)
+    for name, split in splits.items():
+        if name != scope.split_part:
+            read(split, field=f"splits.{name}", scope=checked)
+    return read(splits[scope.split_part], field=f"splits.{scope.split_part}", scope=scope)
+
+
+def _is_v2(document: dict[str, Any], *, where: str) -> bool:
+    module = document.get("__module__", _MODULES[0])
+    if not isinstance(module, str) or not any(module == own or module.startswith(f"{own}.") for own in _MODULES):
+        raise wrong_type(module, f"one of {', '.join(_MODULES)}", where=where, field="__module__")
+    name = document.get("__class__", _V1)
+    if name not in (_V1, _V2):
+        near = difflib.get_close_matches(str(name), (_V1, _V2), n=1)
+        hint = f" Did you mean `{near[0]}`?" if near else ""
+        raise MetadataError(f"{where}, field `__class__`: expected {_V1} or {_V2}, found {name!r}.{hint}")
+    return name == _V2
+
+
+def _read_v1(value: Any, *, field: str, scope: Scope) -> Blend:
+    split = expect_mapping(value, where=scope.where, field=field)
+    if "datasets" not in split and split.keys() & _STRUCTURE_KEYS.keys():
+        raise MetadataError(
+            f"{scope.where}, field `{field}`: this is the syntax of version 2, but the file says version 1. Add "
+            f"`__module__: megatron.energon` and `__class__: {_V2}` at its top."
+        )
+    expect_keys(split, allowed=("datasets",), required=("datasets",), where=scope.where, field=field)
+    children, weights = [], []
+    for item, place in _items(split["datasets"], field=f"{field}.datasets", scope=scope):
+        reference = expect_mapping(item, where=scope.where, field=place)
+        expect_keys(reference, allowed=_V1_KEYS, required=("path",), where=scope.where, field=place)
+        children.append(_read_reference(reference, field=place, scope=scope))
+        weights.append(parse_weight(reference.get("weight", 1), where=scope.where, field=f"{place}.weight"))
+    at = f"{scope.where}, field `{field}.datasets`"
+    return Blend(children=tuple(children), weights=tuple(weights), where=at)
+
+
+def _read_item(value: Any, *, field: str, scope: Scope, extra: str | None = None) -> Node:
+    """Read an item of version 2; `extra` is the key that the structure around it adds to each item."""
+    item = expect_mapping(value, where=scope.where, field=field)
+    structures = [key for key in _STRUCTURE_KEYS if key in item]
+    extras = {extra} if extra else frozenset[str]()
+    if len(structures) != 1:
+        allowed = frozenset().union(*_STRUCTURE_KEYS.values(), extras)
+        expect_keys(item, allowed=allowed, where=scope.where, field=field)  # a misspelt key is named first
+        found = " and ".join(f"`{key}`" for key in structures) or "none of them"
+        names = ", ".join(f"`{key}`" for key in _STRUCTURE_KEYS)
+        raise MetadataError(f"{scope.where}, field `{field}`: expected one of {names}, found {found}.")
+    structure = structures[0]
+    required = ("joiner",) if structure == "join" else ()
+    allowed = _STRUCTURE_KEYS[structure] | extras
+    expect_keys(item, allowed=allowed, required=required, where=scope.where, field=field)
+    if structure == "path":
+        return _read_reference(item, field=field, scope=scope)
+    if structure == "join":
+        return _read_join(item, field=field, scope=scope)
+    subset = parse_subset(item.get("subset"), where=scope.where, field=f"{field}.subset", allow_absolute=False)
+    inner = _within(scope, subset)
+    at = f"{scope.where}, field `{field}.{structure}`"
+    children: list[Node] = []
+    if structure == "concat":
+        for child, place in _items(item["concat"], field=f"{field}.concat", scope=scope):
+            children.append(_read_item(child, field=place, scope=inner))
+        return Concat(children=tuple(children), where=at)
+    if structure == "blend":
+        weights = []
+        for child, place in _items(item["blend"], field=f"{field}.blend", scope=scope):
+            children.append(_read_item(child, field=place, scope=inner, extra="weight"))
+            weights.append(parse_weight(child.get("weight", 1), where=scope.where, field=f"{place}.weight"))
+        return Blend(children=tuple(children), weights=tuple(weights), where=at)
+    repetitions = []
+    for child, place in _items(item["blend_epochized"], field=f"{field}.blend_epochized", scope=scope):
+        children.append(_read_item(child, field=place, scope=inner, extra="repetitions"))
+        repetitions.append(read_repetitions(child, where=scope.where, field=place))
+    return EpochizedBlend(children=tuple(children), repetitions=tuple(repetitions), where=at)
+
+
+def _items(value: Any, *, field: str, scope: Scope) -> Iterator[tuple[Any, str]]:
+    """Yield the items of a list that must not be empty, each with its place."""
+    if not isinstance(value, list) or not value:
+        raise wrong_type(value, "a list of at least one dataset", where=scope.where, field=field)
+    for position, item in enumerate(value):
+        yield item, f"{field}[{position}]"
+
+
+def _within(scope: Scope, subset: SubsetRange | None) -> Scope:
+    return scope if subset is None else replace(scope, subsets=(subset, *scope.subsets))
+
+
+def _read_reference(item: dict[str, Any], *, field: str, scope: Scope) -> Node:
+    at = f"{scope.where}, field `{field}`"
+    path = read_path(item, base=scope.base, where=scope.where, field=field)
+    if scope.is_read:
+        kind = kind_of_reference(path, where=at)
+    else:
+        kind = DatasetKind.METADATASET if path.endswith(".yaml") else DatasetKind.PREPARED
+    leaf = _leaf(item, path=path, kind=kind, field=field, scope=scope)
+    if kind is not DatasetKind.METADATASET or not scope.is_read:
+        return leaf
+    inner = replace(
+        scope,
+        where=at,
+        subflavors=leaf.subflavors,
+        multiplier=leaf.shuffle_over_epochs_multiplier,
+        subsets=leaf.subsets,
+    )
+    return read_metadataset_file(path, split_part=leaf.split_part, scope=inner)
+
+
+def _leaf(item: dict[str, Any], *, path: str, kind: DatasetKind, field: str, scope: Scope) -> LeafRef:
+    """Read what a reference says and merge it with what is around it."""
+    where = scope.where
+    nested = kind is DatasetKind.METADATASET
+    refused = {DatasetKind.METADATASET: ("dataset_config", "split_config", "aux"), DatasetKind.PREPARED: ()}
+    for key in refused.get(kind, ("dataset_config", "split_config")):
+        if item.get(key) is not None:
+            what = "a metadataset says this for each of its datasets" if nested else "a JSONL file has none"
+            raise MetadataError(f"{where}, field `{field}.{key}`: not with {path}: {what}.")
+    subset = parse_subset(item.get("subset"), where=where, field=f"{field}.subset", allow_absolute=not nested)
+    multiplier = read_multiplier(item, where=where, field=field)
+    return LeafRef(
+        path=path,
+        split_part=read_text(item, "split_part", where=where, field=field) or scope.split_part,
+        is_jsonl=kind is DatasetKind.JSONL,
+        subflavors={**read_subflavors(item, where=where, field=field), **scope.subflavors},
+        dataset_config=read_text(item, "dataset_config", where=where, field=field),
+        split_config=read_text(item, "split_config", where=where, field=field),
+        shuffle_over_epochs_multiplier=combine_multipliers(scope.multiplier, multiplier),
+        aux=read_aux(item, base=scope.base, where=where, field=field),
+        subsets=_within(scope, subset).subsets,
+        where=f"{where}, field `{field}`",
+    )
+
+
+def _read_join(item: dict[str, Any], *, field: str, scope: Scope) -> JoinRef:
+    where = scope.where
+    subset = parse_subset(item.get("subset"), where=where, field=f"{field}.subset", allow_absolute=True)
+    join = JoinRef(
+        entries=(),
+        joiner=read_joiner(item, where=where, field=field),
+        split_part=read_text(item, "split_part", where=where, field=field) or scope.split_part,
+        subflavors={**read_subflavors(item, where=where, field=field), **scope.subflavors},
+        shuffle_over_epochs_multiplier=combine_multipliers(
+            scope.multiplier, read_multiplier(item, where=where, field=field)
+        ),
+        subsets=_within(scope, subset).subsets,
+        where=f"{where}, field `{field}`",
+    )
+    # Defaults for entries that do not say it themselves.
+    defaults = {key: read_text(item, key, where=where, field=field) for key in ("dataset_config", "split_config")}
+    entries = item["join"]
+    if isinstance(entries, dict) and entries:
+        named = [(name, entry, f"{field}.join.{name}") for name, entry in entries.items()]
+    else:
+        named = [(None, entry, place) for entry, place in _items(entries, field=f"{field}.join", scope=scope)]
+    read = [
+        _read_entry(entry, name=name, is_primary=number == 0, defaults=defaults, join=join, field=place, scope=scope)
+        for number, (name, entry, place) in enumerate(named)
+    ]
+    return replace(join, entries=tuple(read))
+
+
+def _read_entry(
+    value: Any,
+    *,
+    name: str | None,
+    is_primary: bool,
+    defaults: dict[str, str | None],
+    join: JoinRef,
+    field: str,
+    scope: Scope,
+) -> JoinEntry:
+    where = scope.where
+    item = expect_mapping(value, where=where, field=field)
+    expect_keys(item, allowed=_ENTRY_KEYS, required=("path",), where=where, field=field)
+    path = read_path(item, base=scope.base, where=where, field=field)
+    if path.endswith((".yaml", ".yml", ".jsonl")):
+        raise MetadataError(f"{where}, field `{field}.path`: only prepared datasets can be joined, found {path}.")
+    for key in _WITHOUT_EFFECT:
+        if scope.is_read and item.get(key, 1) != 1:
+            # Energon accepts these and does nothing with them.
+            _log.warning("%s, field `%s.%s`: has no effect in a join; put it on the join itself.", where, field, key)
+    reference = {key: entry for key, entry in item.items() if key not in _WITHOUT_EFFECT and entry is not None}
+    inner = replace(
+        scope,
+        split_part=join.split_part,
+        subflavors=join.subflavors,
+        multiplier=join.shuffle_over_epochs_multiplier,
+        subsets=(),
+    )
+    leaf = _leaf({**defaults, **reference}, path=path, kind=DatasetKind.PREPARED, field=field, scope=inner)
+    nonmatch = read_nonmatch(item, is_primary=is_primary, where=where, field=field)
+    return JoinEntry(leaf=leaf, name=name, nonmatch=nonmatch)
