@@ -1,36 +1,26 @@
 #!/usr/bin/env python
-"""Write the digits that ship inside scikit-learn as WebDataset shards, and prepare them with `energon prepare`.
+r"""Write the digits that ship inside scikit-learn as WebDataset shards, ready for `energon prepare`.
 
-scripts/make_digits.py data/digits
+    scripts/make_digits.py data/digits
+    energon prepare data/digits --non-interactive --split-parts 'train:train/.*' --split-parts 'val:val/.*' \
+        --sample-type CaptioningSample --field-map '{"image": "png", "caption": "txt"}'
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
-from energon_bridge.cli.main import main as energon
 from energon_bridge.training.digits import write_digits
-
-PREPARE = [
-    "--non-interactive",
-    "--no-progress",
-    "--force-overwrite",
-    "--sample-type=CaptioningSample",
-    f"--field-map={json.dumps({'image': 'png', 'caption': 'txt'})}",
-    "--split-parts=train:train/.*",
-    "--split-parts=val:val/.*",
-]
 
 
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="where to write the dataset")
-    options = parser.parse_args()
-    write_digits(options.folder)
-    energon(["prepare", str(options.folder), *PREPARE], standalone_mode=False)
+    parser.add_argument("folder", type=Path, help="where to write the shards")
+    folder = parser.parse_args().folder
+    counts = write_digits(folder)
+    print(f"{folder}: " + ", ".join(f"{count:,} {part} samples" for part, count in counts.items()))
 
 
 if __name__ == "__main__":

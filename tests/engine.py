@@ -98,11 +98,23 @@ class SeveralEncoder(TensorEncoder):
             yield super().encode_sample(sample)
 
 
+class RefusingEncoder(TensorEncoder):
+    """Leaves out whole microbatches by chance, and draws for those that it makes."""
+
+    def batch(self, samples: list[Any]) -> Any:
+        if random.random() < 0.3:
+            raise SkipSample
+        batch = super().batch(samples)
+        batch.noise = batch.noise + torch.rand(batch.noise.shape)
+        return batch
+
+
 ENCODERS: dict[str, type[DefaultTaskEncoder]] = {
     "default": DefaultTaskEncoder,
     "tensors": TensorEncoder,
     "skipping": SkippingEncoder,
     "several": SeveralEncoder,
+    "refusing": RefusingEncoder,
 }
 
 

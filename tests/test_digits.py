@@ -23,13 +23,12 @@ ROOT = Path(__file__).parent.parent
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("digits")
-    subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / "make_digits.py"), str(folder)],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        check=True,
-        capture_output=True,
-        timeout=120,
-    )
+    python, environment = sys.executable, os.environ | {"PYTHONPATH": str(ROOT)}
+    prepare = [python, "-c", "from energon_bridge.cli.main import main; main()", "prepare", str(folder)]
+    prepare += ["--non-interactive", "--split-parts=train:train/.*", "--split-parts=val:val/.*"]
+    prepare += ["--sample-type=CaptioningSample", '--field-map={"image": "png", "caption": "txt"}']
+    for command in ([python, str(ROOT / "scripts" / "make_digits.py"), str(folder)], prepare):
+        subprocess.run(command, env=environment, check=True, capture_output=True, timeout=120)
     return folder
 
 

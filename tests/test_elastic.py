@@ -10,12 +10,13 @@ import itertools
 import json
 import os
 import random
+from collections import Counter
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-from engine import NUM_LANES, InProcessLoader, deliver, loaders_of, text_dataset, train_dataset
+from engine import NUM_LANES, InProcessLoader, deliver, digest, is_masked, loaders_of, text_dataset, train_dataset
 
 from energon_bridge import get_train_dataset
 from energon_bridge.loader.savable import SavableDataLoader
@@ -27,7 +28,7 @@ LONG = bool(os.environ.get("ENERGON_LONG_TESTS"))
 TOPOLOGIES = list(itertools.product([1, 2, 3, 4, 6, 8], range(4)))
 UNEVEN = [5, 7, 9, 10, 11, 13, 16, 20, 23]
 SHARDS = [5, 9, 1, 14, 8]  # 37 samples, 24 lanes: an epoch ends in nearly every step
-ENCODERS = ["default", "tensors", "skipping", "several", "images"]
+ENCODERS = ["default", "tensors", "skipping", "several", "refusing", "images"]
 
 # DataLoader counts the cores and warns of more workers than these; here their number is the point.
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
@@ -103,7 +104,7 @@ def test_a_state_may_cross_as_json(data: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(40 if LONG else 12))
-@pytest.mark.parametrize("encoder", ["tensors", "skipping", "several"])
+@pytest.mark.parametrize("encoder", ["skipping", "several", "refusing"])
 def test_chains_of_resumes_also_on_ranks_that_do_not_divide_the_lanes(data: Path, encoder: str, seed: int) -> None:
     choose = random.Random(seed)
     expected, m, state = reference(data, encoder), 0, None
@@ -149,6 +150,30 @@ def test_every_lane_count_resumes(data: Path, encoder: str) -> None:
         assert deliver(loaders, 37).digests == expected[23:]
 
 
+def test_a_batch_held_back_for_its_masked_twin_is_forgotten_by_a_restore(data: Path) -> None:
+    """On 10 ranks from microbatch 13 on, ranks 0 to 2 begin with masked microbatches, made of their next real ones."""
+    dataset, expected = dataset_of(data, "tensors"), reference(data, "tensors")
+    states = deliver(loaders_of(dataset, 1, 0), 40, [13, 33]).states
+    for num_workers in (0, 2):
+        loaders = loaders_of(dataset, 10, num_workers, state=states[13])
+        first = [next(iter(loader)) for loader in loaders]
+        assert [is_masked(batch) for batch in first] == [True] * 3 + [False] * 7
+        for loader in loaders:
+            loader.restore_state_rank(states[33])
+        assert deliver(loaders, 4).digests == expected[33:58]
+
+
+@pytest.mark.parametrize("counts", [[1], [1, 1], [23], [25]])
+def test_fewer_samples_than_lanes(tmp_path: Path, counts: list[int]) -> None:
+    dataset = train_dataset(text_dataset(tmp_path / "few", train=counts))
+    batches = [next_ for _, next_ in zip(range(48 * sum(counts)), loaders_of(dataset, 1, 0)[0], strict=False)]
+    drawn = Counter((key[1], key[2]) for batch in batches for key in batch["__restore_key__"][3])
+    assert set(drawn.values()) == {1}  # no sample comes twice in an epoch
+    expected = [digest(batch) for batch in batches]
+    saved = deliver(loaders_of(dataset, 2, 2), 9, [9]).states[9]
+    assert deliver(loaders_of(dataset, 3, 1, state=saved), 10).digests == expected[18:48]
+
+
 def test_samples_without_batches_resume(data: Path) -> None:
     dataset = get_train_dataset(data / "text", batch_size=None, shuffle_buffer_size=5, max_samples_per_sequence=4)
     expected = deliver(loaders_of(dataset, 1, 0), 90).digests
@@ -184,7 +209,7 @@ def test_pairs_with_worker_processes(
     data: Path, saved_on: tuple[int, int], resumed_on: list[tuple[int, int]], request: pytest.FixtureRequest
 ) -> None:
     choose = random.Random(str(saved_on))
-    encoder = choose.choice(["tensors", "skipping", "several"])
+    encoder = choose.choice(["skipping", "several", "refusing"])
     steps = range(-(-20 // saved_on[0]) + 1)
     saved = check_topology(data, encoder, *saved_on, len(steps), steps, kind=SavableDataLoader)
     for topology in resumed_on:

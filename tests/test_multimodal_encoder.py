@@ -329,6 +329,16 @@ def test_prompts_end_where_the_answer_begins() -> None:
     assert mask.tolist() == [[0, 0, 0, 1, 1, 1], [1] * 6]
 
 
+def test_a_row_without_loss_is_all_prompt() -> None:
+    task_encoder = encoder(image_tokens_per_image=2)
+    batch = task_encoder.batch([task_encoder.encode_sample(caption("one")), task_encoder.encode_sample(caption())])
+    batch.loss_mask[0] = 0
+    tokens, mask = prompts_of(batch, PAD)
+    length = int(batch.attention_mask[0].sum())
+    assert tokens[0].tolist() == batch.tokens[0, :length].tolist()
+    assert mask.sum(dim=1).tolist() == [length, 3]
+
+
 def test_a_question_keeps_its_own_placeholder() -> None:
     config = MultiModalSampleConfig()
     assert place_image("see <image>?", config) == "see <image>?"

@@ -46,7 +46,7 @@ class TrainingLoop(RuleBasedStateMachine):
     saved: Bundle[tuple[int, Any]] = Bundle("saved")
     datasets: ClassVar[dict[str, tuple[DatasetSpec, Reference]]] = {}
 
-    @initialize(encoder=st.sampled_from(["tensors", "skipping", "several"]), topology=topologies)
+    @initialize(encoder=st.sampled_from(["tensors", "skipping", "several", "refusing"]), topology=topologies)
     def start(self, encoder: str, topology: tuple[int, int]) -> None:
         self.dataset, self.reference = self.datasets[encoder]
         self.start_on(topology)
@@ -152,7 +152,7 @@ class TrainingLoop(RuleBasedStateMachine):
 @pytest.fixture(autouse=True, scope="module")
 def _datasets(tmp_path_factory: pytest.TempPathFactory) -> None:
     path = text_dataset(tmp_path_factory.mktemp("state_machine"), train=SHARDS)
-    for encoder in ("tensors", "skipping", "several"):
+    for encoder in ("tensors", "skipping", "several", "refusing"):
         dataset = train_dataset(path, encoder)
         TrainingLoop.datasets[encoder] = dataset, Reference(dataset)
 

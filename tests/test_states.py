@@ -182,7 +182,7 @@ def test_missing_ranks_and_different_steps_are_refused(data: Path) -> None:
     for missing in (states[5][1:], [states[5][2]], states[5][2]):
         with pytest.raises(MissingRankError, match=r"the state holds \d+ of 24 lanes; this rank needs lanes \["):
             loader.restore_state_rank(missing)
-    with pytest.raises(StepMismatchError, match="state 0 after 20 microbatches .* state 3 after 24"):
+    with pytest.raises(StepMismatchError, match=r"state 0 after 20 microbatches .* state 3 after 24"):
         loader.restore_state_rank([*states[5][:3], states[6][3]])
     with pytest.raises(StateFormatError, match="no state given"):
         loader.restore_state_rank([])
@@ -198,7 +198,7 @@ def test_more_ranks_than_lanes_are_refused(data: Path) -> None:
     states = states_after(dataset, 3, num_lanes=2)
     loaders = loaders_of(dataset, 3, 0, num_lanes=None)
     for loader in loaders:
-        with pytest.raises(TooManyRanksError, match="3 data-parallel ranks cannot share 2 lanes .* at most 2 ranks"):
+        with pytest.raises(TooManyRanksError, match=r"3 data-parallel ranks cannot share 2 lanes .* at most 2 ranks"):
             loader.restore_state_rank(states)
 
 
@@ -213,7 +213,7 @@ def test_a_validation_state_does_not_fit_a_training_stream(data: Path) -> None:
 
 def test_a_global_state_needs_to_reach_the_ranks(data: Path) -> None:
     loader = loaders_of(train_dataset(data), 2, 0)[1]
-    with pytest.raises(LoaderError, match="save_state_global needs torch.distributed"):
+    with pytest.raises(LoaderError, match=r"save_state_global needs torch\.distributed"):
         loader.save_state_global()
     with pytest.raises(ConfigurationError, match="no state given"):
         loader.restore_state_global(None)
@@ -377,7 +377,7 @@ def test_counts_travel_with_the_state(data: Path) -> None:
     assert sum(count["skipped"] for count in counts) == whole["skipped"]
 
 
-@pytest.mark.parametrize("encoder", ["default", "tensors", "skipping", "several"])
+@pytest.mark.parametrize("encoder", ["default", "tensors", "skipping", "several", "refusing"])
 @pytest.mark.parametrize("batch_size", [None, 3])
 def test_restore_sample_gives_the_identical_batch(data: Path, encoder: str, batch_size: int | None) -> None:
     loader = get_savable_loader(train_dataset(data, encoder, batch_size=batch_size))

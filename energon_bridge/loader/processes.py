@@ -7,6 +7,7 @@ was delivered.
 from __future__ import annotations
 
 import logging
+import multiprocessing.connection
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -39,8 +40,12 @@ class WorkerIterator(_MultiProcessingDataLoaderIter):
     def _try_get_data(self, timeout: float = _POLL_SECONDS) -> Any:
         return super()._try_get_data(timeout)
 
-    def dead(self) -> list[tuple[int, int | None]]:
-        """Return worker number and exit code of every worker that has died."""
+    def dead(self, seconds: float = 0.0) -> list[tuple[int, int | None]]:
+        """Return worker number and exit code of every worker that has died, waiting some seconds for the first."""
+        ended = multiprocessing.connection.wait([worker.sentinel for worker in self._workers], seconds)
+        for worker in self._workers:
+            if worker.sentinel in ended:
+                worker.join()  # its files are closed a little before it can be reaped
         gone = [(i, w) for i, w in enumerate(self._workers) if not w.is_alive()]
         return [(number, worker.exitcode) for number, worker in gone if worker.exitcode != 0]
 
@@ -81,7 +86,8 @@ class WorkerSource:
             except StopIteration:
                 raise
             except (RuntimeError, OSError, EOFError) as error:  # how torch reports a worker that is gone
-                dead = self._iterator.dead()
+                # A worker's connection breaks a little before the worker counts as dead.
+                dead = self._iterator.dead(0.0 if isinstance(error, RuntimeError) else _POLL_SECONDS)
                 self.stop()
                 if not dead:
                     raise
@@ -109,7 +115,10 @@ class WorkerSource:
         """Let running workers start a finite stream again; say whether there are any that could."""
         if self._iterator is None or not loader.persistent_workers or self._iterator.dead():
             return False
-        self._iterator._reset(loader)
+        try:
+            self._iterator._reset(loader)
+        except (RuntimeError, OSError, EOFError):  # one died just now; new workers do as well
+            return False
         return True
 
     def stop(self) -> None:

@@ -172,7 +172,6 @@ class DatasetSpec:
         settings = StreamSettings(
             batch_size=self.batch_size,
             encoder=self.task_encoder,
-            key=key_of("run", units.settings["seed"]),
             threads=threads,
             reads_rounds=self._round_bytes() * lanes <= _READ_BYTES,
             background_reads=not config.num_workers,

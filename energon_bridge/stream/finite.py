@@ -17,7 +17,7 @@ from energon_bridge.errors import EmptyDatasetError
 from energon_bridge.plan.leaf import Round
 from energon_bridge.stream.pipeline import Ahead, Pipeline, Segment, attach
 from energon_bridge.stream.reader import RoundBuffer
-from energon_bridge.stream.state import Counts, Produced
+from energon_bridge.stream.state import COUNTERS, Counts, Produced
 from energon_bridge.stream.values import RestoreKey
 
 
@@ -88,7 +88,6 @@ class FiniteStream:
         if not exists:
             attach(batches[0], "__valid__", torch.zeros(len(samples), dtype=torch.bool))
             mask_loss(batches[0])
-        self._pipeline.count_bytes(counts)
         return Produced(batches[0], len(samples) if exists else 0, None, counts)
 
     def _encoded(self, number: int, counts: Counts) -> tuple[list[Any], list[RestoreKey], list[int]]:
@@ -100,7 +99,9 @@ class FiniteStream:
         with self._pipeline.user_code():
             while len(ahead):
                 loaded = ahead.take()
-                for leaf, sample, key in zip(loaded.leaves, loaded.samples, loaded.keys, strict=True):
+                columns = zip(loaded.leaves, loaded.samples, loaded.keys, loaded.sizes, strict=True)
+                for leaf, sample, key, size in columns:
+                    counts.of(leaf)[COUNTERS.index("bytes")] += size
                     for output_key, encoded in self._pipeline.encode(leaf, sample, key, counts):
                         samples.append(encoded)
                         keys.append(output_key)

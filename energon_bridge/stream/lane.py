@@ -13,9 +13,10 @@ import numpy as np
 from energon_bridge.errors import EmptyDatasetError
 from energon_bridge.plan.blend import Blend
 from energon_bridge.stream.pipeline import Ahead, Loaded, Pipeline, Segment
-from energon_bridge.stream.state import Counts, LaneState, Produced
+from energon_bridge.stream.state import COUNTERS, Counts, LaneState, Produced
 from energon_bridge.stream.values import Problem, RestoreKey
 
+_BYTES = COUNTERS.index("bytes")
 _BARREN = 1000
 """Fewer draws (or microbatches) without a result than this are no sign of anything."""
 
@@ -41,7 +42,7 @@ class Lane:
         self._scheduled = state.draw
         self._leaf_scheduled = list(state.leaf_draws)
         self._ahead = Ahead(pipeline)
-        self._loaded = Loaded([], [], [])
+        self._loaded = Loaded([], [], [], [])
         self._at = 0  # of the next draw in `_loaded`
         self._outputs: deque[tuple[RestoreKey, Any]] = deque()
         self._outputs_of = 0
@@ -65,7 +66,6 @@ class Lane:
                 samples, keys, leaves = self._collect(counts)
                 batches = pipeline.batches(samples, keys, leaves, self.number, self._microbatches, counts)
                 attempts += 1
-        pipeline.count_bytes(counts)
         self._microbatches += 1
         self._started = True
         state = LaneState(self._microbatches, self._draw, self._skip, tuple(self._leaf_draws))
@@ -119,6 +119,7 @@ class Lane:
         loaded, at = self._loaded, self._at
         self._at += 1
         leaf = self._outputs_of = loaded.leaves[at]
+        counts.of(leaf)[_BYTES] += loaded.sizes[at]
         self._outputs.extend(self._pipeline.encode(leaf, loaded.samples[at], loaded.keys[at], counts))
         for _ in range(min(self._skip, len(self._outputs))):
             self._outputs.popleft()
@@ -142,6 +143,8 @@ class Lane:
         drawn = loaded.leaves[low:high]
         for leaf in set(drawn):
             self._leaf_draws[leaf] += drawn.count(leaf)
+        for leaf, size in zip(drawn, loaded.sizes[low:high], strict=True):
+            counts.of(leaf)[_BYTES] += size
         for key, sample, leaf in zip(loaded.keys[low:high], loaded.samples[low:high], drawn, strict=True):
             if type(sample) is Problem:
                 self._pipeline.encode(leaf, sample, key, counts)

@@ -31,18 +31,11 @@ class LeafSource:
         self.reader = LeafReader(leaf.dataset)
         self.values = Values(leaf.identity, leaf.dataset, decoder)
         self.user_key = fold(leaf.order.key, _USER_CODE)
-        self._bytes_told = 0
 
     def where(self, index: int) -> str:
         """Name a sample for people."""
         shard, local = self.reader.place_of(index)
         return f"{self.leaf.dataset.path}: shard {shard}, sample {index} (number {local} of the shard)"
-
-    def bytes_since(self) -> int:
-        """Return the bytes read since the last call."""
-        total = self.reader.bytes_read
-        delta, self._bytes_told = total - self._bytes_told, total
-        return delta
 
 
 class Cursor:

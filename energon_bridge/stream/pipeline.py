@@ -31,7 +31,6 @@ class StreamSettings:
     Args:
         batch_size: Samples in a microbatch; None delivers samples instead of batches.
         encoder: The task encoder.
-        key: Key of the run, from its seed.
         threads: Threads that read and decode ahead; 0 does everything in the calling thread.
         reads_rounds: Read whole rounds at a time, the next one ahead of need; False reads draws as they are needed.
         background_reads: Read ahead on a thread of its own.
@@ -40,7 +39,6 @@ class StreamSettings:
 
     batch_size: int | None
     encoder: Any
-    key: int
     threads: int = 0
     reads_rounds: bool = True
     background_reads: bool = False
@@ -60,10 +58,11 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """Consecutive draws of a lane: restore key, sample (or `Problem`) and leaf of each."""
+    """Consecutive draws of a lane: restore key, sample (or `Problem`), size in bytes and leaf of each."""
 
     keys: list[RestoreKey]
     samples: list[Any]
+    sizes: list[int]
     leaves: list[int]
 
 
@@ -74,7 +73,7 @@ class Pipeline:
         self.leaves = leaves
         self.settings = settings
         self.rows = settings.batch_size or 1
-        self.code = UserCode(settings.encoder, settings.key)
+        self.code = UserCode(settings.encoder)
         self._sources: list[LeafSource | None] = [None] * len(leaves)
         self._cursors: OrderedDict[tuple[int, int], Cursor] = OrderedDict()
         self._pool = ThreadPoolExecutor(settings.threads, f"{_THREADS}-load") if settings.threads else None
@@ -110,15 +109,16 @@ class Pipeline:
         """Load some draws; with `ahead`, read what is left of their rounds as well."""
         if len(segments) == 1:
             (one,) = segments
-            keys, samples = self.source(one.leaf).values.load(one.buffer, one.low, one.high, ahead=ahead)
-            return Loaded(keys, samples, [one.leaf] * len(keys))
+            keys, samples, sizes = self.source(one.leaf).values.load(one.buffer, one.low, one.high, ahead=ahead)
+            return Loaded(keys, samples, sizes, [one.leaf] * len(keys))
         total = sum(segment.high - segment.low for segment in segments)
-        loaded = Loaded([("", 0, 0, 0)] * total, [None] * total, [0] * total)
+        loaded = Loaded([("", 0, 0, 0)] * total, [None] * total, [0] * total, [0] * total)
         for segment in segments:
             values = self.source(segment.leaf).values
-            keys, samples = values.load(segment.buffer, segment.low, segment.high, ahead=ahead)
-            for place, key, sample in zip(segment.places, keys, samples, strict=True):
-                loaded.keys[place], loaded.samples[place], loaded.leaves[place] = key, sample, segment.leaf
+            columns = values.load(segment.buffer, segment.low, segment.high, ahead=ahead)
+            for place, key, sample, size in zip(segment.places, *columns, strict=True):
+                loaded.keys[place], loaded.samples[place] = key, sample
+                loaded.sizes[place], loaded.leaves[place] = size, segment.leaf
         return loaded
 
     def submit(self, segments: Sequence[Segment], *, ahead: bool) -> Future[Loaded]:
@@ -161,13 +161,13 @@ class Pipeline:
         self.code.succeeded()
         return [((identity, index, epoch, number), one) for number, one in enumerate(encoded)]
 
-    def collate(self, samples: list[Any], keys: list[RestoreKey], lane: int, number: int) -> Any:
+    def collate(self, samples: list[Any], keys: list[RestoreKey], first_leaf: int, lane: int, number: int) -> Any:
         """Return the microbatch of some encoded samples, with its row mask and restore key."""
         if self.settings.batch_size is None:
             batch = samples[0]
             attach(batch, "__restore_key__", keys[0])
         else:
-            batch = self.code.collate(samples, lane, number)
+            batch = self.code.collate(samples, self.source(first_leaf).user_key, *keys[0][1:])
             attach(batch, "__restore_key__", ("Batch", lane, number, tuple(keys)))
         attach(batch, "__valid__", torch.ones(len(samples), dtype=torch.bool))
         return batch
@@ -180,15 +180,15 @@ class Pipeline:
         Counts the samples for their leaves, as delivered or as what became of them.
         """
         try:
-            batches = [self.collate(samples, keys, lane, number)]
+            batches = [self.collate(samples, keys, leaves[0], lane, number)]
         except Exception as error:  # the policy decides
             indices = ", ".join(str(key[1]) for key in keys[:8]) + (", …" if len(keys) > 8 else "")
             where = f"{self.leaves[leaves[0]].dataset.path}: the microbatch of samples {indices}"
-            name = self.code.failed(error, where, "microbatch")
+            name = self.code.failed(error, where, "microbatches")
             batches = []
         else:
             name = "samples"
-            self.code.succeeded("microbatch")
+            self.code.succeeded("microbatches")
         for leaf in set(leaves):
             counts.of(leaf)[COUNTERS.index(name)] += leaves.count(leaf)
         return batches
@@ -198,12 +198,6 @@ class Pipeline:
         if self.settings.restore_generators and self.code.present:
             return generators_put_back()
         return contextlib.nullcontext()
-
-    def count_bytes(self, counts: Counts) -> None:
-        """Count the bytes read since the last call."""
-        for leaf, source in enumerate(self._sources):
-            if source is not None and (read := source.bytes_since()):
-                counts.of(leaf)[COUNTERS.index("bytes")] += read
 
     # Samples by key --------------------------------------------------------------------------------------------------
 
@@ -215,13 +209,15 @@ class Pipeline:
         """
         if key and key[0] == "Batch":
             lane, number, keys = key[1:]
-            samples = [self._restore_one(tuple(one)) for one in keys]
+            restored = [self._restore_one(tuple(one)) for one in keys]
             with generators_put_back():
-                return self.collate(samples, [tuple(one) for one in keys], lane, number)
-        sample = self._restore_one(key)
-        return self.collate([sample], [key], 0, 0) if self.settings.batch_size is None else sample
+                samples = [sample for sample, _ in restored]
+                return self.collate(samples, [tuple(one) for one in keys], restored[0][1], lane, number)
+        sample, leaf = self._restore_one(key)
+        return self.collate([sample], [key], leaf, 0, 0) if self.settings.batch_size is None else sample
 
-    def _restore_one(self, key: tuple[Any, ...]) -> Any:
+    def _restore_one(self, key: tuple[Any, ...]) -> tuple[Any, int]:
+        """Return the sample with a restore key and the number of its leaf."""
         identity, index, epoch, output = key
         leaf = next((number for number, leaf in enumerate(self.leaves) if leaf.identity == identity), None)
         if leaf is None:
@@ -233,7 +229,7 @@ class Pipeline:
         if output >= len(encoded):
             where = self.source(leaf).where(index)
             raise LookupError(f"restore key {key!r}: {where} gives {len(encoded)} encoded samples now")
-        return encoded[output][1]
+        return encoded[output][1], leaf
 
 
 def attach(batch: Any, name: str, value: Any) -> None:

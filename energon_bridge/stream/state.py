@@ -30,7 +30,7 @@ class LaneState:
 
 COUNTERS = ("samples", "skipped", "errors", "excluded", "bytes")
 """What is counted per leaf: samples delivered, left out by `SkipSample`, left out by an error, listed in `exclude`; and
-bytes read."""
+bytes of the samples drawn."""
 
 
 class Counts(dict[int, list[int]]):

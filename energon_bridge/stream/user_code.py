@@ -34,6 +34,7 @@ _ALWAYS_FATAL = (
     NameError,
 )
 _ENCODE, _BATCH = 1, 2
+_ONE_OF = {"samples": "a sample", "microbatches": "a microbatch"}
 
 
 class UserCode:
@@ -41,19 +42,17 @@ class UserCode:
 
     Args:
         encoder: The task encoder.
-        key: Key of the run; the key of a microbatch derives from it.
 
     Attributes:
         encodes: Whether `encode_sample` is code of the user's.
     """
 
-    def __init__(self, encoder: Any, key: int) -> None:
+    def __init__(self, encoder: Any) -> None:
         self.encoder = encoder
-        self._key = key
         self.encodes = not is_default(encoder.encode_sample)
         self._batches = not (is_default(encoder.batch) and is_default(encoder.encode_batch))
         self.tolerance: int = getattr(encoder, "__default_failure_tolerance__", 100) or 0
-        self._failures = {"sample": 0, "microbatch": 0}
+        self._failures = dict.fromkeys(_ONE_OF, 0)
 
     @property
     def present(self) -> bool:
@@ -68,14 +67,17 @@ class UserCode:
         encoded = self.encoder.encode_sample(sample)
         return list(encoded) if isinstance(encoded, GeneratorType) else [encoded]
 
-    def collate(self, samples: list[Any], lane: int, number: int) -> Any:
-        """Return the batch of some encoded samples: microbatch `number` of a lane."""
+    def collate(self, samples: list[Any], leaf_key: int, index: int, epoch: int, output: int) -> Any:
+        """Return the batch of some encoded samples; the numbers are those of the first one, which key its randomness.
+
+        (Not the number of the microbatch: a hook that refuses one by chance must not refuse the next by the same.)
+        """
         if self._batches:
-            seed_everything(fold(self._key, _BATCH, lane, number))
+            seed_everything(fold(leaf_key, _BATCH, index, epoch, output))
         return self.encoder.encode_batch(self.encoder.batch(samples))
 
-    def failed(self, error: Exception, where: str, what: str = "sample") -> str:
-        """Apply the error policy to a failed `sample` or `microbatch` and return the counter it belongs to.
+    def failed(self, error: Exception, where: str, what: str = "samples") -> str:
+        """Apply the error policy to one of the `samples` or `microbatches` and return the counter it belongs to.
 
         Raises:
             FatalSampleError: The error is of a kind that stops the run, or too many failed in a row.
@@ -88,13 +90,13 @@ class UserCode:
         failures = self._failures[what]
         if self.tolerance and failures >= self.tolerance:
             raise FatalSampleError(
-                f"{failures} {what}s failed in a row, the last one {where}: {type(error).__name__}: {error}. Mend the "
+                f"{failures} {what} failed in a row, the last one {where}: {type(error).__name__}: {error}. Mend the "
                 "data or the encoder, or raise the encoder's __default_failure_tolerance__"
             ) from error
-        logger.warning("skipped a %s that failed: %s: %s: %s", what, where, type(error).__name__, error)
+        logger.warning("skipped %s that failed: %s: %s: %s", _ONE_OF[what], where, type(error).__name__, error)
         return "errors"
 
-    def succeeded(self, what: str = "sample") -> None:
+    def succeeded(self, what: str = "samples") -> None:
         """Note that a draw gave a sample, or samples a microbatch."""
         self._failures[what] = 0
 

@@ -12,8 +12,8 @@ from energon_bridge.stream.reader import RoundBuffer
 RestoreKey = tuple[str, int, int, int]
 """Identity of the leaf, index of the sample, epoch, and number of the output among those of its draw."""
 
-Loaded = tuple[list[RestoreKey], list[Any]]
-"""Restore keys of consecutive draws, and a sample or a `Problem` for each."""
+Columns = tuple[list[RestoreKey], list[Any], list[int]]
+"""Of consecutive draws the restore keys, the samples or `Problem`s, and the sizes in bytes."""
 
 
 class Problem:
@@ -43,7 +43,7 @@ class Values:
         self._accept = dataset.part_filter if callable(dataset.part_filter) else None
         self._crude = dataset.field_map is None and dataset.sample_loader is None
 
-    def load(self, buffer: RoundBuffer, low: int, high: int, *, ahead: bool) -> Loaded:
+    def load(self, buffer: RoundBuffer, low: int, high: int, *, ahead: bool) -> Columns:
         """Return for each draw [low, high) of a round its key, and its sample or the `Problem` in its place."""
         raws = buffer.fetch(low, high, ahead=ahead)
         indices = buffer.indices[low:high].tolist()
@@ -75,7 +75,7 @@ class Values:
                 raise
             except Exception as error:  # the policy of the stream decides what becomes of it
                 out.append(Problem(error, self._where(shard, index, key)))
-        return restore_keys, out
+        return restore_keys, out, list(map(len, raws))
 
     def _sample(self, key: str, restore_key: RestoreKey, source: SourceInfo, values: dict[str, Any]) -> Any:
         dataset = self._dataset

@@ -52,8 +52,10 @@ def prompts_of(batch: MultiModalBatch, pad_id: int) -> tuple[Tensor, Tensor]:
     Returns:
         Tokens and attention mask, int64 of shape (B, P), P being the longest prompt.
     """
-    # The first label with loss is the first token of the answer; the token it is the label of ends the prompt.
-    lengths = [int(first) + 1 for first in batch.loss_mask.argmax(dim=1)]
+    # The first label with loss is the first token of the answer; the token it is the label of ends the prompt. A row
+    # without loss has no answer.
+    whole = batch.attention_mask.sum(dim=1)
+    lengths = torch.where(batch.loss_mask.any(dim=1), batch.loss_mask.argmax(dim=1) + 1, whole).tolist()
     width = max(lengths)
     tokens = batch.tokens.new_full((len(lengths), width), pad_id)
     mask = torch.zeros_like(tokens)

@@ -145,6 +145,9 @@ class VisionLanguageModule(LightningModule):
         return world_size / real.clamp(min=1.0)
 
     def _predict(self, batch: MultiModalBatch) -> list[Prediction]:
+        valid = [True] * len(batch.__key__) if batch.__valid__ is None else batch.__valid__.tolist()
+        if not any(valid):
+            return []
         prompts, prompt_mask = prompts_of(batch, self._pad_id())
         inputs = self.model_inputs(batch)
         if self._wants_token_types:
@@ -152,7 +155,6 @@ class VisionLanguageModule(LightningModule):
         texts = generate_answers(
             self.model, self.tokenizer, prompts, prompt_mask, inputs, self.config.validation.max_new_tokens
         )
-        valid = [True] * len(texts) if batch.__valid__ is None else batch.__valid__.tolist()
         rows = zip(batch.__key__, batch.answers, texts, valid, strict=True)
         return [Prediction(key=k, expected=e, generated=g) for k, e, g, real in rows if real]
 

@@ -1,0 +1,230 @@
+"""Hooks that raise: their samples are skipped, counted and named, or the run stops; and nothing else changes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+from two_lanes import EPOCHS, KEY, KEYS, NUM_TRAIN, SHARD, counts, lanes, loader_of, write_dataset
+
+from energon_bridge import DefaultTaskEncoder, SkipSample, WorkerConfig, get_savable_loader, get_val_dataset
+from energon_bridge.errors import EmptyDatasetError, FatalSampleError
+from energon_bridge.loader.document import read_lanes
+from energon_bridge.loader.savable import SavableDataLoader
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_dataset(tmp_path_factory.mktemp("dataset"))
+
+
+# Hooks that fail -----------------------------------------------------------------------------------------------------
+
+
+class Failing(DefaultTaskEncoder):
+    """Raises an error in `encode_sample` for some keys."""
+
+    def __init__(self, error: type[Exception], *keys: str) -> None:
+        super().__init__()
+        self.error = error
+        self.keys = keys
+
+    def encode_sample(self, sample: Any) -> Any:
+        if sample.__key__ in self.keys:
+            raise self.error("as the test wants it")
+        return sample
+
+
+class FailingGenerator(Failing):
+    """The same, after it has yielded the sample."""
+
+    def encode_sample(self, sample: Any) -> Iterator[Any]:
+        yield sample
+        super().encode_sample(sample)
+
+
+class Awkward(Exception):  # noqa: N818 - what users do
+    """Cannot be made again from its text, as it would have to be to cross a process."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text, self)
+        self.pipe = open(os.devnull)  # noqa: SIM115
+
+    def __del__(self) -> None:
+        self.pipe.close()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("encoder", [Failing, FailingGenerator])
+@pytest.mark.parametrize(
+    ("error", "counter"), [(ValueError, "errors"), (KeyError, "errors"), (Awkward, "errors"), (SkipSample, "skipped")]
+)
+def test_a_hook_that_fails_costs_its_sample_and_nothing_else(
+    error: type[Exception], counter: str, encoder: type[Failing], num_workers: int, dataset: Path
+) -> None:
+    expected = [[key for key in lane if key != KEY] for lane in lanes(loader_of(dataset))]
+    loader = loader_of(dataset, num_workers, task_encoder=encoder(error, KEY))
+    assert list(lanes(loader, without=1)) == expected
+    counted = counts(loader.save_state_rank())
+    assert counted.pop(counter) >= EPOCHS
+    assert counted.pop("samples") > 0
+    assert set(counted.values()) == {0}
+    loader.close()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(
+    "error", [NameError, ImportError, MemoryError, RecursionError, SystemError, FatalSampleError, StopIteration]
+)
+def test_errors_that_are_no_fault_of_the_data_are_fatal(
+    error: type[Exception], num_workers: int, dataset: Path
+) -> None:
+    loader = loader_of(dataset, num_workers, task_encoder=Failing(error, KEY))
+    for _ in range(2):  # it does not go away by asking again
+        with pytest.raises(FatalSampleError, match=f"{SHARD}, sample 11 .*{error.__name__}: as the test wants it"):
+            lanes(loader)
+    loader.close()
+
+
+class FailingBatch(DefaultTaskEncoder):
+    """Raises an error in `batch` or `encode_batch` for a batch that holds a sample."""
+
+    def __init__(self, hook: str, error: type[Exception], key: str) -> None:
+        super().__init__()
+        self.hook = hook
+        self.error = error
+        self.key = key
+
+    def batch(self, samples: list[Any]) -> Any:
+        self._fail("batch", [sample.__key__ for sample in samples])
+        return super().batch(samples)
+
+    def encode_batch(self, batch: Any) -> Any:
+        self._fail("encode_batch", batch.__key__)
+        return super().encode_batch(batch)
+
+    def _fail(self, hook: str, keys: list[str]) -> None:
+        if hook == self.hook and (self.key in keys or not self.key):
+            raise self.error("as the test wants it")
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("hook", ["batch", "encode_batch"])
+@pytest.mark.parametrize(("error", "counter"), [(ValueError, "errors"), (SkipSample, "skipped")])
+def test_a_hook_that_fails_on_a_batch_costs_its_samples_and_nothing_else(
+    error: type[Exception], counter: str, hook: str, num_workers: int, dataset: Path
+) -> None:
+    steps = 3 * NUM_TRAIN // 3
+    by_lane: list[list[list[str]]] = [[], []]
+    for number, batch in enumerate(islice(loader_of(dataset, batch_size=3), 2 * steps)):
+        by_lane[number % 2].append(batch.__key__)
+    loader = loader_of(dataset, num_workers, batch_size=3, task_encoder=FailingBatch(hook, error, KEY))
+    seen: list[list[list[str]]] = [[], []]
+    for number, batch in enumerate(islice(loader, steps)):
+        seen[number % 2].append(batch.__key__)
+    for lane, whole in zip(seen, by_lane, strict=True):
+        assert lane == [keys for keys in whole if KEY not in keys][: len(lane)]
+    state = loader.save_state_rank()
+    refused = sum(lane.draw for lane in read_lanes(state).values()) - 3 * steps
+    expected = {"samples": 3 * steps, "errors": 0, "skipped": 0, "excluded": 0} | {counter: refused}
+    assert counts(state) == expected
+    assert refused >= 6
+    loader.close()
+
+
+def test_a_batch_that_fails_is_logged_with_its_samples(dataset: Path, caplog: pytest.LogCaptureFixture) -> None:
+    encoder = FailingBatch("encode_batch", ValueError, KEY)
+    with caplog.at_level(logging.WARNING, logger="energon_bridge"):
+        list(islice(loader_of(dataset, batch_size=3, task_encoder=encoder), NUM_TRAIN // 3))
+    assert re.fullmatch(
+        rf"skipped a microbatch that failed: {dataset}: the microbatch of samples .*\b11\b.*: ValueError: as .*",
+        caplog.messages[0],
+    )
+
+
+# Too much is bad -----------------------------------------------------------------------------------------------------
+
+
+class Intolerant(Failing):
+    __default_failure_tolerance__ = 3
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_hundred_failures_in_a_row_stop_the_run(num_workers: int, dataset: Path) -> None:
+    loader = loader_of(dataset, num_workers, task_encoder=Failing(ValueError, *KEYS))
+    with pytest.raises(FatalSampleError, match=r"100 samples failed in a row, the last one .*as the test wants it"):
+        next(iter(loader))
+    loader.close()
+
+
+@pytest.mark.parametrize("hook", ["batch", "encode_batch"])
+def test_a_hundred_failed_batches_in_a_row_stop_the_run(hook: str, dataset: Path) -> None:
+    loader = loader_of(dataset, batch_size=2, task_encoder=FailingBatch(hook, ValueError, ""))
+    with pytest.raises(FatalSampleError, match=r"100 microbatches failed in a row, the last one .*as the test wants"):
+        next(iter(loader))
+
+
+def test_failures_that_are_not_in_a_row_do_not_add_up(dataset: Path) -> None:
+    loader = loader_of(dataset, batch_size=4, task_encoder=Intolerant(ValueError, KEY))
+    for _ in islice(loader, 10 * NUM_TRAIN // 4):
+        pass
+    assert counts(loader.save_state_rank())["errors"] >= 9
+
+
+def test_the_tolerance_is_the_encoders(dataset: Path) -> None:
+    with pytest.raises(FatalSampleError, match="3 samples failed in a row"):
+        next(iter(loader_of(dataset, task_encoder=Intolerant(ValueError, *KEYS))))
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("hook", ["encode_sample", "batch"])
+def test_hooks_that_skip_everything_end_with_an_error(hook: str, num_workers: int, dataset: Path) -> None:
+    encoder = Failing(SkipSample, *KEYS) if hook == "encode_sample" else FailingBatch(hook, SkipSample, "")
+    loader = loader_of(dataset, num_workers, batch_size=4, task_encoder=encoder)
+    with pytest.raises(EmptyDatasetError, match=f"{dataset}: \\d+ samples in a row, of a split of {NUM_TRAIN}, were"):
+        next(iter(loader))
+    loader.close()
+
+
+# Validation ----------------------------------------------------------------------------------------------------------
+
+
+def validation(path: Path, encoder: Any, **kwargs: Any) -> SavableDataLoader:
+    config = WorkerConfig(rank=0, world_size=1, num_workers=0)
+    return get_savable_loader(get_val_dataset(path, batch_size=2, worker_config=config, task_encoder=encoder, **kwargs))
+
+
+def rows(loader: SavableDataLoader) -> list[list[str]]:
+    """Return the keys of the real rows, step by step."""
+    return [[key for key, real in zip(b.__key__, b.__valid__, strict=True) if real] for b in loader]
+
+
+def test_validation_leaves_a_bad_sample_out_of_its_batch(dataset: Path) -> None:
+    loader = validation(dataset, Failing(ValueError, "val-00001"))
+    for passes in range(1, 3):
+        assert rows(loader) == [["val-00000"], ["val-00002", "val-00003"], ["val-00004"]]
+        assert counts(loader.save_state_rank())["errors"] == passes
+
+
+def test_validation_masks_a_batch_of_which_nothing_is_left(dataset: Path) -> None:
+    loader = validation(dataset, Failing(SkipSample, "val-00002", "val-00003"))
+    assert rows(loader) == [["val-00000", "val-00001"], [], ["val-00004"]]
+    assert counts(loader.save_state_rank()) == {"samples": 3, "errors": 0, "skipped": 2, "excluded": 0}
+
+
+def test_validation_masks_a_batch_that_a_hook_refuses(dataset: Path) -> None:
+    loader = validation(dataset, FailingBatch("encode_batch", ValueError, "val-00002"))
+    assert rows(loader) == [["val-00000", "val-00001"], [], ["val-00004"]]
+    assert counts(loader.save_state_rank()) == {"samples": 3, "errors": 2, "skipped": 0, "excluded": 0}
+
+
+def test_validation_of_which_nothing_is_left_is_an_error(dataset: Path) -> None:
+    keys = [f"val-{number:05d}" for number in range(5)]
+    with pytest.raises(EmptyDatasetError, match="every one of the 5 samples of the split was skipped"):
+        next(iter(validation(dataset, Failing(SkipSample, *keys))))

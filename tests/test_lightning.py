@@ -1,0 +1,228 @@
+"""Lightning's own trainer over the data module: what its checkpoints hold, and that nothing is lost or repeated."""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from forked import become_rank, free_port, run_forked
+
+pytest.importorskip("lightning.pytorch")
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from energon_bridge import DefaultTaskEncoder, EnergonMultiModalDataModule, get_savable_loader
+from energon_bridge.errors import DatasetMismatchError
+from energon_bridge.loader.document import read_lanes
+from energon_bridge.testing import create_captioning_test_dataset
+
+NUM_TRAIN, NUM_VAL = 24, 5
+MICRO_BATCH, NUM_LANES = 2, 4
+EPOCH = NUM_TRAIN // MICRO_BATCH  # microbatches
+VALIDATION = ["val-00000,val-00001", "val-00002,val-00003", "val-00004"]
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*", "ignore:Checkpoint directory .* exists")
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("captioning")
+    return create_captioning_test_dataset(folder, num_train=NUM_TRAIN, num_val=NUM_VAL)
+
+
+class Model(LightningModule):
+    """Notes the keys that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+        self.trained: list[str] = []
+        self.validated: list[list[str]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.trained.append(",".join(batch.__key__))
+        loss: torch.Tensor = self.layer(batch.image.mean().reshape(1, 1)).sum()
+        return loss
+
+    def on_validation_epoch_start(self) -> None:
+        self.validated.append([])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        real = (key for key, valid in zip(batch.__key__, batch.__valid__, strict=True) if valid)
+        self.validated[-1].append(",".join(real))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def module(dataset: Path, num_workers: int = 0) -> EnergonMultiModalDataModule:
+    return EnergonMultiModalDataModule(
+        str(dataset),
+        None,
+        None,
+        micro_batch_size=MICRO_BATCH,
+        num_workers=num_workers,
+        num_val_workers=0,
+        num_lanes=NUM_LANES,
+        task_encoder=DefaultTaskEncoder(),
+    )
+
+
+def fit(data: Any, folder: Path, ckpt_path: Path | None = None, ranks: int = 1, **settings: Any) -> Model:
+    """Train with the defaults of Lightning wherever they do not cost time; save the last step to `last.ckpt`."""
+    torch.manual_seed(0)
+    model = Model()
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=ranks,
+        strategy="ddp" if ranks > 1 else "auto",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[ModelCheckpoint(folder, filename="last", every_n_train_steps=1, enable_version_counter=False)],
+        default_root_dir=folder,
+        **({"max_epochs": -1} | settings),
+    )
+    if isinstance(data, EnergonMultiModalDataModule):
+        trainer.fit(model, datamodule=data, ckpt_path=ckpt_path, weights_only=True if ckpt_path else None)
+    else:
+        trainer.fit(model, data, ckpt_path=ckpt_path)
+    data.close()
+    return model
+
+
+def fit_on(ranks: int, dataset: Path, folder: Path, ckpt_path: Path | None = None, **settings: Any) -> list[list[str]]:
+    """Train on some ranks and return the keys of each step, all ranks in turn."""
+    port = free_port()
+
+    def start(rank: int) -> list[str]:
+        become_rank(rank, ranks, port)
+        return fit(module(dataset), folder, ckpt_path, ranks, limit_val_batches=0, **settings).trained
+
+    return [list(step) for step in zip(*run_forked(ranks, start), strict=True)]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(dataset: Path) -> list[str]:
+    train = module(dataset).train_dataloader()
+    return [",".join(batch.__key__) for batch in islice(train, 6 * EPOCH)]
+
+
+# Stopping and going on -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("stop", [1, 4, EPOCH, EPOCH + 1])
+def test_one_process_goes_on_exactly(
+    stop: int, num_workers: int, dataset: Path, tmp_path: Path, uninterrupted: list[str]
+) -> None:
+    first = fit(module(dataset, num_workers), tmp_path, max_steps=stop)
+    second = fit(module(dataset, num_workers), tmp_path, tmp_path / "last.ckpt", max_steps=30)
+    assert first.trained == uninterrupted[:stop]
+    assert second.trained == uninterrupted[stop:30]
+
+
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step`", "ignore:Your `IterableDataset` has `__len__`")
+def test_the_loader_alone_goes_on_exactly(dataset: Path, tmp_path: Path, uninterrupted: list[str]) -> None:
+    """Lightning finds `state_dict` and `load_state_dict` on the loader itself, without a data module."""
+
+    def loader() -> Any:
+        data = module(dataset)
+        return get_savable_loader(data.datasets_provider(data._build_worker_config(0), "train"))
+
+    first = fit(loader(), tmp_path, max_steps=5)
+    second = fit(loader(), tmp_path, tmp_path / "last.ckpt", max_steps=30)
+    assert first.trained + second.trained == uninterrupted[:30]
+
+
+@pytest.mark.parametrize("after", [2, 1])
+def test_two_ddp_processes_go_on_exactly(after: int, dataset: Path, tmp_path: Path, uninterrupted: list[str]) -> None:
+    first = fit_on(2, dataset, tmp_path, max_steps=4)  # an epoch has six steps
+    second = fit_on(after, dataset, tmp_path, tmp_path / "last.ckpt", max_steps=20)
+    trained = [key for step in first + second for key in step]
+    assert [len(step) for step in first + second] == [2] * 4 + [after] * 16
+    assert trained == uninterrupted[: len(trained)]
+    epoch = {key for keys in trained[:EPOCH] for key in keys.split(",")}
+    assert epoch == {f"train-{number:05d}" for number in range(NUM_TRAIN)}
+
+
+# Traps that loaders fall into there ----------------------------------------------------------------------------------
+
+
+def loader_states(path: Path) -> list[Any]:
+    """Return the state of the data as the checkpoint holds it twice, loaded safely."""
+    checkpoint = torch.load(path, weights_only=True)
+    (of_loader,) = checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"]
+    return [of_loader, checkpoint["EnergonMultiModalDataModule"]["train"]]
+
+
+def test_trap_a_the_checkpoint_holds_the_state_of_every_rank(dataset: Path, tmp_path: Path) -> None:
+    fit_on(2, dataset, tmp_path, max_steps=3)
+    for state in loader_states(tmp_path / "last.ckpt"):
+        lanes = read_lanes(state)
+        assert sorted(lanes) == list(range(NUM_LANES))
+        assert [lanes[lane].microbatches for lane in range(NUM_LANES)] == [2, 2, 1, 1]
+        assert state["leaves"][0]["counts"]["samples"] == 6 * MICRO_BATCH
+
+
+@pytest.mark.parametrize("settings", [{}, {"accumulate_grad_batches": 3}], ids=["plain", "accumulating"])
+def test_trap_b_the_state_is_that_of_the_batches_trained_on(
+    settings: dict[str, Any], dataset: Path, tmp_path: Path, uninterrupted: list[str]
+) -> None:
+    model = fit(module(dataset), tmp_path, max_steps=2, **settings)
+    assert len(model.trained) == 2 * settings.get("accumulate_grad_batches", 1)
+    for state in loader_states(tmp_path / "last.ckpt"):
+        assert state["microbatches"] == len(model.trained)
+    assert model.trained == uninterrupted[: len(model.trained)]
+
+
+def test_trap_c_a_checkpoint_is_plain_data(dataset: Path, tmp_path: Path) -> None:
+    fit(module(dataset), tmp_path, max_steps=1)
+    for state in loader_states(tmp_path / "last.ckpt"):
+        assert {type(value) for value in leaves_of(state)} <= {str, int, bool, type(None)}
+
+
+def leaves_of(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return [leaf for entry in value.values() for leaf in leaves_of(entry)]
+    return [leaf for entry in value for leaf in leaves_of(entry)] if type(value) is list else [value]
+
+
+def test_a_checkpoint_of_other_data_is_refused_and_not_started_over(dataset: Path, tmp_path: Path) -> None:
+    fit(module(dataset), tmp_path, max_steps=2)
+    other = create_captioning_test_dataset(tmp_path / "other", num_train=NUM_TRAIN - 1, num_val=0)
+    with pytest.raises(DatasetMismatchError):
+        fit(module(other), tmp_path, tmp_path / "last.ckpt", max_steps=4, limit_val_batches=0)
+
+
+# Epochs and validation -----------------------------------------------------------------------------------------------
+
+
+def test_epochs_follow_one_another(dataset: Path, tmp_path: Path, uninterrupted: list[str]) -> None:
+    model = fit(module(dataset), tmp_path, max_epochs=3, limit_val_batches=0)
+    assert model.trained == uninterrupted[: 3 * EPOCH]
+
+
+def test_validation_ends_and_is_whole_every_time(dataset: Path, tmp_path: Path, uninterrupted: list[str]) -> None:
+    """Without any limit, in the middle of an epoch and at its end, and after Lightning's sanity check."""
+    model = fit(module(dataset), tmp_path, max_epochs=2, val_check_interval=EPOCH // 2)
+    sanity, *validations = model.validated
+    assert sanity == VALIDATION[:2]
+    assert validations == [VALIDATION] * 4
+    assert model.trained == uninterrupted[: 2 * EPOCH]
+
+
+def test_validation_on_two_ranks_has_every_sample_once(dataset: Path, tmp_path: Path) -> None:
+    port = free_port()
+
+    def start(rank: int) -> list[list[str]]:
+        become_rank(rank, 2, port)
+        return fit(module(dataset), tmp_path, None, 2, max_steps=6, num_sanity_val_steps=0).validated
+
+    first, second = run_forked(2, start)
+    assert [len(steps) for steps in (*first, *second)] == [2, 2]
+    assert [key for step in zip(first[0], second[0], strict=True) for key in step] == [*VALIDATION, ""]

@@ -1,0 +1,193 @@
+"""From which groups the data module takes its rank, on eight gloo ranks; and runs that come back on other groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from forked import run_forked
+
+pytest.importorskip("megatron.core")
+
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.rerun_state_machine import RerunDataIterator
+
+from energon_bridge import DefaultTaskEncoder, EnergonMultiModalDataModule
+from energon_bridge.errors import EmptyDatasetError, MissingRankError, UnknownSplitError
+from energon_bridge.testing import create_captioning_test_dataset
+
+WORLD = 8
+MICRO_BATCH, NUM_LANES = 2, 8
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return create_captioning_test_dataset(tmp_path_factory.mktemp("captioning"), num_train=48, num_val=0)
+
+
+def on_ranks(tmp_path: Path, function: Callable[[int], Any], **parallel: Any) -> list[Any]:
+    """Call a function on eight ranks, where megatron's groups are made if sizes for them are given."""
+    rendezvous = tmp_path / f"rendezvous {sorted(parallel.items())}"
+
+    def start(rank: int) -> Any:
+        dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=WORLD)
+        if parallel:
+            parallel_state.initialize_model_parallel(**parallel)
+        result = function(rank)
+        dist.barrier()
+        return result
+
+    return run_forked(WORLD, start)
+
+
+def module(dataset: Path, **kwargs: Any) -> EnergonMultiModalDataModule:
+    settings: dict[str, Any] = {"micro_batch_size": MICRO_BATCH, "num_workers": 0, "num_lanes": NUM_LANES}
+    return EnergonMultiModalDataModule(
+        str(dataset), None, None, **(settings | {"task_encoder": DefaultTaskEncoder()} | kwargs)
+    )
+
+
+def rank_and_size(data: EnergonMultiModalDataModule) -> tuple[int | None, int | None]:
+    config = data._build_worker_config(0)
+    return config.rank, config.world_size
+
+
+def keys(batches: Any, count: int) -> list[str]:
+    """Return the keys of the next microbatches, as a loop that only calls `next()` sees them."""
+    return [",".join(next(batches).__key__) for _ in range(count)]
+
+
+# Which group ---------------------------------------------------------------------------------------------------------
+
+
+def test_without_megatron_every_process_is_a_data_parallel_rank(dataset: Path, tmp_path: Path) -> None:
+    def load(rank: int) -> Any:
+        data = module(dataset)
+        return rank_and_size(data), keys(data.train_dataloader(), 3)
+
+    results = on_ranks(tmp_path, load)
+    assert [found for found, _ in results] == [(rank, WORLD) for rank in range(WORLD)]
+    epoch = [key for _, microbatches in results for key in ",".join(microbatches).split(",")]
+    assert sorted(epoch) == [f"train-{number:05d}" for number in range(48)]
+
+
+@pytest.mark.parametrize(
+    ("parallel", "expected"),
+    [
+        ({"tensor_model_parallel_size": 2, "context_parallel_size": 2}, [(0, 2)] * 4 + [(1, 2)] * 4),
+        ({"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}, [(0, 2)] * 2 + [(1, 2)] * 2),
+        ({"context_parallel_size": 2}, [(0, 4)] * 2 + [(1, 4)] * 2 + [(2, 4)] * 2 + [(3, 4)] * 2),
+        ({"tensor_model_parallel_size": 4, "order": "dp-cp-tp-ep-pp"}, [(0, 2), (1, 2)]),
+        ({"tensor_model_parallel_size": 8}, [(0, 1)] * 8),
+    ],
+    ids=["tp2 cp2", "tp2 pp2", "cp2", "dp first", "tp8"],
+)
+def test_the_rank_is_that_of_the_pure_data_parallel_group(
+    parallel: dict[str, Any], expected: list[tuple[int, int]], dataset: Path, tmp_path: Path
+) -> None:
+    def load(rank: int) -> Any:
+        whole = ProcessGroupCollection.use_mpu_process_groups()
+        without = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["cp", "tp"])
+        collections = [whole, without, ProcessGroupCollection(), ProcessGroupCollection(dp=whole.dp), None]
+        return [rank_and_size(module(dataset, pg_collection=groups)) for groups in collections]
+
+    results = on_ranks(tmp_path, load, **parallel)
+    assert all(len(set(of_one)) == 1 for of_one in results)
+    assert [of_one[0] for of_one in results] == expected * (WORLD // len(expected))
+
+
+def test_a_collection_goes_before_the_global_groups(dataset: Path, tmp_path: Path) -> None:
+    def load(rank: int) -> Any:
+        pairs = [dist.new_group([first, first + 1]) for first in range(0, WORLD, 2)]
+        return rank_and_size(module(dataset, pg_collection=ProcessGroupCollection(dp=pairs[rank // 2])))
+
+    results = on_ranks(tmp_path, load, tensor_model_parallel_size=2)
+    assert results == [(rank % 2, 2) for rank in range(WORLD)]
+
+
+# Loaders on some ranks only, and other groups after a restart --------------------------------------------------------
+
+
+def test_the_first_and_the_last_stage_load_alike_and_save_alike(dataset: Path, tmp_path: Path) -> None:
+    """Re-enact the multimodal example: loaders on tensor rank 0 of the first and the last pipeline stage only."""
+
+    def load(rank: int) -> Any:
+        if parallel_state.get_tensor_model_parallel_rank() != 0:
+            return None  # such a rank takes no part in anything that the loaders do
+        iterator = RerunDataIterator(module(dataset).train_dataloader())
+        seen = keys(iterator, 5)
+        return parallel_state.get_data_parallel_rank(), seen, iterator.iterable.save_state()
+
+    results = on_ranks(tmp_path, load, tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
+    assert [result is None for result in results] == [False, True] * 4
+    first, last = results[:4:2], results[4::2]
+    assert first == last
+    assert [dp for dp, _, _ in first] == [0, 1]
+    assert not set(first[0][1]) & set(first[1][1])
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [({"tensor_model_parallel_size": 4}, {"context_parallel_size": 2}), ({}, {"tensor_model_parallel_size": 8})],
+    ids=["dp2 to dp4", "dp8 to dp1"],
+)
+def test_a_run_comes_back_on_another_data_parallel_size(
+    before: dict[str, Any], after: dict[str, Any], dataset: Path, tmp_path: Path
+) -> None:
+    """Save as Megatron-LM does, one file per data-parallel rank, and give all files to the ranks that come back."""
+    path = "train_dataloader_dprank{:03d}.pt"
+
+    def save(rank: int) -> Any:
+        data = module(dataset)
+        train = data.train_dataloader()
+        dp, size = rank_and_size(data)
+        seen = keys(train, 16 // size)
+        torch.save({"dataloader_state_dict": train.save_state()}, tmp_path / f"{rank}.part")
+        (tmp_path / f"{rank}.part").replace(tmp_path / path.format(dp))
+        return dp, seen
+
+    def restore(rank: int) -> Any:
+        data = module(dataset)
+        dp, size = rank_and_size(data)
+        files = sorted(tmp_path.glob("train_dataloader_dprank*.pt"))
+        states = [torch.load(file)["dataloader_state_dict"] for file in files]
+        train = data.train_dataloader()
+        with pytest.raises(MissingRankError, match="the states of some ranks are missing"):
+            train.restore_state(states[(dp + 1) % len(states)])
+        train.restore_state(states)
+        return dp, keys(train, 16 // size)
+
+    uninterrupted = keys(module(dataset).train_dataloader(), 32)
+    assert in_turn(on_ranks(tmp_path, save, **before)) == uninterrupted[:16]
+    assert in_turn(on_ranks(tmp_path, restore, **after)) == uninterrupted[16:]
+
+
+def in_turn(results: list[tuple[int, list[str]]]) -> list[str]:
+    """Return the microbatches of all data-parallel ranks in the order of the run."""
+    by_rank = dict(results)
+    return [key for step in zip(*(by_rank[dp] for dp in sorted(by_rank)), strict=True) for key in step]
+
+
+# What the loop relies on ---------------------------------------------------------------------------------------------
+
+
+def test_the_loop_gets_an_iterator_without_asking_for_one(dataset: Path) -> None:
+    train = module(dataset).train_dataloader()
+    assert iter(train) is train
+    assert keys(train, 1) != keys(RerunDataIterator(train), 1)
+
+
+def test_training_never_ends(dataset: Path) -> None:
+    train = module(dataset).train_dataloader()
+    assert len(list(islice(train, 100))) == 100
+
+
+def test_a_split_without_data_is_an_error_and_not_an_endless_loop(dataset: Path) -> None:
+    with pytest.raises((UnknownSplitError, EmptyDatasetError), match="'val'"):
+        module(dataset).val_dataloader()

@@ -1,0 +1,329 @@
+"""Validation: every sample once and in order, the same batches on any topology, equal step counts on all ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine import (
+    InProcessLoader,
+    SeveralEncoder,
+    SkippingEncoder,
+    TensorEncoder,
+    config_of,
+    digest,
+    is_masked,
+    loaders_of,
+    numbers_of,
+    text_dataset,
+)
+
+from energon_bridge import DefaultTaskEncoder, SavableDataLoader, SkipSample, get_savable_loader, get_val_dataset
+from energon_bridge.errors import ConfigurationError, EmptyDatasetError
+from energon_bridge.loader.spec import DatasetSpec
+from energon_bridge.stream.finite import num_steps
+from energon_bridge.topology import step_units, ticks
+
+MOST = 200
+ROWS = range(1, 6)
+RANKS = range(1, 9)
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """200 samples in shards of five."""
+    return text_dataset(tmp_path_factory.mktemp("validation"), val=[5] * (MOST // 5))
+
+
+def dataset_of(data: Path, num_samples: int | None = None, **kwargs: Any) -> DatasetSpec:
+    """Open the first samples of the dataset, cut off in the middle of a shard where need be."""
+    settings: dict[str, Any] = {"batch_size": 2, "task_encoder": TensorEncoder(), "worker_config": config_of(1, 0)}
+    dataset = get_val_dataset(data, **(settings | kwargs))
+    if num_samples is None:
+        return dataset
+    prepared = dataset.dataset
+    shards = -(-num_samples // 5)
+    counts = prepared.shard_counts[:shards].copy()
+    counts[-1] -= 5 * shards - num_samples
+    prepared = dataclasses.replace(
+        prepared,
+        num_samples=num_samples,
+        shard_names=prepared.shard_names[:shards],
+        shard_counts=counts,
+        shard_sizes=prepared.shard_sizes[:shards],
+        store=ShortenedStore(prepared.store, prepared.shard_names[shards - 1], int(counts[-1])),
+    )
+    return dataclasses.replace(dataset, dataset=prepared)
+
+
+class ShortenedStore:
+    """A store in which one shard ends after some samples."""
+
+    def __init__(self, store: Any, shard: str, count: int) -> None:
+        self._store, self._index, self._length = store, f"{shard}.idx", 8 * (count + 1)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def read(self, rel: str) -> bytes:
+        data: bytes = self._store.read(rel)
+        return data[: self._length] if rel == self._index else data
+
+
+def one_pass(
+    dataset: DatasetSpec,
+    world_size: int,
+    num_workers: int,
+    kind: type[SavableDataLoader] = InProcessLoader,
+    **kwargs: Any,
+) -> list[list[Any]]:
+    """Return the batches of a pass, by step and rank; fail where the ranks make unequal numbers of steps."""
+    loaders = loaders_of(dataset, world_size, num_workers, kind=kind, num_lanes=None, **kwargs)
+    columns = []
+    for loader in loaders:
+        columns.append(list(loader))
+        assert len(columns[-1]) == len(loader)
+        loader.close()
+    return [list(row) for row in zip(*columns, strict=True)]
+
+
+def check_pass(steps: list[list[Any]], num_samples: int, rows: int, world_size: int) -> None:
+    """Check that a pass has every sample once and in order, and what does not exist is masked."""
+    microbatches = math.ceil(num_samples / rows)
+    assert len(steps) == math.ceil(microbatches / world_size)
+    flat = [batch for step in steps for batch in step]
+    for m, batch in enumerate(flat):
+        if m < microbatches:
+            assert numbers_of(batch) == list(range(m * rows, min((m + 1) * rows, num_samples)))
+            assert batch["__valid__"].tolist() == [True] * len(batch["__key__"])
+        else:
+            assert batch["__valid__"].tolist() == [False] * len(batch["__key__"])
+            assert len(batch["__key__"]) > 0
+
+
+# Arithmetic, exhaustively --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_every_microbatch_is_one_unit_of_one_rank_and_worker(rows: int) -> None:
+    """For all N up to 200, R up to 8, W up to 4: what DataLoader's round robin meets, rank by rank."""
+    for microbatches in sorted({math.ceil(n / rows) for n in range(1, MOST + 1)}):
+        for world_size in RANKS:
+            n = min(microbatches * rows, MOST)
+            steps = num_steps(n, rows, world_size, drop_last=False, limit=None)
+            assert steps == math.ceil(microbatches / world_size)
+            firsts = range(0, steps * world_size, world_size)
+            for num_workers in range(1, 5):
+                met = []
+                for rank in range(world_size):
+                    units = list(step_units(firsts, rank, num_workers))
+                    workers = [list(ticks(iter(units), num_workers, worker)) for worker in range(num_workers)]
+                    turns = itertools.zip_longest(*workers)
+                    met.append([unit for turn in turns for unit in turn if unit is not None])
+                assert [len(units) for units in met] == [steps] * world_size
+                assert [unit for step in zip(*met, strict=True) for unit in step] == list(range(steps * world_size))
+
+
+def test_steps_with_limit_and_without_the_last_batch() -> None:
+    for n, rows, ranks in itertools.product(range(1, MOST + 1), ROWS, RANKS):
+        for drop_last, microbatches in ((False, math.ceil(n / rows)), (True, n // rows)):
+            steps = math.ceil(microbatches / ranks)
+            assert num_steps(n, rows, ranks, drop_last=drop_last, limit=None) == steps
+            for limit in (1, 3, 1000):
+                assert num_steps(n, rows, ranks, drop_last=drop_last, limit=limit) == min(limit, steps)
+
+
+# Loaders -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_every_sample_once_and_in_order_for_all_sizes(data: Path, rows: int) -> None:
+    """All N up to 200, each on a topology of its own."""
+    choose = random.Random(rows)
+    for num_samples in range(1, MOST + 1):
+        dataset = dataset_of(data, num_samples, batch_size=rows, task_encoder=DefaultTaskEncoder())
+        world_size, num_workers = choose.randint(1, 8), choose.randrange(5)
+        check_pass(one_pass(dataset, world_size, num_workers), num_samples, rows, world_size)
+
+
+@pytest.mark.parametrize("num_samples", [1, 2, 7, 40, 41])
+def test_every_topology_sees_the_same_microbatches(data: Path, num_samples: int) -> None:
+    for rows in (1, 3, 5):
+        dataset = dataset_of(data, num_samples, batch_size=rows)
+        expected = [digest(batch) for step in one_pass(dataset, 1, 0) for batch in step]
+        for world_size, num_workers in itertools.product(RANKS, range(5)):
+            steps = one_pass(dataset, world_size, num_workers)
+            check_pass(steps, num_samples, rows, world_size)
+            flat = [batch for step in steps for batch in step]
+            assert [digest(batch) for batch in flat if not is_masked(batch)] == expected
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "rows", "world_size", "num_workers"),
+    [(1, 1, 1, 4), (1, 5, 8, 1), (3, 1, 8, 2), (41, 2, 3, 3), (200, 5, 2, 4), (17, 4, 5, 2)],
+)
+def test_every_sample_once_from_worker_processes(
+    data: Path, num_samples: int, rows: int, world_size: int, num_workers: int
+) -> None:
+    dataset = dataset_of(data, num_samples, batch_size=rows)
+    steps = one_pass(dataset, world_size, num_workers, kind=SavableDataLoader)
+    check_pass(steps, num_samples, rows, world_size)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("persistent", [True, False])
+@pytest.mark.parametrize("encoder", [TensorEncoder, SkippingEncoder, SeveralEncoder])
+def test_two_passes_are_the_same(data: Path, num_workers: int, persistent: bool, encoder: Any) -> None:
+    dataset = dataset_of(data, 37, task_encoder=encoder())
+    config = config_of(2, num_workers, 1, num_lanes=None, persistent_workers=persistent)
+    loader = get_savable_loader(dataset, worker_config=config)
+    first = [digest(batch) for batch in loader]
+    assert [digest(batch) for batch in loader] == first
+    broken_off = iter(loader)
+    assert [digest(next(broken_off)) for _ in range(4)] == first[:4]
+    assert [digest(batch) for batch in loader] == first
+    assert list(broken_off) == []  # it does not go on in the middle of a later pass
+    loader.close()
+    assert [digest(batch) for batch in loader] == first
+    loader.close()
+
+
+@pytest.mark.parametrize("limit", [1, 3, 10, 11, 99])
+def test_limit_is_a_number_of_steps(data: Path, limit: int) -> None:
+    whole = one_pass(dataset_of(data, 40), 2, 0)
+    assert len(whole) == 10
+    for num_workers in (0, 3):
+        steps = one_pass(dataset_of(data, 40, limit=limit), 2, num_workers)
+        assert [[digest(b) for b in step] for step in steps] == [[digest(b) for b in step] for step in whole[:limit]]
+
+
+@pytest.mark.parametrize(("num_samples", "rows", "world_size"), [(7, 2, 1), (7, 2, 2), (8, 2, 3), (1, 2, 1), (3, 5, 4)])
+def test_drop_last_leaves_out_what_is_not_full(data: Path, num_samples: int, rows: int, world_size: int) -> None:
+    for num_workers in (0, 2):
+        dataset = dataset_of(data, num_samples, batch_size=rows, batch_drop_last=True)
+        steps = one_pass(dataset, world_size, num_workers)
+        check_pass(steps, num_samples // rows * rows, rows, world_size)
+
+
+@pytest.mark.parametrize("encoder", [SkippingEncoder, SeveralEncoder])
+def test_skipped_samples_shorten_their_batch_only(data: Path, encoder: Any) -> None:
+    whole = one_pass(dataset_of(data, 60, batch_size=3, task_encoder=encoder()), 1, 0)
+    assert len(whole) == 20
+    seen = []
+    for m, (batch,) in enumerate(whole):
+        if not is_masked(batch):
+            assert set(numbers_of(batch)) <= set(range(3 * m, 3 * m + 3))
+            seen += numbers_of(batch)
+    assert seen == sorted(seen)
+    assert len(set(seen)) < 60
+    for world_size, num_workers in [(3, 0), (7, 2), (8, 1)]:
+        steps = one_pass(dataset_of(data, 60, batch_size=3, task_encoder=encoder()), world_size, num_workers)
+        assert len(steps) == math.ceil(20 / world_size)
+        flat = [batch for step in steps for batch in step]
+        assert [digest(b) for b in flat if not is_masked(b)] == [digest(b) for (b,) in whole if not is_masked(b)]
+
+
+class MostlySkipping(TensorEncoder):
+    """Leaves out all but some samples."""
+
+    def __init__(self, *kept: int) -> None:
+        super().__init__()
+        self.kept = kept
+
+    def encode_sample(self, sample: Any) -> Any:
+        if int(sample.__key__) not in self.kept:
+            raise SkipSample
+        return super().encode_sample(sample)
+
+
+def test_a_microbatch_without_samples_is_masked(data: Path) -> None:
+    steps = one_pass(dataset_of(data, 12, task_encoder=MostlySkipping(5, 6)), 2, 0)
+    flat = [batch for step in steps for batch in step]
+    assert [is_masked(batch) for batch in flat] == [True, True, False, False, True, True]
+    assert [numbers_of(batch) for batch in flat if not is_masked(batch)] == [[5], [6]]
+    assert all(numbers_of(batch) in ([5], [6]) for batch in flat)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_split_that_is_skipped_whole_is_an_error(data: Path, num_workers: int) -> None:
+    with pytest.raises(EmptyDatasetError, match="every one of the 12 samples of the split was skipped"):
+        one_pass(dataset_of(data, 12, task_encoder=MostlySkipping()), 1, num_workers, kind=SavableDataLoader)
+
+
+def test_masked_batches_weigh_nothing(data: Path) -> None:
+    class Weighing(TensorEncoder):
+        def encode_batch(self, batch: Any) -> Any:
+            return {"__key__": batch.__key__, "loss_mask": torch.ones(len(batch.__key__), 4)}
+
+    steps = one_pass(dataset_of(data, 3, batch_size=1, task_encoder=Weighing()), 8, 0)
+    (step,) = steps
+    assert [float(batch["loss_mask"].sum()) for batch in step] == [4, 4, 4, 0, 0, 0, 0, 0]
+    assert sum(int(batch["__valid__"].sum()) for batch in step) == 3
+
+
+def test_masked_microbatches_are_not_counted(data: Path) -> None:
+    loaders = loaders_of(dataset_of(data, 5, task_encoder=MostlySkipping(1, 2)), 4, 0, num_lanes=None)
+    for loader in loaders:
+        list(loader)
+    counts = [loader.save_state_rank()["leaves"][0]["counts"] for loader in loaders]
+    assert sum(count["samples"] for count in counts) == 2
+    assert sum(count["skipped"] for count in counts) == 3
+
+
+@pytest.mark.parametrize("batch_size", [None, 3])
+@pytest.mark.parametrize(
+    ("saved_on", "resumed_on"),
+    [((1, 0), (1, 0)), ((1, 2), (1, 3)), ((2, 1), (4, 2)), ((3, 0), (2, 0)), ((2, 0), (1, 2)), ((5, 2), (3, 1))],
+)
+def test_a_pass_goes_on_from_a_state(
+    data: Path, batch_size: int | None, saved_on: tuple[int, int], resumed_on: tuple[int, int]
+) -> None:
+    """The first pass after a restore goes on where the state stands, once; the next is whole again."""
+    dataset = dataset_of(data, 41, batch_size=batch_size)
+    expected = [digest(batch) for (batch,) in one_pass(dataset, 1, 0)]
+    for steps in (0, 1, 3):
+        saving = loaders_of(dataset, *saved_on, num_lanes=None)
+        for loader in saving:
+            for _, _batch in zip(range(steps), loader, strict=False):
+                pass
+        states = [loader.save_state_rank() for loader in saving]
+        m = states[0]["microbatches"]
+        assert m == steps * saved_on[0]
+        resuming = loaders_of(dataset, *resumed_on, num_lanes=None, state=states)
+        for first in (m, 0):
+            columns = [list(loader) for loader in resuming]
+            flat = [batch for step in zip(*columns, strict=True) for batch in step]
+            assert [digest(batch) for batch in flat if not is_masked(batch)] == expected[first:]
+
+
+def test_persistent_workers_begin_the_pass_after_a_resumed_one_at_the_start(data: Path) -> None:
+    dataset = dataset_of(data, 41)
+    expected = [digest(batch) for (batch,) in one_pass(dataset, 1, 0)]
+    config = config_of(1, 2, num_lanes=None, persistent_workers=True)
+    loader = get_savable_loader(dataset, worker_config=config)
+    for _ in zip(range(5), loader, strict=False):
+        pass
+    loader.restore_state_rank(loader.save_state_rank())
+    for first in (5, 0, 0):
+        assert [digest(batch) for batch in loader] == expected[first:]
+    loader.close()
+
+
+def test_the_seed_matters_to_encoders_only(data: Path) -> None:
+    a, b = (one_pass(dataset_of(data, 20, worker_config=config_of(1, 0)), 1, 0, seed=seed) for seed in (0, 1))
+    assert [numbers_of(batch) for (batch,) in a] == [numbers_of(batch) for (batch,) in b]
+    assert [digest(batch) for (batch,) in a] != [digest(batch) for (batch,) in b]
+
+
+@pytest.mark.parametrize("limit", [0, -1, True, 1.5])
+def test_a_limit_below_one_is_refused(data: Path, limit: Any) -> None:
+    with pytest.raises(ConfigurationError, match="limit must be an integer of at least 1 or None"):
+        get_val_dataset(data, batch_size=2, limit=limit)

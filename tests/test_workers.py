@@ -1,0 +1,400 @@
+"""Worker processes: killed ones change nothing, none is left behind, and batches cross whole and stay whole."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import descendants, left_shared_memory, shared_memory
+from engine import SkippingEncoder, TensorEncoder, config_of, deliver, digest, loaders_of, text_dataset, train_dataset
+
+from energon_bridge import SavableDataLoader, get_savable_loader, get_val_dataset
+from energon_bridge.errors import FatalSampleError, WorkerDiedError
+
+SHARDS = [5, 9, 1, 14, 8]
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return text_dataset(tmp_path_factory.mktemp("workers"), train=SHARDS, val=SHARDS)
+
+
+def loader_of(data: Path, num_workers: int = 2, encoder: Any = None, **kwargs: Any) -> SavableDataLoader:
+    dataset = train_dataset(data, task_encoder=encoder or TensorEncoder())
+    return get_savable_loader(dataset, worker_config=config_of(1, num_workers, **kwargs))
+
+
+def worker_pids() -> list[int]:
+    return [process.pid for process in multiprocessing.active_children() if process.pid is not None]
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 15.0) -> bool:
+    """Poll a condition; return what it says in the end."""
+    deadline = time.monotonic() + seconds
+    while not (met := condition()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return met
+
+
+# Dying ---------------------------------------------------------------------------------------------------------------
+
+
+def test_twenty_kills_do_not_change_the_stream(data: Path, caplog: pytest.LogCaptureFixture) -> None:
+    dataset = train_dataset(data, "skipping")
+    expected = deliver(loaders_of(dataset, 1, 0), 200).digests
+    choose = random.Random(4)
+    kills = sorted(choose.sample(range(1, 190), 20))
+    with closing(loader_of(data, 3, SkippingEncoder(), prefetch_factor=2)) as loader:
+        found: list[str] = []
+        for batch in loader:
+            found.append(digest(batch))
+            if len(found) in kills:
+                os.kill(choose.choice(worker_pids()), signal.SIGKILL)
+            if len(found) == len(expected):
+                break
+        assert found == expected
+    messages = [record.message for record in caplog.records if "killed by signal 9" in record.message]
+    # One killed with all that it had to deliver delivered may be replaced together with the next.
+    assert 10 <= len(messages) <= 20
+    assert all("no sample is lost" in message for message in messages)
+
+
+def test_kills_do_not_change_batches_that_cross_as_shared_tensors(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a batch is fetched over a connection, which may break at any point of it."""
+    monkeypatch.setattr("energon_bridge.loader.savable._arena", lambda: None)
+    expected = deliver(loaders_of(train_dataset(data), 1, 0), 80).digests
+    choose = random.Random(5)
+    with closing(loader_of(data, 3, prefetch_factor=3)) as loader:
+        batches = iter(loader)
+        found = []
+        for number in range(80):
+            found.append(digest(next(batches)))
+            if number % 7 == 3:
+                time.sleep(choose.random() * 0.003)
+                os.kill(choose.choice(worker_pids()), signal.SIGKILL)
+    assert found == expected
+
+
+def test_killing_all_workers_at_once_does_not_change_the_stream(data: Path) -> None:
+    expected = deliver(loaders_of(train_dataset(data), 1, 0), 60).digests
+    with closing(loader_of(data, 2)) as loader:
+        batches = iter(loader)
+        found = []
+        for number in range(60):
+            if number in (1, 2, 30):
+                for pid in worker_pids():
+                    os.kill(pid, signal.SIGKILL)
+            found.append(digest(next(batches)))
+        assert found == expected
+
+
+def test_a_state_saved_after_a_kill_is_the_delivered_one(data: Path) -> None:
+    expected = deliver(loaders_of(train_dataset(data), 1, 0), 60).digests
+    with closing(loader_of(data, 2)) as loader:
+        batches = iter(loader)
+        for _ in range(17):
+            next(batches)
+        os.kill(worker_pids()[0], signal.SIGKILL)
+        state = loader.save_state_rank()
+        assert digest(next(batches)) == expected[17]
+    assert deliver(loaders_of(train_dataset(data), 1, 0, state=state), 43).digests == expected[17:]
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_kills_do_not_change_a_validation_pass(data: Path, persistent: bool) -> None:
+    dataset = get_val_dataset(data, batch_size=2, task_encoder=SkippingEncoder())
+    expected = [digest(batch) for batch in get_savable_loader(dataset, worker_config=config_of(1, 0))]
+    config = config_of(1, 2, persistent_workers=persistent)
+    with closing(get_savable_loader(dataset, worker_config=config)) as loader:
+        for kill_at in (0, 7, len(expected) - 1, None):
+            found = []
+            for number, batch in enumerate(loader):
+                if number == kill_at:
+                    os.kill(worker_pids()[-1], signal.SIGKILL)
+                found.append(digest(batch))
+            assert found == expected
+
+
+class Crashing(TensorEncoder):
+    """Notes each process that encodes in a file, then ends it."""
+
+    def __init__(self, notes: Path, end: Callable[[], Any]) -> None:
+        super().__init__()
+        self.notes, self.end = notes, end
+
+    def encode_sample(self, sample: Any) -> Any:
+        with self.notes.open("a") as file:
+            file.write(f"{os.getpid()}\n")
+        return self.end()
+
+
+@pytest.mark.parametrize(
+    ("end", "message"),
+    [
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), r"worker \d \(killed by signal 9\)"),
+        (lambda: os.kill(os.getpid(), signal.SIGSEGV), r"worker \d \(killed by signal 11\)"),
+        (lambda: os._exit(3), r"worker \d \(exit code 3\)"),
+    ],
+)
+def test_workers_that_always_die_are_given_up(data: Path, tmp_path: Path, end: Callable[[], Any], message: str) -> None:
+    encoder = Crashing(tmp_path / "notes", end)
+    with closing(loader_of(data, 2, encoder)) as loader, pytest.raises(WorkerDiedError, match=message):
+        next(iter(loader))
+    starts = set((tmp_path / "notes").read_text().split())
+    assert len(starts) <= 2 * 4  # two workers, started once and again three times
+
+
+def test_restarts_are_counted_over_the_run(data: Path) -> None:
+    with closing(loader_of(data, 2, max_worker_restarts=2)) as loader:
+        batches = iter(loader)
+
+        def step_and_kill() -> None:
+            next(batches)
+            os.kill(worker_pids()[0], signal.SIGKILL)
+
+        with pytest.raises(WorkerDiedError, match="0 of max_worker_restarts are left"):
+            deque(step_and_kill() for _ in range(100))
+
+
+def test_workers_outlive_the_thread_that_started_them(data: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with closing(loader_of(data, 2)) as loader:
+        batches = iter(loader)
+        thread = threading.Thread(target=lambda: next(batches))
+        thread.start()
+        thread.join()
+        before = worker_pids()
+        for _ in range(30):
+            next(batches)
+        assert worker_pids() == before
+    assert "died" not in caplog.text
+
+
+def test_an_interrupt_is_for_the_training_process(data: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A loop that survives Ctrl-C (in a notebook) finds its workers as they were."""
+    with closing(loader_of(data, 2)) as loader:
+        batches = iter(loader)
+        next(batches)
+        before = worker_pids()
+        for _ in range(20):
+            for pid in before:
+                os.kill(pid, signal.SIGINT)
+            next(batches)
+        assert worker_pids() == before
+    assert "died" not in caplog.text
+
+
+# Errors --------------------------------------------------------------------------------------------------------------
+
+
+class Failing(TensorEncoder):
+    """Raises a given error for each sample, or for each batch."""
+
+    def __init__(self, error: Exception, hook: str) -> None:
+        super().__init__()
+        self.error, self.hook = error, hook
+
+    def encode_sample(self, sample: Any) -> Any:
+        if self.hook == "encode_sample":
+            raise self.error
+        return super().encode_sample(sample)
+
+    def encode_batch(self, batch: Any) -> Any:
+        if self.hook == "encode_batch":
+            raise self.error
+        return super().encode_batch(batch)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("hook", ["encode_sample", "encode_batch"])
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (ValueError("the caption is upside down"), "failed in a row, .*ValueError: the caption is upside down"),
+        (OSError(5, "the disk is gone"), "failed in a row, .*the disk is gone"),
+        (NameError("name 'captoin' is not defined"), "NameError: name 'captoin' is not defined"),
+        (FatalSampleError("stop here"), "stop here"),
+    ],
+)
+def test_errors_of_user_code_reach_the_training_process(
+    data: Path, num_workers: int, hook: str, error: Exception, message: str
+) -> None:
+    with (
+        closing(loader_of(data, num_workers, Failing(error, hook))) as loader,
+        pytest.raises(FatalSampleError, match=message) as raised,
+    ):
+        next(iter(loader))
+    # Where it happened: the dataset, and whose samples.
+    assert str(data) in str(raised.value)
+    assert not worker_pids()
+
+
+def test_after_an_error_the_loader_goes_on_where_it_stood(data: Path, tmp_path: Path) -> None:
+    """A hook that is mended (here by a file) sees the same samples again."""
+    switch = tmp_path / "broken"
+
+    class Breakable(TensorEncoder):
+        def encode_sample(self, sample: Any) -> Any:
+            if switch.exists():
+                raise MemoryError("for now")
+            return super().encode_sample(sample)
+
+    expected = deliver(loaders_of(train_dataset(data), 1, 0), 40).digests
+    for num_workers in (0, 2):
+        with closing(loader_of(data, num_workers, Breakable())) as loader:
+            found = [digest(batch) for _, batch in zip(range(9), loader, strict=False)]
+            loader.close()
+            switch.touch()
+            with pytest.raises(FatalSampleError, match="for now"):
+                next(iter(loader))
+            switch.unlink()
+            found += [digest(batch) for _, batch in zip(range(31), loader, strict=False)]
+        assert found == expected
+
+
+def test_a_batch_that_cannot_cross_is_an_error(data: Path) -> None:
+    class Unpicklable(TensorEncoder):
+        def encode_batch(self, batch: Any) -> Any:
+            return {"function": lambda: batch}
+
+    with closing(loader_of(data, 1, Unpicklable())) as loader, pytest.raises(Exception, match=r"[Pp]ickle"):
+        next(iter(loader))
+
+
+# Leaving nothing -----------------------------------------------------------------------------------------------------
+
+
+def test_closing_leaves_nothing(data: Path) -> None:
+    before, files = shared_memory(), len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        loader = loader_of(data, 3)
+        batches = iter(loader)
+        for _ in range(4):
+            next(batches)
+        assert len(worker_pids()) == 3
+        loader.close()
+        loader.close()  # twice does no harm
+        assert not worker_pids()
+    del batches, loader
+    gc.collect()
+    assert not left_shared_memory(before)
+    assert len(os.listdir("/proc/self/fd")) <= files + 5
+
+
+def test_dropping_a_loader_stops_its_workers(data: Path) -> None:
+    loader = loader_of(data, 2)
+    batches = iter(loader)
+    next(batches)
+    assert len(worker_pids()) == 2
+    del batches, loader
+    gc.collect()
+    assert wait_until(lambda: not worker_pids())
+
+
+def test_a_loader_that_was_never_iterated_starts_nothing(data: Path) -> None:
+    loader = loader_of(data, 3)
+    loader.save_state_rank()
+    iter(loader)
+    assert not worker_pids()
+
+
+TRAINING = """
+    import sys
+    from pathlib import Path
+    sys.path.insert(0, {tests!r})
+    from engine import config_of, train_dataset
+    from energon_bridge import get_savable_loader
+
+    loader = get_savable_loader(train_dataset(Path({data!r}), {encoder!r}), worker_config=config_of(1, 2))
+    for number, batch in enumerate(loader):
+        if number == 5:
+            print("under way", flush=True)
+"""
+
+
+@pytest.fixture
+def training(data: Path) -> Iterator[subprocess.Popen[str]]:
+    """Start a training process in a session of its own; yield it when its workers run."""
+    tests = str(Path(__file__).parent)
+    program = textwrap.dedent(TRAINING).format(tests=tests, data=str(data), encoder="tensors")
+    process = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", program],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        cwd=Path(__file__).parent.parent,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "under way\n"
+    with process:
+        yield process
+        process.kill()
+
+
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGINT", "SIGTERM"])
+def test_workers_go_with_the_training_process(training: subprocess.Popen[str], how: str) -> None:
+    before = shared_memory()
+    workers = [pid for pid in descendants() if pid != training.pid]
+    assert len(workers) >= 2
+    if how == "SIGINT":
+        os.killpg(training.pid, signal.SIGINT)  # as a terminal does: the workers get it too
+    else:
+        training.send_signal(signal.Signals[how])
+    _, errors = training.communicate(timeout=30)
+    assert training.returncode == -signal.Signals[how]
+    # Quietly: of all processes only the training process has something to say.
+    assert errors.count("Traceback") == (1 if how == "SIGINT" else 0)
+    assert wait_until(lambda: not any(is_running(pid) for pid in workers), 10)
+    assert not left_shared_memory(before)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_saving_asks_no_worker(data: Path) -> None:
+    with closing(loader_of(data, 2)) as loader:
+        batches = iter(loader)
+        for _ in range(5):
+            next(batches)
+        state = loader.save_state_rank()
+        pids = worker_pids()
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            assert loader.save_state_rank() == state
+        finally:
+            for pid in pids:
+                os.kill(pid, signal.SIGCONT)
+
+
+def test_the_generators_of_the_training_process_stay_untouched(data: Path) -> None:
+    for num_workers in (0, 2):
+        torch.manual_seed(3)
+        random.seed(3)
+        before = torch.default_generator.get_state(), random.getstate()
+        with closing(loader_of(data, num_workers)) as loader:
+            for _, _batch in zip(range(5), loader, strict=False):
+                pass
+        assert torch.equal(before[0], torch.default_generator.get_state())
+        assert before[1] == random.getstate()
