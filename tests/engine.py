@@ -19,9 +19,10 @@ import numpy as np
 import torch
 
 from energon_bridge import DefaultTaskEncoder, SkipSample, TextSample, WorkerConfig, get_train_dataset
+from energon_bridge.loader.document import read_leaves
 from energon_bridge.loader.savable import SavableDataLoader
 from energon_bridge.loader.spec import DatasetSpec
-from energon_bridge.loader.transport import Arena, pack
+from energon_bridge.loader.transport import Arena, Outbox
 from energon_bridge.loader.workers import produced
 from energon_bridge.prepare import parse_patterns, prepare_dataset, render_dataset_yaml
 from energon_bridge.testing import write_shard
@@ -52,6 +53,21 @@ def text_dataset(folder: Path, **parts: Sequence[int]) -> Path:
         key_index=False,
     )
     return folder
+
+
+def with_prepared(dataset: DatasetSpec, **changes: Any) -> DatasetSpec:
+    """Return a dataset of one leaf with other fields of what was prepared."""
+    (leaf,) = dataset.leaves
+    prepared = dataclasses.replace(leaf.dataset, **changes)
+    leaf = dataclasses.replace(leaf, dataset=prepared, start=0, stop=prepared.num_samples)
+    return dataclasses.replace(dataset, leaves=(leaf,))
+
+
+def counts_of(state: Any) -> dict[str, int]:
+    """Return the counters of the only leaf of a saved state."""
+    (leaf,) = read_leaves(state)
+    counts: dict[str, int] = leaf["counts"]
+    return counts
 
 
 def numbers_of(batch: Any) -> list[int]:
@@ -190,11 +206,12 @@ def _items(loader: InProcessLoader, worker: int) -> Iterator[Any]:
     schedule = loader._schedule()
     started = [unit for unit in [next(schedule, None)] if unit is not None]
     stream = loader.spec.stream(loader._units, loader.config, dict(loader._lanes))
+    outbox = Outbox(loader._arenas[worker], kept=0)
     units = ticks(itertools.chain(started, schedule), loader.config.num_workers, worker)
 
     def items() -> Iterator[Any]:
         for item in produced(stream, units, loader.config.prefetch_factor):
-            yield None if item is None else (worker, pack(item, loader._arenas[worker]))
+            yield None if item is None else (worker, outbox.pack(item))
 
     return items()
 

@@ -118,7 +118,10 @@ def test_draws_do_not_depend_on_how_they_are_asked_for(seed: int, lane: int, dra
 
 def test_weights_are_exact_and_leaves_without_weight_never_come() -> None:
     assert thresholds([1.0, 1.0, 2.0]).tolist() == [1 << 62, 1 << 63, (1 << 64) - 1]
-    assert thresholds([Fraction(6, 10), Fraction(3, 10), Fraction(1, 10)]).tolist() == thresholds([Fraction(6), Fraction(3), Fraction(1)]).tolist()
+    assert (
+        thresholds([Fraction(6, 10), Fraction(3, 10), Fraction(1, 10)]).tolist()
+        == thresholds([Fraction(6), Fraction(3), Fraction(1)]).tolist()
+    )
     blend = WeightedBlend(weights=Constant(1, 0, 1, 0), num_lanes=1, key=0)
     assert set(drawn(blend, 0, 10_000).tolist()) == {0, 2}
 

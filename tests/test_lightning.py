@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from energon_bridge import DefaultTaskEncoder, EnergonMultiModalDataModule, get_savable_loader
 from energon_bridge.errors import DatasetMismatchError
-from energon_bridge.loader.document import read_lanes
+from energon_bridge.loader.document import read_lanes, read_leaves
 from energon_bridge.testing import create_captioning_test_dataset
 
 NUM_TRAIN, NUM_VAL = 24, 5
@@ -166,7 +166,7 @@ def test_trap_a_the_checkpoint_holds_the_state_of_every_rank(dataset: Path, tmp_
         lanes = read_lanes(state)
         assert sorted(lanes) == list(range(NUM_LANES))
         assert [lanes[lane].microbatches for lane in range(NUM_LANES)] == [2, 2, 1, 1]
-        assert state["leaves"][0]["counts"]["samples"] == 6 * MICRO_BATCH
+        assert read_leaves(state)[0]["counts"]["samples"] == 6 * MICRO_BATCH
 
 
 @pytest.mark.parametrize("settings", [{}, {"accumulate_grad_batches": 3}], ids=["plain", "accumulating"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import io
 import json
 import random
@@ -19,12 +18,14 @@ from engine import (
     InProcessLoader,
     TensorEncoder,
     config_of,
+    counts_of,
     deliver,
     digest,
     loaders_of,
     numbers_of,
     text_dataset,
     train_dataset,
+    with_prepared,
 )
 from hypothesis import given, strategies as st
 
@@ -87,9 +88,8 @@ class CountingStore:
 
 def counted(dataset: DatasetSpec) -> tuple[DatasetSpec, CountingStore]:
     """Return the dataset over a store that counts."""
-    store = CountingStore(dataset.dataset.store)
-    prepared = dataclasses.replace(dataset.dataset, store=store)
-    return dataclasses.replace(dataset, dataset=prepared), store
+    store = CountingStore(dataset.leaves[0].dataset.store)
+    return with_prepared(dataset, store=store), store
 
 
 # Refusals ------------------------------------------------------------------------------------------------------------
@@ -160,9 +160,9 @@ def test_a_state_of_other_data_is_refused(data: Path, tmp_path: Path, change: st
     with pytest.raises(DatasetMismatchError) as raised:
         loader.restore_state_rank(state)
     lines = str(raised.value).splitlines()
-    assert lines[1].startswith(f"  - {data} [train]: 37 samples in 5 shards, fingerprint ")
-    assert lines[2].startswith(f"  + {other} [train]: {sum(counts.get(change, SHARDS))} samples in ")
-    assert lines[1].split("fingerprint ")[1] != lines[2].split("fingerprint ")[1]
+    assert lines[1].startswith(f"  - {data} [train], 37 samples, identity ")
+    assert lines[2].startswith(f"  + {other} [train], {sum(counts.get(change, SHARDS))} samples, identity ")
+    assert lines[1].split("identity ")[1] != lines[2].split("identity ")[1]
 
 
 def test_a_moved_dataset_is_the_same_dataset(data: Path, tmp_path: Path) -> None:
@@ -252,8 +252,7 @@ def test_columns_round_trip(numbers: list[int]) -> None:
 def test_a_state_of_24_lanes_is_small(data: Path, num_samples: int, buffer: int) -> None:
     dataset = train_dataset(data, shuffle_buffer_size=buffer, max_samples_per_sequence=100)
     shards = np.full(max(1, num_samples // 10_000), min(num_samples, 10_000), dtype=np.int64)
-    prepared = dataclasses.replace(dataset.dataset, shard_counts=shards, num_samples=num_samples)
-    loader = get_savable_loader(dataclasses.replace(dataset, dataset=prepared))
+    loader = get_savable_loader(with_prepared(dataset, shard_counts=shards, num_samples=num_samples))
     # After 10^10 microbatches, in lanes whose draws have spread as skips would spread them.
     choose, m = random.Random(0), 10**10
     lanes = {}
@@ -367,12 +366,12 @@ def test_an_iterator_goes_on_from_the_delivered_position(data: Path) -> None:
 
 def test_counts_travel_with_the_state(data: Path) -> None:
     dataset = train_dataset(data, "skipping")
-    whole = states_after(dataset, 60)[0]["leaves"][0]["counts"]
+    whole = counts_of(states_after(dataset, 60)[0])
     assert whole["samples"] == 120
     assert whole["skipped"] > 20
     parts = deliver(loaders_of(dataset, 4, 0), 7, [7]).states[7]
     rest = deliver(loaders_of(dataset, 2, 0, state=parts), 16, [16]).states[16]
-    counts = [state["leaves"][0]["counts"] for state in rest]
+    counts = [counts_of(state) for state in rest]
     assert sum(count["samples"] for count in counts) == 120
     assert sum(count["skipped"] for count in counts) == whole["skipped"]
 

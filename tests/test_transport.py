@@ -14,7 +14,7 @@ from engine import DefaultTaskEncoder, config_of, digest, numbers_of, text_datas
 from hypothesis import given, settings, strategies as st
 
 from energon_bridge import SavableDataLoader, get_savable_loader, get_val_dataset
-from energon_bridge.loader.transport import Arena, pack, unpack
+from energon_bridge.loader.transport import Arena, MemoryFile, Outbox, unpack
 
 DTYPES = [
     torch.uint8,
@@ -45,7 +45,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 # One message ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arena", [True, False], ids=["arena", "shared tensor"])
+@pytest.mark.parametrize("arena", [True, False], ids=["arena", "memory file"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_tensors_arrive_as_they_left(dtype: torch.dtype, arena: bool) -> None:
     whole = tensor(dtype, 2, 5, 7, 3)
@@ -61,7 +61,8 @@ def test_tensors_arrive_as_they_left(dtype: torch.dtype, arena: bool) -> None:
         "one": tensor(dtype, 1, 1, 1),
     }
     box = Arena(1 << 20) if arena else None
-    received = unpack(pack(views, box), box)
+    with closing(Outbox(box, kept=1)) as outbox:
+        received = unpack(outbox.pack(views), box)
     assert received.keys() == views.keys()
     for name, sent in views.items():
         assert same(received[name], sent), name
@@ -84,7 +85,7 @@ def test_other_values_arrive_as_they_left() -> None:
         "plain": ("a", b"b" * 1000, None, {"c": [1.5, True]}, {1, 2}),
     }
     arena = Arena(1 << 20)
-    received = unpack(pack(sent, arena), arena)
+    received = unpack(Outbox(arena, kept=0).pack(sent), arena)
     assert received["plain"] == sent["plain"]
     for here, there in zip(received["arrays"], sent["arrays"], strict=True):
         assert here.dtype == there.dtype
@@ -98,7 +99,7 @@ def test_other_values_arrive_as_they_left() -> None:
 def test_a_tensor_that_is_named_twice_is_one_tensor() -> None:
     one = torch.zeros(4)
     arena = Arena(1 << 20)
-    received = unpack(pack([one, one], arena), arena)
+    received = unpack(Outbox(arena, kept=0).pack([one, one]), arena)
     received[0][0] = 1
     assert received[1][0] == 1
 
@@ -108,26 +109,31 @@ def test_a_tensor_that_is_named_twice_is_one_tensor() -> None:
 def test_blocks_never_overlap_and_are_used_again(steps: list[tuple[int, int]]) -> None:
     """Batches of any size, some kept for a while: all stay whole, and in the end every block is free."""
     arena = Arena(16_384)
+    outbox = Outbox(arena, kept=1)
     held: list[tuple[torch.Tensor, torch.Tensor, int]] = []
     for number, (size, turns) in enumerate(steps):
         sent = torch.full((size,), number % 251, dtype=torch.uint8)
-        held.append((sent, unpack(pack(sent, arena), arena), turns))
+        held.append((sent, unpack(outbox.pack(sent), arena), turns))
         assert all(torch.equal(sent, received) for sent, received, _ in held)
         held = [(sent, received, turns - 1) for sent, received, turns in held if turns]
     held.clear()
     gc.collect()
     assert not any(arena._map[slot] for slot in range(256))
-    assert not isinstance(pack(torch.zeros(15_000, dtype=torch.uint8), arena), torch.Tensor)
+    assert not isinstance(outbox.pack(torch.zeros(15_000, dtype=torch.uint8)), MemoryFile)
+    outbox.close()
 
 
-def test_a_full_arena_falls_back_to_shared_tensors() -> None:
+def test_a_full_arena_falls_back_to_memory_files() -> None:
     arena = Arena(10_000)
     sent = [torch.full((1000,), n, dtype=torch.int32) for n in range(5)]
-    messages = [pack(one, arena) for one in sent]
-    assert [isinstance(message, torch.Tensor) for message in messages] == [False, False, True, True, True]
-    received = [unpack(message, arena) for message in messages]
+    with closing(Outbox(arena, kept=3)) as outbox:
+        messages = [outbox.pack(one) for one in sent]
+        assert [isinstance(message, MemoryFile) for message in messages] == [False, False, True, True, True]
+        received = [unpack(message, arena) for message in messages]
+        assert isinstance(outbox.pack(torch.zeros(20_000, dtype=torch.uint8)), MemoryFile)
+        with pytest.raises(FileNotFoundError):  # only the last three are kept
+            unpack(messages[2], arena)
     assert all(torch.equal(a, b) for a, b in zip(sent, received, strict=True))
-    assert isinstance(pack(torch.zeros(20_000, dtype=torch.uint8), arena), torch.Tensor)
 
 
 # Through loaders -----------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 import random
@@ -17,11 +16,13 @@ from engine import (
     SkippingEncoder,
     TensorEncoder,
     config_of,
+    counts_of,
     digest,
     is_masked,
     loaders_of,
     numbers_of,
     text_dataset,
+    with_prepared,
 )
 
 from energon_bridge import DefaultTaskEncoder, SavableDataLoader, SkipSample, get_savable_loader, get_val_dataset
@@ -49,19 +50,18 @@ def dataset_of(data: Path, num_samples: int | None = None, **kwargs: Any) -> Dat
     dataset = get_val_dataset(data, **(settings | kwargs))
     if num_samples is None:
         return dataset
-    prepared = dataset.dataset
+    prepared = dataset.leaves[0].dataset
     shards = -(-num_samples // 5)
     counts = prepared.shard_counts[:shards].copy()
     counts[-1] -= 5 * shards - num_samples
-    prepared = dataclasses.replace(
-        prepared,
+    return with_prepared(
+        dataset,
         num_samples=num_samples,
         shard_names=prepared.shard_names[:shards],
         shard_counts=counts,
         shard_sizes=prepared.shard_sizes[:shards],
         store=ShortenedStore(prepared.store, prepared.shard_names[shards - 1], int(counts[-1])),
     )
-    return dataclasses.replace(dataset, dataset=prepared)
 
 
 class ShortenedStore:
@@ -273,7 +273,7 @@ def test_masked_microbatches_are_not_counted(data: Path) -> None:
     loaders = loaders_of(dataset_of(data, 5, task_encoder=MostlySkipping(1, 2)), 4, 0, num_lanes=None)
     for loader in loaders:
         list(loader)
-    counts = [loader.save_state_rank()["leaves"][0]["counts"] for loader in loaders]
+    counts = [counts_of(loader.save_state_rank()) for loader in loaders]
     assert sum(count["samples"] for count in counts) == 2
     assert sum(count["skipped"] for count in counts) == 3
 

@@ -76,8 +76,8 @@ def test_twenty_kills_do_not_change_the_stream(data: Path, caplog: pytest.LogCap
     assert all("no sample is lost" in message for message in messages)
 
 
-def test_kills_do_not_change_batches_that_cross_as_shared_tensors(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such a batch is fetched over a connection, which may break at any point of it."""
+def test_kills_do_not_change_batches_that_cross_as_memory_files(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a batch goes with its worker."""
     monkeypatch.setattr("energon_bridge.loader.savable._arena", lambda: None)
     expected = deliver(loaders_of(train_dataset(data), 1, 0), 80).digests
     choose = random.Random(5)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from engine import counts_of
+
 from energon_bridge import WorkerConfig, get_savable_loader, get_train_dataset
 from energon_bridge.loader.savable import SavableDataLoader
 from energon_bridge.testing import create_captioning_test_dataset
@@ -46,5 +48,4 @@ def lanes(loader: SavableDataLoader, epochs: int = EPOCHS, *, without: int = 0) 
 
 
 def counts(state: dict[str, Any]) -> dict[str, int]:
-    (leaf,) = state["leaves"]
-    return {name: leaf["counts"][name] for name in ("samples", "skipped", "errors", "excluded")}
+    return {name: counts_of(state)[name] for name in ("samples", "skipped", "errors", "excluded")}

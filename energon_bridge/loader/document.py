@@ -90,11 +90,12 @@ def write_leaves(table: Sequence[State], counts: Sequence[Sequence[int]]) -> Sta
 
 
 def read_leaves(document: State) -> list[State]:
-    """Return the leaves of a document: rows with identity, path, split_part, share, num_samples and counts (a list)."""
+    """Return the leaves of a document: rows with identity, path, split_part, share, num_samples and counts (a dict)."""
     entry = document["leaves"]
     columns: dict[str, Sequence[Any]] = {name: decode_text(entry[f"{name}s"]) for name in _TEXTS}
     columns |= {"identity": entry["identities"], "num_samples": decode_column(entry["num_samples"])}
-    columns["counts"] = [list(row) for row in zip(*(decode_column(entry["counts"][n]) for n in COUNTERS), strict=True)]
+    counts = zip(*(decode_column(entry["counts"][name]) for name in COUNTERS), strict=True)
+    columns["counts"] = [dict(zip(COUNTERS, row, strict=True)) for row in counts]
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
@@ -182,7 +183,7 @@ def merge(states: Sequence[Any]) -> State:
         fresh = not lanes.keys() & known.keys()
         lanes |= known
         if fresh:
-            own = (leaf["counts"] for leaf in read_leaves(document))
+            own = (leaf["counts"].values() for leaf in read_leaves(document))
             counts = [[a + b for a, b in zip(*pair, strict=True)] for pair in zip(counts, own, strict=True)]
     return first | {"lanes": write_lanes(lanes), "leaves": write_leaves(leaves, counts)}
 

@@ -245,7 +245,7 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         whole = len(lanes) == len(ownership.lanes_of(self.config.dp_rank))
         keep = whole or self.config.dp_rank == 0
         if keep:
-            self._counts = [leaf["counts"] for leaf in doc.read_leaves(document)]
+            self._counts = [list(leaf["counts"].values()) for leaf in doc.read_leaves(document)]
         else:
             self._counts = [[0] * len(COUNTERS) for _ in units.leaves]
 

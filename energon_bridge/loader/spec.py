@@ -92,10 +92,12 @@ class DatasetSpec:
             )
             settings |= {"batch_drop_last": self.batch_drop_last}
         else:
+            shuffle = [leaf.shuffle for leaf in self.ordered]
             settings |= {
                 "max_samples_per_sequence": self.max_samples_per_sequence,
                 "shuffle_buffer_size": self.shuffle_buffer_size,
                 "parallel_shard_iters": self.parallel_shard_iters,
+                "shuffle": shuffle[0] if len(set(shuffle)) == 1 else shuffle,
                 "mode": self.mix.mode,
             }
         leaves = tuple(self._leaf(leaf, lanes, seed) for leaf in self.ordered)

@@ -6,8 +6,9 @@ faults. A batch is pickled with its tensors and arrays out of band: all of it go
 message in DataLoader's queue is a few bytes, which a pipe writes in one piece, so that a killed worker cannot leave
 half a message. The training process rebuilds tensors as views of the block and gives it back when the last is gone.
 
-Where the arena is full (batches kept by the trainer, or a batch larger than the arena), the block is a shared tensor of
-torch instead. Blocks of an arena are found first fit, so its resident size is what is under way at a time.
+Where the arena is full (batches kept by the trainer, or a batch larger than the arena), the block is a memory file
+(memfd) of the worker instead, which has no name either. Blocks of an arena are found first fit, so its resident size is
+what is under way at a time.
 
 Layout of a block: `<Q` number of buffers (the pickle stream is buffer 0), `<Q` length of each, then the buffers, each
 at a multiple of 64 bytes.
@@ -17,11 +18,13 @@ from __future__ import annotations
 
 import io
 import mmap
+import os
 import pickle
 import struct
 import weakref
+from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -86,28 +89,71 @@ class Arena:
         self._map[slot] = 0
 
 
-def pack(item: Any, arena: Arena | None) -> tuple[int, int, int] | torch.Tensor:
-    """Pickle an item into a block of an arena, or into a shared tensor; return the message that finds it."""
-    buffers: list[memoryview] = []
-    stream = io.BytesIO()
-    _Pickler(stream, protocol=5, buffer_callback=lambda b: buffers.append(b.raw())).dump(item)
-    parts = [stream.getbuffer(), *buffers]
-    header = struct.pack(f"<{1 + len(parts)}Q", len(parts), *(part.nbytes for part in parts))
-    chunks: list[memoryview | bytes] = [header, *parts]
-    total = sum(_aligned(len(chunk)) for chunk in chunks)
-    place = None if arena is None else arena.write(chunks, total)
-    if place is not None:
-        return place
-    storage = torch.UntypedStorage._new_shared(total)
-    shared = torch.empty(0, dtype=torch.uint8).set_(storage)
-    _copy(chunks, memoryview(shared.numpy()))  # type: ignore[arg-type]
-    return shared
+class Outbox:
+    """What one worker sends its batches with: its arena, and memory files where that is full.
+
+    Args:
+        arena: None where there was no address space for one.
+        kept: Memory files kept open until the training process has surely opened them: more than messages can be under
+            way to it.
+    """
+
+    def __init__(self, arena: Arena | None, kept: int) -> None:
+        self._arena = arena
+        self._kept = kept
+        self._files: deque[int] = deque()
+
+    def pack(self, item: Any) -> Message:
+        """Pickle an item into a block of the arena or into a memory file; return the message that finds it."""
+        buffers: list[memoryview] = []
+        stream = io.BytesIO()
+        _Pickler(stream, protocol=5, buffer_callback=lambda b: buffers.append(b.raw())).dump(item)
+        parts = [stream.getbuffer(), *buffers]
+        header = struct.pack(f"<{1 + len(parts)}Q", len(parts), *(part.nbytes for part in parts))
+        chunks: list[memoryview | bytes] = [header, *parts]
+        total = sum(_aligned(len(chunk)) for chunk in chunks)
+        place = None if self._arena is None else self._arena.write(chunks, total)
+        return place or self._file(chunks, total)
+
+    def close(self) -> None:
+        """Close the memory files; those not opened by then cannot be any more."""
+        while self._files:
+            os.close(self._files.popleft())
+
+    def _file(self, chunks: Sequence[memoryview | bytes], total: int) -> MemoryFile:
+        file = os.memfd_create("energon-batch")
+        os.ftruncate(file, total)
+        with mmap.mmap(file, total) as mapped, memoryview(mapped) as view:
+            _copy(chunks, view)
+        self._files.append(file)
+        if len(self._files) > self._kept:
+            os.close(self._files.popleft())
+        return MemoryFile(os.getpid(), file, total)
 
 
-def unpack(message: tuple[int, int, int] | torch.Tensor, arena: Arena | None) -> Any:
-    """Return the item that a message of `pack` stands for; its tensors are views of shared memory."""
-    if isinstance(message, torch.Tensor):
-        block: np.ndarray[Any, Any] = message.numpy()
+class MemoryFile(NamedTuple):
+    """A file of a worker that has no name; others reach it through its number, while the worker lives."""
+
+    process: int
+    number: int
+    length: int
+
+    def open(self) -> np.ndarray[Any, Any]:
+        """Return the bytes of the file. Raises OSError if the worker is gone."""
+        file = os.open(f"/proc/{self.process}/fd/{self.number}", os.O_RDWR)
+        try:
+            return np.frombuffer(mmap.mmap(file, self.length), np.uint8)
+        finally:
+            os.close(file)
+
+
+Message = tuple[int, int, int] | MemoryFile
+
+
+def unpack(message: Message, arena: Arena | None) -> Any:
+    """Return the item that a message of an outbox stands for; its tensors are views of shared memory."""
+    if isinstance(message, MemoryFile):
+        block = message.open()
     else:
         assert arena is not None
         block = arena.open(*message)

@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch.utils.data
 
-from energon_bridge.loader.transport import Arena, pack
+from energon_bridge.loader.transport import Arena, Outbox
 from energon_bridge.plan.blend import Blend
 from energon_bridge.stream.finite import FiniteStream
 from energon_bridge.stream.lane import Lane
@@ -132,11 +132,14 @@ class WorkerTicks(torch.utils.data.IterableDataset[Any]):
         self._ahead = ahead
         self._arenas = arenas
         self._passes = 0
+        self._outbox: Outbox | None = None
 
     def __iter__(self) -> Iterator[Any]:
         info = torch.utils.data.get_worker_info()
         assert info is not None, "iterated by DataLoader's workers only"
         arena = self._arenas[info.id]
+        if self._outbox is None:
+            self._outbox = Outbox(arena, kept=2 + 2 * self._ahead)
         if self._passes:
             self._rewind()
             if arena is not None:
@@ -144,7 +147,7 @@ class WorkerTicks(torch.utils.data.IterableDataset[Any]):
         self._passes += 1
         units = ticks(self._schedule(), self._num_workers, info.id)
         for item in produced(self._make_stream(), units, self._ahead):
-            yield None if item is None else (info.id, pack(item, arena))
+            yield None if item is None else (info.id, self._outbox.pack(item))
 
 
 def weak(method: Callable[[], T]) -> Callable[[], T]:
