@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         get_savable_loader as get_savable_loader,
         get_train_dataset as get_train_dataset,
         get_val_dataset as get_val_dataset,
+        get_val_datasets as get_val_datasets,
     )
     from energon_bridge.errors import (
         BatchSizeMismatchError as BatchSizeMismatchError,
@@ -64,6 +65,7 @@ if TYPE_CHECKING:
         WorkerDiedError as WorkerDiedError,
     )
     from energon_bridge.loader import SavableDataLoader as SavableDataLoader
+    from energon_bridge.mix import Blender as Blender, WeightSchedule as WeightSchedule
     from energon_bridge.samples import (
         Batch as Batch,
         CaptioningSample as CaptioningSample,
@@ -100,7 +102,7 @@ if TYPE_CHECKING:
 _EXPORTS: dict[str, tuple[str, ...]] = {
     "dataloader": ("EnergonDataloader", "cyclic_iter"),
     "datamodule": ("EnergonMultiModalDataModule",),
-    "datasets": ("get_loader", "get_savable_loader", "get_train_dataset", "get_val_dataset"),
+    "datasets": ("get_loader", "get_savable_loader", "get_train_dataset", "get_val_dataset", "get_val_datasets"),
     "errors": (
         "BatchSizeMismatchError",
         "ConfigurationError",
@@ -142,6 +144,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
         "WorkerDiedError",
     ),
     "loader": ("SavableDataLoader",),
+    "mix": ("Blender", "WeightSchedule"),
     "samples": (
         "Batch",
         "CaptioningSample",

@@ -6,6 +6,7 @@ The names and parameters are those that users of Megatron Energon know.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import difflib
 import inspect
 import logging
@@ -13,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from energon_bridge.errors import ConfigurationError, UnknownArgumentError
-from energon_bridge.loader.leaves import open_leaves
+from energon_bridge.loader.leaves import OpenLeaf, open_leaves
 from energon_bridge.loader.savable import SavableDataLoader
 from energon_bridge.loader.spec import DatasetSpec
 from energon_bridge.mix import MixSource, load_mix
@@ -151,8 +152,21 @@ def get_val_dataset(
     )
 
 
+def get_val_datasets(path: MixSource, **kwargs: Any) -> list[tuple[DatasetSpec, OpenLeaf]]:
+    """Open the leaves of a mix for validation, each as a dataset of its own: for a loss per dataset.
+
+    Arguments are those of `get_val_dataset`.
+    """
+    whole = get_val_dataset(path, **kwargs)
+    parts = zip(whole.leaves, whole.mix.leaves, strict=True)
+    return [
+        (dataclasses.replace(whole, leaves=(leaf,), mix=dataclasses.replace(whole.mix, leaves=(described,))), leaf)
+        for leaf, described in parts
+    ]
+
+
 def get_savable_loader(
-    dataset: DatasetSpec,
+    dataset: DatasetSpec | MixSource,
     *,
     worker_config: WorkerConfig | None = None,
     prefetch_factor: int | None = None,
@@ -161,7 +175,8 @@ def get_savable_loader(
     """Return a loader over a dataset, whose position can be saved and restored.
 
     Args:
-        dataset: From `get_train_dataset` or `get_val_dataset`.
+        dataset: From `get_train_dataset` or `get_val_dataset`; or what these take, which is then read for training,
+            one sample at a time and with default settings.
         worker_config: Default: the one the dataset was made with.
         prefetch_factor: Overrides that of the worker configuration.
     """
@@ -169,6 +184,8 @@ def get_savable_loader(
     _refuse_unknown(get_savable_loader, {name: value for name, value in kwargs.items() if name not in ignored})
     if ignored:
         logger.info("get_savable_loader: %s: not needed here", ", ".join(sorted(ignored)))
+    if not isinstance(dataset, DatasetSpec):
+        dataset = get_train_dataset(dataset, batch_size=1, worker_config=worker_config)
     config = worker_config or dataset.worker_config
     if prefetch_factor is not None:
         config = copy.copy(config)
@@ -177,7 +194,7 @@ def get_savable_loader(
 
 
 def get_loader(
-    dataset: DatasetSpec,
+    dataset: DatasetSpec | MixSource,
     *,
     worker_config: WorkerConfig | None = None,
     prefetch_factor: int | None = None,

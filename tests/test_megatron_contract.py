@@ -155,6 +155,7 @@ def test_the_state_of_the_whole_run_is_the_same_on_every_rank(dataset: Path, tmp
 
 @pytest.fixture
 def rerun_state_machine() -> Iterator[None]:
+    destroy_rerun_state_machine()  # one that another test has left
     initialize_rerun_state_machine(mode=RerunMode.VALIDATE_RESULTS)
     yield
     destroy_rerun_state_machine()
