@@ -77,8 +77,10 @@ class WorkerConfig:
         optional = {"num_lanes": 1, "decode_threads": 1, "microbatches_per_global_batch": 1}
         for name, least in (minima | optional).items():
             value = getattr(self, name)
-            if value is not None and value < least:
-                raise ConfigurationError(f"WorkerConfig: {name} must be at least {least}, got {value}")
+            if value is None and name in optional:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ConfigurationError(f"WorkerConfig: {name} must be an integer of at least {least}, got {value!r}")
 
     @classmethod
     def default_worker_config(

@@ -197,7 +197,8 @@ def test_hooks_that_skip_everything_end_with_an_error(hook: str, num_workers: in
 
 def validation(path: Path, encoder: Any, **kwargs: Any) -> SavableDataLoader:
     config = WorkerConfig(rank=0, world_size=1, num_workers=0)
-    return get_savable_loader(get_val_dataset(path, batch_size=2, worker_config=config, task_encoder=encoder, **kwargs))
+    settings: dict[str, Any] = {"batch_size": 2, "worker_config": config, "task_encoder": encoder}
+    return get_savable_loader(get_val_dataset(path, **(settings | kwargs)))
 
 
 def rows(loader: SavableDataLoader) -> list[list[str]]:
@@ -228,3 +229,26 @@ def test_validation_of_which_nothing_is_left_is_an_error(dataset: Path) -> None:
     keys = [f"val-{number:05d}" for number in range(5)]
     with pytest.raises(EmptyDatasetError, match="every one of the 5 samples of the split was skipped"):
         next(iter(validation(dataset, Failing(SkipSample, *keys))))
+
+
+class Several(DefaultTaskEncoder):
+    def encode_sample(self, sample: Any) -> Iterator[Any]:
+        yield from (sample, sample)
+
+
+def test_validation_without_batches_loses_no_output_of_a_generator(dataset: Path) -> None:
+    assert sum(len(keys) for keys in rows(validation(dataset, Several()))) == 2 * sum(
+        len(keys) for keys in rows(validation(dataset, DefaultTaskEncoder()))
+    )
+    with pytest.raises(FatalSampleError, match="yields 2 samples where a validation without batches delivers one"):
+        list(validation(dataset, Several(), batch_size=None))
+
+
+class GeneratorBatch(DefaultTaskEncoder):
+    def batch(self, samples: list[Any]) -> Any:
+        yield samples
+
+
+def test_a_generator_in_place_of_a_batch_is_refused(dataset: Path) -> None:
+    with pytest.raises(FatalSampleError, match="batch and encode_batch of GeneratorBatch must return one batch"):
+        list(validation(dataset, GeneratorBatch()))

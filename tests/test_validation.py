@@ -286,7 +286,7 @@ def test_masked_microbatches_are_not_counted(data: Path) -> None:
 def test_a_pass_goes_on_from_a_state(
     data: Path, batch_size: int | None, saved_on: tuple[int, int], resumed_on: tuple[int, int]
 ) -> None:
-    """The first pass after a restore goes on where the state stands, once; the next is whole again."""
+    """The first pass after a restore goes on where the state stands, unless at an end; the next is whole again."""
     dataset = dataset_of(data, 41, batch_size=batch_size)
     expected = [digest(batch) for (batch,) in one_pass(dataset, 1, 0)]
     for steps in (0, 1, 3):
@@ -298,7 +298,7 @@ def test_a_pass_goes_on_from_a_state(
         m = states[0]["microbatches"]
         assert m == steps * saved_on[0]
         resuming = loaders_of(dataset, *resumed_on, num_lanes=None, state=states)
-        for first in (m, 0):
+        for first in (m if m < len(expected) else 0, 0):
             columns = [list(loader) for loader in resuming]
             flat = [batch for step in zip(*columns, strict=True) for batch in step]
             assert [digest(batch) for batch in flat if not is_masked(batch)] == expected[first:]
@@ -327,3 +327,15 @@ def test_the_seed_matters_to_encoders_only(data: Path) -> None:
 def test_a_limit_below_one_is_refused(data: Path, limit: Any) -> None:
     with pytest.raises(ConfigurationError, match="limit must be an integer of at least 1 or None"):
         get_val_dataset(data, batch_size=2, limit=limit)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_state_of_the_end_of_a_pass_is_followed_by_a_whole_pass(data: Path, num_workers: int) -> None:
+    dataset = dataset_of(data, 7, worker_config=config_of(1, num_workers))
+    loader = get_savable_loader(dataset)
+    whole = [digest(batch) for batch in loader]
+    again = get_savable_loader(dataset)
+    again.restore_state_rank(loader.save_state_rank())
+    assert [digest(batch) for batch in again] == whole
+    loader.close()
+    again.close()

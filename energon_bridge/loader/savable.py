@@ -82,7 +82,7 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch promises its own iterator type
         if self.spec.finite:
-            if not self._resumed:
+            if not self._resumed or self._microbatches >= self.spec.num_microbatches:
                 self._rewind()
                 if not self._workers.another_pass(self):
                     self._stop()

@@ -71,6 +71,12 @@ class DatasetSpec:
         """Samples of all leaves, each once."""
         return sum(leaf.num_samples for leaf in self.leaves)
 
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches of a finite stream, all ranks together."""
+        full, rest = divmod(self.num_samples, self.rows)
+        return full if self.batch_drop_last or not rest else full + 1
+
     @cached_property
     def ordered(self) -> tuple[OpenLeaf, ...]:
         """The leaves in the order in which counters are kept: by identity, or, finite, as given."""

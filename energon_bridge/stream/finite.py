@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from energon_bridge.errors import EmptyDatasetError
+from energon_bridge.errors import EmptyDatasetError, FatalSampleError
 from energon_bridge.plan.leaf import Round
 from energon_bridge.stream.pipeline import Ahead, Pipeline, Segment, attach
 from energon_bridge.stream.reader import RoundBuffer
@@ -80,6 +80,11 @@ class FiniteStream:
             with self._pipeline.user_code():
                 batches = self._pipeline.batches(samples, keys, leaves, -1, unit, counted) if samples else []
             if batches:
+                if self._pipeline.settings.batch_size is None and len(samples) > 1:
+                    raise FatalSampleError(
+                        f"{keys[0]}: encode_sample yields {len(samples)} samples where a validation without batches "
+                        "delivers one a step: give a batch_size"
+                    )
                 break
         else:
             paths = ", ".join(leaf.dataset.path for leaf in self._pipeline.leaves[:3])

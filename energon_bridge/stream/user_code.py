@@ -74,7 +74,13 @@ class UserCode:
         """
         if self._batches:
             seed_everything(fold(leaf_key, _BATCH, index, epoch, output))
-        return self.encoder.encode_batch(self.encoder.batch(samples))
+        batch = self.encoder.encode_batch(self.encoder.batch(samples))
+        if isinstance(batch, GeneratorType):
+            raise FatalSampleError(
+                f"batch and encode_batch of {type(self.encoder).__name__} must return one batch; a generator function "
+                "is understood for encode_sample only"
+            )
+        return batch
 
     def failed(self, error: Exception, where: str, what: str = "samples") -> str:
         """Apply the error policy to one of the `samples` or `microbatches` and return the counter it belongs to.

@@ -51,7 +51,7 @@ def stateless(
 
 
 class TaskEncoder(Generic[SampleT, EncodedT, RawBatchT, BatchT]):
-    """The root of task encoders. Override the hooks you need; each may also be a generator function.
+    """The root of task encoders. Override the hooks you need. `encode_sample` may be a generator function.
 
     `decoder` turns the raw parts of a sample into values; None leaves them bytes.
     """
