@@ -14,7 +14,7 @@ import pytest
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 README = REPOSITORY / "README.md"
-DATA = "/data/captions"  # the path that the README uses for a dataset
+DATA, MORE = "/data/captions", "/data/more"  # the paths that the README uses for datasets
 
 
 def blocks(language: str) -> list[tuple[int, str]]:
@@ -28,16 +28,16 @@ def blocks(language: str) -> list[tuple[int, str]]:
 def dataset(tmp_path: Path) -> Path:
     from energon_bridge.testing import create_captioning_test_dataset
 
-    path = tmp_path / "captions"
-    create_captioning_test_dataset(path)
-    return path
+    for name in ("captions", "more"):
+        create_captioning_test_dataset(tmp_path / name)
+    return tmp_path / "captions"
 
 
 @pytest.mark.parametrize(("line", "code"), [pytest.param(*block, id=f"line {block[0]}") for block in blocks("python")])
 def test_python_block(line, code, dataset, tmp_path, monkeypatch, capsys):
     assert DATA in code, "a block that loads nothing proves nothing"
     monkeypatch.chdir(tmp_path)  # blocks may write files
-    code = "\n" * (line - 1) + code.replace(DATA, str(dataset))
+    code = "\n" * (line - 1) + code.replace(DATA, str(dataset)).replace(MORE, str(dataset.parent / "more"))
     exec(compile(code, str(README), "exec"), {"__name__": "__main__"})
 
 
