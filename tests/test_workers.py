@@ -315,8 +315,10 @@ def test_a_loader_that_was_never_iterated_starts_nothing(data: Path) -> None:
 
 
 TRAINING = """
+    import signal
     import sys
     from pathlib import Path
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background jobs with it ignored
     sys.path.insert(0, {tests!r})
     from engine import config_of, train_dataset
     from energon_bridge import get_savable_loader
