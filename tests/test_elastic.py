@@ -16,9 +16,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine import NUM_LANES, InProcessLoader, deliver, digest, is_masked, loaders_of, text_dataset, train_dataset
+from engine import (
+    NUM_LANES,
+    InProcessLoader,
+    config_of,
+    deliver,
+    digest,
+    is_masked,
+    loaders_of,
+    text_dataset,
+    train_dataset,
+)
 
-from energon_bridge import get_train_dataset
+from energon_bridge import get_savable_loader, get_train_dataset
 from energon_bridge.loader.savable import SavableDataLoader
 from energon_bridge.loader.spec import DatasetSpec
 from energon_bridge.testing import create_captioning_test_dataset
@@ -222,3 +232,14 @@ def test_in_process_workers_are_what_worker_processes_are(data: Path) -> None:
     """The stand-in of these tests and DataLoader's processes deliver the same."""
     for kind in (InProcessLoader, SavableDataLoader):
         check_topology(data, "images", 1, 3, 30, kind=kind)
+
+
+def test_what_lanes_cannot_keep_busy_is_said_once(data: Path, caplog: pytest.LogCaptureFixture) -> None:
+    dataset = dataset_of(data, "default")
+    for world_size, num_workers in ((4, 2), (5, 0), (12, 3)):
+        get_savable_loader(dataset, worker_config=config_of(world_size, num_workers, num_lanes=NUM_LANES))
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
+        "5 data-parallel ranks do not divide 24 lanes: 4 % of the microbatches are masked (the others are those of any "
+        "number of ranks); 4 ranks would waste none",
+        "only 2 of 3 workers have a lane: 24 lanes, 12 ranks",
+    ]

@@ -16,6 +16,8 @@ from test_fixtures import Encoder, rendered
 
 from energon_bridge import (
     DatasetMismatchError,
+    SettingMismatchError,
+    WeightSchedule,
     get_loader,
     get_savable_loader,
     get_train_dataset,
@@ -167,6 +169,12 @@ def test_a_changed_mix_is_refused_with_what_changed(data: Path) -> None:
         loader.restore_state_rank(state)
     assert f"- {data / 'b'} [train], 30 samples" in str(raised.value)
     assert f"+ {data / 'c'} [train], 12 samples" in str(raised.value)
+    schedules = [WeightSchedule.linear([(0, 1), (100, end)]) for end in (2, 3)]
+    first, second = (
+        get_savable_loader(mixed(data, [(data / "a", schedule), (data / "b", 1)])) for schedule in schedules
+    )
+    with pytest.raises(SettingMismatchError, match="schedule="):
+        second.restore_state_rank(first.save_state_rank())
     moved = get_savable_loader(mixed(data, [(data / "b", 4), (data / "a", 2)]))
     moved.restore_state_rank(state)  # neither the order nor the unit of the weights counts
 

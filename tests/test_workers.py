@@ -315,8 +315,7 @@ def test_a_loader_that_was_never_iterated_starts_nothing(data: Path) -> None:
 
 
 TRAINING = """
-    import signal
-    import sys
+    import signal, sys
     from pathlib import Path
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background jobs with it ignored
     sys.path.insert(0, {tests!r})
@@ -333,8 +332,7 @@ TRAINING = """
 @pytest.fixture
 def training(data: Path) -> Iterator[subprocess.Popen[str]]:
     """Start a training process in a session of its own; yield it when its workers run."""
-    tests = str(Path(__file__).parent)
-    program = textwrap.dedent(TRAINING).format(tests=tests, data=str(data), encoder="tensors")
+    program = textwrap.dedent(TRAINING).format(tests=str(Path(__file__).parent), data=str(data), encoder="tensors")
     process = subprocess.Popen(
         [sys.executable, "-W", "ignore", "-c", program],
         stdout=subprocess.PIPE,

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from energon_bridge.errors import ConfigurationError, EmptyDatasetError
 from energon_bridge.format.dataset import PreparedDataset, open_dataset
 from energon_bridge.format.nvmeta import DEFAULT_DATASET_CONFIG, DEFAULT_SPLIT_CONFIG
 from energon_bridge.mix import LeafRef, Mix, evaluate_subset
-from energon_bridge.rng import IntArray
+from energon_bridge.rng import IntArray, key_of
 from energon_bridge.task_encoder.images import IMAGE_EXTENSIONS
 
 _NOT_YET = "cannot be read yet by this version of energon_bridge; leave it out of the mix"
@@ -155,3 +156,10 @@ class MixWeights:
     def next_change(self, global_draw: int) -> int | None:
         """Return the first later global draw whose weights may differ."""
         return self.mix.next_change(global_draw)
+
+    def fingerprint(self) -> str:
+        """Return a hash of the weights over the whole run: at the points of all schedules and thrice between them."""
+        points = [0, *self.mix.schedule_points()]
+        between = [low + (high - low) * quarter // 4 for low, high in pairwise(points) for quarter in (1, 2, 3)]
+        weights = ((draw, *(float(weight) for weight in self.at(draw))) for draw in sorted({*points, *between}))
+        return f"{key_of(*(repr(row) for row in weights)):016x}"

@@ -76,7 +76,8 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         self._last: Any = None
         self._resumed = False
         self._pass = 0
-        self._own()
+        self._ownership = Ownership(self._units.num_lanes, config.dp_size, 0)
+        self._say_what_is_idle()
 
     # Delivering ------------------------------------------------------------------------------------------------------
 
@@ -153,9 +154,23 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
 
     # Processes -------------------------------------------------------------------------------------------------------
 
-    def _own(self) -> None:
-        """Work out who owns which lane from here on."""
-        self._ownership = Ownership(self._units.num_lanes, self.config.dp_size, self._microbatches)
+    def _say_what_is_idle(self) -> None:
+        """Warn of ranks and workers that the lanes of the run cannot keep busy."""
+        if self.spec.finite:
+            return
+        lanes, ranks, workers = self._units.num_lanes, self.config.dp_size, self.config.num_workers
+        if not self._ownership.even and self.config.dp_rank == 0:
+            logger.warning(
+                "%d data-parallel ranks do not divide %d lanes: %.0f %% of the microbatches are masked (the others are "
+                "those of any number of ranks); %d ranks would waste none",
+                ranks,
+                lanes,
+                100 * self._ownership.masked_share,
+                self._ownership.nearest_even_world_size(),
+            )
+        busy = len(self._ownership.lanes_of(self.config.dp_rank))
+        if workers > busy:
+            logger.warning("only %d of %d workers have a lane: %d lanes, %d ranks", busy, workers, lanes, ranks)
 
     def _schedule(self) -> Iterator[tuple[int, int]]:
         """Give the units of this rank from the delivered position on, each with the number of its worker."""
@@ -239,7 +254,10 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
                 "num_lanes=%d comes from the state; the configuration says %s", saved_lanes, self.config.num_lanes
             )
         self._stop()
+        resized = units.num_lanes != self._units.num_lanes
         self._units, self._ownership, self._lanes = units, ownership, lanes
+        if resized:
+            self._say_what_is_idle()
         self._microbatches, self._last, self._resumed = microbatches, None, True
         # Counts belong to the run: one rank carries what several had counted.
         whole = len(lanes) == len(ownership.lanes_of(self.config.dp_rank))

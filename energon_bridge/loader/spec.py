@@ -104,8 +104,10 @@ class DatasetSpec:
                 "shuffle_buffer_size": self.shuffle_buffer_size,
                 "parallel_shard_iters": self.parallel_shard_iters,
                 "shuffle": shuffle[0] if len(set(shuffle)) == 1 else shuffle,
-                "mode": self.mix.mode,
+                "mode": self.mix.mode if len(self.leaves) > 1 else "single",
             }
+            if self.mix.is_scheduled and len(self.leaves) > 1:
+                settings["schedule"] = self._weights().fingerprint()
         leaves = tuple(self._leaf(leaf, lanes, seed) for leaf in self.ordered)
         return Units(
             num_lanes=lanes,
@@ -133,12 +135,8 @@ class DatasetSpec:
     def _blend(self, leaves: Sequence[Leaf], lanes: int, seed: int) -> Blend | None:
         if self.finite or len(leaves) == 1:
             return None
-        place = {leaf.identity: number for number, leaf in enumerate(self.leaves)}
         if self.mix.mode == "weights":
-            sizes = tuple(leaf.num_samples for leaf in self.leaves)
-            order = tuple(place[leaf.identity] for leaf in self.ordered)
-            weights = MixWeights(mix=self.mix, sizes=sizes, order=order)
-            return WeightedBlend(weights=weights, num_lanes=lanes, key=key_of("run", seed))
+            return WeightedBlend(weights=self._weights(), num_lanes=lanes, key=key_of("run", seed))
         rank = {leaf.identity: number for number, leaf in enumerate(self.ordered)}
         sequence = tuple(rank[leaf.identity] for leaf in self.leaves) if self.mix.mode == "concat" else None
         return EpochizedBlend(
@@ -148,6 +146,14 @@ class DatasetSpec:
             key=key_of("run", seed),
             leaf_keys=tuple(leaf.order.key for leaf in leaves),
             sequence=sequence,
+        )
+
+    def _weights(self) -> MixWeights:
+        place = {leaf.identity: number for number, leaf in enumerate(self.leaves)}
+        return MixWeights(
+            mix=self.mix,
+            sizes=tuple(leaf.num_samples for leaf in self.leaves),
+            order=tuple(place[leaf.identity] for leaf in self.ordered),
         )
 
     def _row(self, leaf: OpenLeaf) -> dict[str, Any]:

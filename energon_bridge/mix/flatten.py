@@ -84,6 +84,10 @@ class Mix:
             for weight, leaf, size in zip(weights, self.leaves, sizes, strict=True)
         )
 
+    def schedule_points(self) -> list[int]:
+        """Return the global draws at which a schedule of the mix has a point, ascending."""
+        return sorted({draw for schedule in _schedules(self.root) for draw, _ in schedule.points})
+
     def next_change(self, global_draw: int) -> int | None:
         """Return the first later draw at which a weight may differ, None if there is none."""
         changes = [schedule.next_change(global_draw) for schedule in _schedules(self.root)]

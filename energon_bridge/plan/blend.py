@@ -130,14 +130,28 @@ class EpochizedBlend:
 
     def drawn(self, lane: int, epoch: int) -> IntArray:
         """Return a lane's draws of each leaf before a mix epoch, shape (leaves,)."""
-        shares = zip(self.samples, self.repetitions, self.leaf_keys, strict=True)
-        lanes = self.num_lanes
-        return np.array([(int(epoch * n * r) + (lane + key) % lanes) // lanes for n, r, key in shares], dtype=np.int64)
+        counts = self._drawn.get((lane, epoch))
+        if counts is None:
+            lanes = self.num_lanes
+            totals = zip((int(epoch * n) for n in self._per_epoch), self.leaf_keys, strict=True)
+            counts = np.array([(total + (lane + key) % lanes) // lanes for total, key in totals], dtype=np.int64)
+            if len(self._drawn) > 4 * lanes:
+                self._drawn.clear()
+            self._drawn[lane, epoch] = counts
+        return counts
+
+    @cached_property
+    def _drawn(self) -> dict[tuple[int, int], IntArray]:
+        return {}
+
+    @cached_property
+    def _per_epoch(self) -> list[Fraction]:
+        """Draws of each leaf in a mix epoch, over all lanes and as a fraction."""
+        return [n * r for n, r in zip(self.samples, self.repetitions, strict=True)]
 
     def epoch_of(self, lane: int, draw: int) -> int:
         """Return the mix epoch in which a lane's draw lies."""
-        per_epoch = sum((n * r for n, r in zip(self.samples, self.repetitions, strict=True)), Fraction(0))
-        epoch = int(draw * self.num_lanes / per_epoch)
+        epoch = int(draw * self.num_lanes / sum(self._per_epoch))
         while epoch and int(self.drawn(lane, epoch).sum()) > draw:
             epoch -= 1
         while int(self.drawn(lane, epoch + 1).sum()) <= draw:
