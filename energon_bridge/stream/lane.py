@@ -174,9 +174,12 @@ class Lane:
         return [Segment(0, buffer, low, high, range(high - low))]
 
     def _mixed_segments(self, count: int) -> list[Segment]:
-        """Return up to `count` next draws of a mix."""
+        """Return the `count` next draws of a mix."""
         assert self._blend is not None
         leaves = self._blend.leaves(self.number, self._scheduled, count)
+        while leaves.size < count:  # where weights change or a mix epoch ends
+            more = self._blend.leaves(self.number, self._scheduled + leaves.size, count - leaves.size)
+            leaves = np.concatenate((leaves, more))
         segments = []
         for leaf in np.unique(leaves).tolist():
             places = np.flatnonzero(leaves == leaf).tolist()
