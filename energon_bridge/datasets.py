@@ -188,8 +188,7 @@ def get_savable_loader(
         dataset = get_train_dataset(dataset, batch_size=1, worker_config=worker_config)
     config = worker_config or dataset.worker_config
     if prefetch_factor is not None:
-        config = copy.copy(config)
-        object.__setattr__(config, "prefetch_factor", _positive("prefetch_factor", prefetch_factor))
+        config = dataclasses.replace(config, prefetch_factor=prefetch_factor)
     return SavableDataLoader(dataset, worker_config=config)
 
 

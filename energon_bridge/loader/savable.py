@@ -345,5 +345,5 @@ class _Iterator:
 def _arena() -> Arena | None:
     try:
         return Arena()
-    except OSError:  # no address space to spare: batches cross as torch's shared tensors
+    except OSError:  # no address space to spare: batches cross as memory files
         return None

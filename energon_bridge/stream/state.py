@@ -49,7 +49,7 @@ class Produced:
     """One microbatch with the state of its unit after it.
 
     Attributes:
-        batch: What the encoder made; None where every sample of a block of a finite stream was skipped.
+        batch: What the encoder made.
         rows: Real rows in it.
         state: State of the lane after it; None in finite streams, which have none.
         counts: What it adds to the counters.

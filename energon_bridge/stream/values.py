@@ -31,7 +31,7 @@ class Values:
 
     Args:
         identity: Identity of the leaf, the first entry of every restore key.
-        reader: Where the samples come from.
+        dataset: What the leaf is: its fields, excludes and subflavors.
         decoder: `SampleDecoder`, or None to leave every part as bytes.
     """
 
