@@ -15,6 +15,7 @@ from typing import Any
 
 from energon_bridge.errors import ConfigurationError, UnknownArgumentError
 from energon_bridge.loader.leaves import OpenLeaf, open_leaves
+from energon_bridge.loader.position import OnMismatch
 from energon_bridge.loader.savable import SavableDataLoader
 from energon_bridge.loader.spec import DatasetSpec
 from energon_bridge.mix import MixSource, load_mix
@@ -51,6 +52,8 @@ def get_train_dataset(
     max_samples_per_sequence: int | None = _UNSET,
     parallel_shard_iters: int | None = None,
     shuffle_over_epochs_multiplier: int | None = 1,
+    repeat: bool = True,
+    virtual_epoch_length: int | None = None,
     task_encoder: Any = None,
     image_decode: str | None = None,
     dataset_config: str = "dataset.yaml",
@@ -66,13 +69,20 @@ def get_train_dataset(
         split_part: Part of the split to read.
         worker_config: Who loads what; default: `WorkerConfig.default_worker_config()`.
         batch_size: Samples in a microbatch; None delivers samples.
-        batch_drop_last: Of no effect on an endless stream, whose batches are all full.
+        batch_drop_last: With `repeat=False`: leave out a last microbatch that is not full. Of no effect on an endless
+            stream, whose microbatches are all full.
         shuffle_buffer_size: About how many samples of a lane are mixed at a time (default 100); None, 0 or 1: the
             slices are shuffled and read side by side, nothing more. It costs no memory beyond what is read at a time.
         max_samples_per_sequence: Consecutive samples in a slice, the unit of shuffled reading (default 100); None: a
             slice is a shard.
         parallel_shard_iters: Slices read side by side (default 16).
-        shuffle_over_epochs_multiplier: 1 shuffles within each epoch; None keeps the dataset's own order.
+        shuffle_over_epochs_multiplier: Epochs that are shuffled as one (default 1); -1: without an end, so that a
+            sample may come again at any time; None keeps the dataset's own order.
+        repeat: False gives passes: an iterator ends when every sample has come (as often as `blend_epochized` says);
+            the next one makes another pass, in another order. All ranks make the same number of steps; microbatches
+            that complete the last step have `batch.__valid__` all false.
+        virtual_epoch_length: Steps after which an iterator ends, on every rank; the next one goes on. 0 or None:
+            without an end.
         task_encoder: Default: `DefaultTaskEncoder()`.
         image_decode: Form of decoded images, such as "torchrgb8" or "pilrgb"; overrides the encoder's decoder.
         dataset_config, split_config: Names of the files in `.nv-meta`.
@@ -93,17 +103,14 @@ def get_train_dataset(
             shuffle_buffer_size,
             max_samples_per_sequence,
         )
-    if shuffle_over_epochs_multiplier not in (None, 1):
-        raise ConfigurationError(
-            f"shuffle_over_epochs_multiplier must be 1 (shuffle each epoch) or None (keep the dataset's order), got "
-            f"{shuffle_over_epochs_multiplier!r}"
-        )
+    if shuffle_over_epochs_multiplier != -1:
+        _positive("shuffle_over_epochs_multiplier", shuffle_over_epochs_multiplier)
     mix = load_mix(path, split_part=split_part, dataset_config=dataset_config, split_config=split_config)
-    shuffle = shuffle_over_epochs_multiplier is not None
     return DatasetSpec(
-        leaves=open_leaves(mix, trust_remote_code=trust_remote_code, shuffle=shuffle),
+        leaves=open_leaves(mix, trust_remote_code=trust_remote_code, shuffle_epochs=shuffle_over_epochs_multiplier),
         mix=mix,
-        finite=False,
+        finite=not repeat,
+        virtual_epoch_length=_positive("virtual_epoch_length", virtual_epoch_length or None),
         worker_config=worker_config or WorkerConfig.default_worker_config(),
         batch_size=_positive("batch_size", batch_size),
         task_encoder=_encoder(task_encoder, image_decode),
@@ -141,9 +148,10 @@ def get_val_dataset(
     _refuse_unknown(get_val_dataset, kwargs)
     mix = load_mix(path, split_part=split_part, dataset_config=dataset_config, split_config=split_config)
     return DatasetSpec(
-        leaves=open_leaves(mix, trust_remote_code=trust_remote_code, shuffle=False),
+        leaves=open_leaves(mix, trust_remote_code=trust_remote_code, shuffle_epochs=None),
         mix=mix,
         finite=True,
+        shuffled=False,
         worker_config=worker_config or WorkerConfig.default_worker_config(),
         batch_size=_positive("batch_size", batch_size),
         task_encoder=_encoder(task_encoder, image_decode),
@@ -170,6 +178,8 @@ def get_savable_loader(
     *,
     worker_config: WorkerConfig | None = None,
     prefetch_factor: int | None = None,
+    start_at: int = 0,
+    on_mismatch: OnMismatch = "refuse",
     **kwargs: Any,
 ) -> SavableDataLoader:
     """Return a loader over a dataset, whose position can be saved and restored.
@@ -179,6 +189,8 @@ def get_savable_loader(
             one sample at a time and with default settings.
         worker_config: Default: the one the dataset was made with.
         prefetch_factor: Overrides that of the worker configuration.
+        start_at: Step to start at, as if no sample before it had been skipped; nothing is read to get there.
+        on_mismatch: What becomes of a state of another mix: "refuse" it, or "adapt" to it (`restore_state_rank`).
     """
     ignored = kwargs.keys() & _IGNORED_LOADER_ARGUMENTS
     _refuse_unknown(get_savable_loader, {name: value for name, value in kwargs.items() if name not in ignored})
@@ -189,7 +201,10 @@ def get_savable_loader(
     config = worker_config or dataset.worker_config
     if prefetch_factor is not None:
         config = dataclasses.replace(config, prefetch_factor=prefetch_factor)
-    return SavableDataLoader(dataset, worker_config=config)
+    loader = SavableDataLoader(dataset, worker_config=config, on_mismatch=on_mismatch)
+    if start_at:
+        loader.seek(start_at)
+    return loader
 
 
 def get_loader(

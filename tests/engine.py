@@ -205,7 +205,8 @@ def _items(loader: InProcessLoader, worker: int) -> Iterator[Any]:
     """Yield what `WorkerTicks` yields in a worker process, which sees the loader as it was when it was forked."""
     schedule = loader._schedule()
     started = [unit for unit in [next(schedule, None)] if unit is not None]
-    stream = loader.spec.stream(loader._units, loader.config, dict(loader._lanes))
+    position = loader._position
+    stream = loader.spec.stream(position.units, loader.config, dict(position.lanes), position.epoch)
     outbox = Outbox(loader._arenas[worker], kept=0)
     units = ticks(itertools.chain(started, schedule), loader.config.num_workers, worker)
 

@@ -2,17 +2,21 @@
 
 Built-in types only, so that it loads with `torch.load` and its defaults, as JSON, and in restricted unpicklers::
 
-    {"format": "energon_bridge.state", "format_version": 1, "order_version": 1,
-     "kind": "train" | "finite", "num_lanes": L, "microbatches": m0,
+    {"format": "energon_bridge.state", "format_version": 2, "order_version": 1,
+     "kind": "train" | "passes" | "finite", "num_lanes": L, "microbatches": m0,
+     "epoch": passes that are done,          # of a finite stream; m0 counts in the pass
+     "epoch_steps": steps delivered of the virtual epoch,
      "settings": {name: value, ...},         # everything that the order depends on but the leaves
+     "weights": [[global draw, [weight, ...]], ...],     # what `set_weights` changed
      "leaves": {"identities": [str, ...], "paths": text, "split_parts": text, "shares": text, "num_samples": column,
-                "counts": {name: column, ...}},
-     "lanes": {"numbers": column, "microbatches": column, "draws": column, "taken": column,
+                "subsets": text, "counts": {name: column, ...}, "parked": how many of them, at the end},
+     "lanes": {"numbers": column, "microbatches": column, "draws": column, "taken": column, "origins": column,
                "leaf_draws": column}}        # lane by lane, leaf by leaf
 
 A *column* is a string: the integers' differences as little-endian int64, zlib, base85. A *text* is the zlib'd, base85
 JSON of a list of strings. The state of a rank holds the lanes of that rank; several such states merge into one as long
-as they stand at the same microbatch. Counts of a rank's state are that rank's own; they add up in a merge.
+as they stand at the same microbatch. Counts of a rank's state are that rank's own; they add up in a merge. *Parked*
+leaves were in the mix once and were taken out on a resume; where they stood is kept.
 """
 
 from __future__ import annotations
@@ -42,15 +46,18 @@ from energon_bridge.plan.leaf import ORDER_VERSION
 from energon_bridge.stream.state import COUNTERS, LaneState
 
 FORMAT = "energon_bridge.state"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
-_TEXTS = ("path", "split_part", "share")
+_TEXTS = ("path", "split_part", "share", "subset")
 
 _SETTING_ERRORS: dict[str, type[SettingMismatchError]] = {
     "seed": SeedMismatchError,
     "batch_size": BatchSizeMismatchError,
     "max_samples_per_sequence": SliceSizeMismatchError,
 }
+
+_OF_THE_RUN = ("settings", "num_lanes", "kind", "epoch", "epoch_steps", "weights")
+_OF_THE_MIX = ("mode", "schedule", "shuffle")
 
 State = dict[str, Any]
 
@@ -79,20 +86,30 @@ def decode_text(text: str) -> list[str]:
     return strings
 
 
-def write_leaves(table: Sequence[State], counts: Sequence[Sequence[int]]) -> State:
-    """Return the `leaves` entry of a document: rows of a table of leaves, and the counters of each."""
+def write_leaves(table: Sequence[State], counts: Sequence[Sequence[int]], parked: int = 0) -> State:
+    """Return the `leaves` entry of a document: rows of a table of leaves (the last ones parked) and their counters."""
     return {
         "identities": [row["identity"] for row in table],
         **{f"{name}s": encode_text(row[name] for row in table) for name in _TEXTS},
         "num_samples": encode_column(row["num_samples"] for row in table),
         "counts": {name: encode_column(row[i] for row in counts) for i, name in enumerate(COUNTERS)},
+        "parked": parked,
     }
 
 
 def read_leaves(document: State) -> list[State]:
-    """Return the leaves of a document: rows with identity, path, split_part, share, num_samples and counts (a dict)."""
+    """Return the leaves of a document, parked ones last.
+
+    Rows have identity, path, split_part, share, subset, num_samples, counts (a dict) and parked.
+    """
     entry = document["leaves"]
-    columns: dict[str, Sequence[Any]] = {name: decode_text(entry[f"{name}s"]) for name in _TEXTS}
+    size = len(entry["identities"])
+    texts = {name: entry.get(f"{name}s") for name in _TEXTS}  # version 1 had no subsets
+    columns: dict[str, Sequence[Any]] = {
+        name: [""] * size if text is None else decode_text(text) for name, text in texts.items()
+    }
+    active = size - entry.get("parked", 0)
+    columns |= {"parked": [number >= active for number in range(size)]}
     columns |= {"identity": entry["identities"], "num_samples": decode_column(entry["num_samples"])}
     counts = zip(*(decode_column(entry["counts"][name]) for name in COUNTERS), strict=True)
     columns["counts"] = [dict(zip(COUNTERS, row, strict=True)) for row in counts]
@@ -108,6 +125,7 @@ def write_lanes(lanes: Mapping[int, LaneState]) -> State:
         "microbatches": encode_column(s.microbatches for s in states),
         "draws": encode_column(s.draw for s in states),
         "taken": encode_column(s.taken for s in states),
+        "origins": encode_column(s.origin for s in states),
         "leaf_draws": encode_column(count for s in states for count in s.leaf_draws),
     }
 
@@ -117,11 +135,13 @@ def read_lanes(document: State) -> dict[int, LaneState]:
     entry = document["lanes"]
     names = ("numbers", "microbatches", "draws", "taken")
     numbers, microbatches, draws, taken = (decode_column(entry[name]) for name in names)
+    origins = decode_column(entry["origins"]) if "origins" in entry else [0] * len(numbers)
     leaf_draws = decode_column(entry["leaf_draws"])
     leaves = len(document["leaves"]["identities"])
+    columns = zip(numbers, microbatches, draws, taken, origins, strict=True)
     return {
-        number: LaneState(m, draw, t, tuple(leaf_draws[i * leaves : (i + 1) * leaves]))
-        for i, (number, m, draw, t) in enumerate(zip(numbers, microbatches, draws, taken, strict=True))
+        number: LaneState(m, draw, t, tuple(leaf_draws[i * leaves : (i + 1) * leaves]), origin)
+        for i, (number, m, draw, t, origin) in enumerate(columns)
     }
 
 
@@ -174,7 +194,7 @@ def merge(states: Sequence[Any]) -> State:
                 f"the states were saved at different steps: state 0 after {first['microbatches']} microbatches of the "
                 f"run, state {number} after {document['microbatches']}; take the states of one checkpoint"
             )
-        same = all(document[name] == first[name] for name in ("settings", "num_lanes"))
+        same = all(document.get(name) == first.get(name) for name in _OF_THE_RUN)
         if not same or document["leaves"]["identities"] != first["leaves"]["identities"]:
             raise StateFormatError(
                 f"state {number} belongs to another run than state 0: {_difference(first, document)}"
@@ -185,16 +205,23 @@ def merge(states: Sequence[Any]) -> State:
         if fresh:
             own = (leaf["counts"].values() for leaf in read_leaves(document))
             counts = [[a + b for a, b in zip(*pair, strict=True)] for pair in zip(counts, own, strict=True)]
-    return first | {"lanes": write_lanes(lanes), "leaves": write_leaves(leaves, counts)}
+    parked = sum(leaf["parked"] for leaf in leaves)
+    return first | {"lanes": write_lanes(lanes), "leaves": write_leaves(leaves, counts, parked)}
 
 
 def _difference(a: State, b: State) -> str:
     names = [name for name in a["settings"] if a["settings"][name] != b["settings"].get(name)]
-    return ", ".join(f"{n}: {a['settings'][n]!r} and {b['settings'].get(n)!r}" for n in names) or "num_lanes"
+    others = [name for name in _OF_THE_RUN[1:] if a.get(name) != b.get(name)] or ["leaves"]
+    return ", ".join(f"{n}: {a['settings'][n]!r} and {b['settings'].get(n)!r}" for n in names) or ", ".join(others)
 
 
-def check_fits(document: State, kind: str, settings: State, leaves: list[State]) -> None:
-    """Refuse a document that does not belong to a dataset and its settings.
+def check_fits(document: State, kind: str, settings: State, leaves: list[State], *, adapt: bool = False) -> list[str]:
+    """Refuse a document that does not belong to a dataset and its settings; return what differs in the mix.
+
+    Args:
+        document: The state.
+        kind, settings, leaves: Of this run.
+        adapt: Let the mix differ.
 
     Raises:
         SplitMismatchError, DatasetMismatchError: Other data.
@@ -203,24 +230,31 @@ def check_fits(document: State, kind: str, settings: State, leaves: list[State])
     """
     if document["kind"] != kind:
         raise StateFormatError(f"the state is of a {document['kind']} stream, this loader delivers a {kind} one")
-    saved_leaves = read_leaves(document)
-    if [leaf["split_part"] for leaf in saved_leaves] != [leaf["split_part"] for leaf in leaves]:
+    saved_leaves = [leaf for leaf in read_leaves(document) if not leaf["parked"]]
+    if not adapt and [leaf["split_part"] for leaf in saved_leaves] != [leaf["split_part"] for leaf in leaves]:
         _refuse_split(saved_leaves, leaves)
+    difference = diff_leaves(saved_leaves, leaves)
+    of_the_mix = []
     for name in sorted(settings.keys() | document["settings"].keys(), key=lambda n: (n not in _SETTING_ERRORS, n)):
         then, now = document["settings"].get(name), settings.get(name)
-        if then != now:
-            raise _SETTING_ERRORS.get(name, SettingMismatchError)(
-                f"the state was saved with {name}={then!r}, this run has {name}={now!r}: the order of samples depends "
-                f"on it; set {name}={then!r} to resume, or start a new run"
-            )
-    difference = diff_leaves(saved_leaves, leaves)
-    if difference:
+        if then == now:
+            continue
+        if name in _OF_THE_MIX and (adapt or difference):  # of another mix the leaves say more
+            of_the_mix.append(f"~ {name}: {then} is {now} now")
+            continue
+        raise _SETTING_ERRORS.get(name, SettingMismatchError)(
+            f"the state was saved with {name}={then!r}, this run has {name}={now!r}: the order of samples depends "
+            f"on it; set {name}={then!r} to resume, or start a new run"
+        )
+    if difference and not adapt:
         raise DatasetMismatchError(
             "the state belongs to other data (- in the state, + in this run):\n"
             + "\n".join(f"  {line}" for line in difference)
             + "\nWhat counts is the content: shards, their sample counts and sizes, excludes and dataset.yaml. Restore "
-            "the data and weights that the run was started with, or start a new run"
+            'the data and weights that the run was started with, resume with on_mismatch="adapt" to go on with the new '
+            "mix, or start a new run"
         )
+    return difference + of_the_mix
 
 
 def _refuse_split(saved: Sequence[State], here: Sequence[State]) -> None:

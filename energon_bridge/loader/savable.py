@@ -1,8 +1,8 @@
 """The savable loader: delivers the microbatches of one rank and always knows the state of what it delivered.
 
-Only the loader is stateful. It keeps the number of microbatches the whole run has delivered and, for each lane of its
-rank, the state that came along with the lane's last delivered microbatch. What workers or threads have made ahead is
-not part of it, so saving asks nobody anything and restoring replays nothing.
+Only the loader is stateful. Its `Position` has the number of microbatches the whole run has delivered and, for each
+lane of its rank, the state that came along with the lane's last delivered microbatch. What workers or threads have made
+ahead is not part of it, so saving asks nobody anything and restoring replays nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import functools
 import logging
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,14 +20,14 @@ import torch.utils.data
 
 from energon_bridge.errors import ConfigurationError, LoaderError
 from energon_bridge.loader import document as doc
+from energon_bridge.loader.position import OnMismatch, Position
 from energon_bridge.loader.processes import WorkerIterator, WorkerSource
 from energon_bridge.loader.transport import Arena
 from energon_bridge.loader.workers import Stream, WorkerTicks, identity, produced, set_up_worker, weak
-from energon_bridge.plan.leaf import ORDER_VERSION
 from energon_bridge.stream.finite import mask_loss
 from energon_bridge.stream.pipeline import attach
-from energon_bridge.stream.state import COUNTERS, LaneState, Produced
-from energon_bridge.topology import Ownership, WorkerConfig, lane_units, step_units
+from energon_bridge.stream.state import Produced
+from energon_bridge.topology import WorkerConfig, lane_units, step_units
 
 if TYPE_CHECKING:
     from energon_bridge.loader.spec import DatasetSpec
@@ -38,18 +38,23 @@ logger = logging.getLogger(__name__)
 class SavableDataLoader(torch.utils.data.DataLoader[Any]):
     """Loads the microbatches of one data-parallel rank; its position can be saved and restored.
 
-    A training stream is endless, and every `iter()` goes on where the last one stopped. A validation stream is finite;
-    every `iter()` starts it again (the first one after a restore goes on from there).
+    A training stream is endless, and every `iter()` goes on where the last one stopped; with `repeat=False` it ends
+    after each pass, and with a virtual epoch after so many steps. A validation stream is finite; every `iter()` starts
+    it again (the first one after a restore goes on from there).
 
     Args:
         dataset: From `get_train_dataset` or `get_val_dataset`.
         worker_config: Default: the one the dataset was made with.
+        on_mismatch: What becomes of a state of another mix: "refuse" it, or "adapt" to it.
     """
 
-    def __init__(self, dataset: DatasetSpec, *, worker_config: WorkerConfig | None = None) -> None:
+    def __init__(
+        self, dataset: DatasetSpec, *, worker_config: WorkerConfig | None = None, on_mismatch: OnMismatch = "refuse"
+    ) -> None:
         self.spec = dataset
         self.config = config = worker_config or dataset.worker_config
-        self._units = dataset.units(config)
+        self.on_mismatch = on_mismatch
+        self._position = Position(dataset, config)
         workers = config.num_workers
         self._arenas: list[Arena | None] = [None] * workers
         ahead = config.prefetch_factor
@@ -68,53 +73,58 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
             generator=torch.Generator(),  # DataLoader draws a seed from it instead of the training loop's generator
         )
         self._pin = torch.cuda.is_available() if config.pin_memory is None else config.pin_memory
-        self._microbatches = 0
-        self._lanes: dict[int, LaneState] = {}
-        self._counts = [[0] * len(COUNTERS) for _ in self._units.leaves]
         self._source: Iterator[Produced | None] | None = None
         self._held: deque[Produced] = deque()
         self._last: Any = None
         self._resumed = False
         self._pass = 0
-        self._ownership = Ownership(self._units.num_lanes, config.dp_size, 0)
         self._say_what_is_idle()
 
     # Delivering ------------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch promises its own iterator type
+        position = self._position
         if self.spec.finite:
-            if not self._resumed or self._microbatches >= self.spec.num_microbatches:
+            in_order = not self.spec.shuffled  # validation starts again, training goes on
+            if position.microbatches >= position.end or (in_order and not self._resumed):
                 self._rewind()
                 if not self._workers.another_pass(self):
                     self._stop()
             self._resumed = False
             self._pass += 1
+        if self.spec.virtual_epoch_length is not None:
+            if position.epoch_steps >= self.spec.virtual_epoch_length:
+                position.epoch_steps = 0
+            self._pass += not self.spec.finite
         return _Iterator(self)
 
     def __len__(self) -> int:
-        """Return the steps of a finite stream, or this rank's microbatches in an epoch of an endless one."""
-        return self._units.steps if self.spec.finite else self.spec.epoch_length(self.config.dp_size)
+        """Return the steps of a finite stream or virtual epoch, or this rank's microbatches in an epoch of the data."""
+        if self.spec.virtual_epoch_length is not None:
+            return self.spec.virtual_epoch_length
+        ranks = self.config.dp_size
+        return -(-self._position.end // ranks) if self.spec.finite else self.spec.epoch_length(ranks)
 
     def deliver(self) -> Any:
         """Return the next microbatch of this rank."""
+        position = self._position
+        if self.spec.virtual_epoch_length is not None and position.epoch_steps >= self.spec.virtual_epoch_length:
+            raise StopIteration
         if self.spec.finite:
-            if self._microbatches >= self._units.steps * self.config.dp_size:
+            if position.microbatches >= position.end:
                 raise StopIteration
             item = self._pull()
-            step = self.config.dp_size
         else:
-            lane = self._ownership.lane_in_step(self.config.dp_rank, self._microbatches)
-            step = self._ownership.step_size(self._microbatches)
+            lane = position.lane()
             if lane is None:
-                self._microbatches += step
+                position.advance()
                 return self._masked()
             item = self._held.popleft() if self._held else self._pull()
             assert item.state is not None
-            self._lanes[lane] = item.state
-        self._microbatches += step
-        for leaf, counts in item.counts.items():
-            self._counts[leaf] = [a + b for a, b in zip(self._counts[leaf], counts, strict=True)]
-        if not self._ownership.even:
+            position.lanes[lane] = item.state
+        position.advance()
+        position.count(item)
+        if not position.ownership.even:
             self._last = item.batch
         return item.batch
 
@@ -144,8 +154,8 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         valid = batch.get("__valid__") if isinstance(batch, dict) else getattr(batch, "__valid__", None)
         if valid is None:
             raise ConfigurationError(
-                f"{self.config.dp_size} ranks do not divide {self._ownership.num_lanes} lanes, so some microbatches "
-                f"must be masked, but a batch of type {type(batch).__name__} cannot carry __valid__: let encode_batch "
+                f"{self.config.dp_size} ranks do not divide {self._position.units.num_lanes} lanes, so some "
+                f"microbatches must be masked, but a batch of type {type(batch).__name__} cannot carry __valid__: let encode_batch "
                 "return a Batch, a dataclass or a dict, or use a number of ranks that divides num_lanes"
             )
         attach(batch, "__valid__", torch.zeros_like(valid))
@@ -158,35 +168,37 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         """Warn of ranks and workers that the lanes of the run cannot keep busy."""
         if self.spec.finite:
             return
-        lanes, ranks, workers = self._units.num_lanes, self.config.dp_size, self.config.num_workers
-        if not self._ownership.even and self.config.dp_rank == 0:
+        ownership, workers = self._position.ownership, self.config.num_workers
+        lanes, ranks = ownership.num_lanes, ownership.world_size
+        if not ownership.even and self.config.dp_rank == 0:
             logger.warning(
                 "%d data-parallel ranks do not divide %d lanes: %.0f %% of the microbatches are masked (the others are "
                 "those of any number of ranks); %d ranks would waste none",
                 ranks,
                 lanes,
-                100 * self._ownership.masked_share,
-                self._ownership.nearest_even_world_size(),
+                100 * ownership.masked_share,
+                ownership.nearest_even_world_size(),
             )
-        busy = len(self._ownership.lanes_of(self.config.dp_rank))
+        busy = len(self._position.own_lanes)
         if workers > busy:
             logger.warning("only %d of %d workers have a lane: %d lanes, %d ranks", busy, workers, lanes, ranks)
 
     def _schedule(self) -> Iterator[tuple[int, int]]:
         """Give the units of this rank from the delivered position on, each with the number of its worker."""
-        config = self.config
+        ranks, rank, workers = self.config.dp_size, self.config.dp_rank, max(1, self.config.num_workers)
+        position = self._position
         if self.spec.finite:
-            steps = range(self._microbatches, self._units.steps * config.dp_size, config.dp_size)
-            return step_units(steps, config.dp_rank, max(1, config.num_workers))
-        return lane_units(self._ownership, config.dp_rank, self._microbatches, max(1, config.num_workers))
+            return step_units(range(position.microbatches, position.end, ranks), rank, workers)
+        return lane_units(position.ownership, rank, position.microbatches, workers)
 
     def _stream(self) -> Stream:
         """Build what makes the units in this process."""
-        return self.spec.stream(self._units, self.config, self._lanes)
+        return self.spec.stream(self._position.units, self.config, self._position.lanes, self._position.epoch)
 
     def _rewind(self) -> None:
-        """Go back to the beginning of a finite stream."""
-        self._microbatches = 0
+        """Go to the beginning of a finite stream, or of its next pass."""
+        self._position.epoch += self.spec.shuffled
+        self._position.microbatches = 0
 
     def _start_workers(self) -> WorkerIterator:
         self._held.clear()
@@ -216,56 +228,54 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
 
     def save_state_rank(self) -> doc.State:
         """Return the state of this rank: its lanes as delivered. Takes no communication."""
-        lanes = [] if self.spec.finite else self._ownership.lanes_of(self.config.dp_rank)
-        states = {lane: self._lanes.get(lane) or LaneState.fresh(len(self._counts)) for lane in lanes}
-        return {
-            "format": doc.FORMAT,
-            "format_version": doc.FORMAT_VERSION,
-            "order_version": ORDER_VERSION,
-            "kind": self.spec.kind,
-            "num_lanes": self._units.num_lanes,
-            "microbatches": self._microbatches,
-            "settings": dict(self._units.settings),
-            "leaves": doc.write_leaves(self._units.table, self._counts),
-            "lanes": doc.write_lanes(states),
-        }
+        return self._position.document()
 
-    def restore_state_rank(self, state: doc.State | Sequence[doc.State]) -> None:
+    def restore_state_rank(
+        self, state: doc.State | Sequence[doc.State], *, on_mismatch: OnMismatch | None = None
+    ) -> None:
         """Continue from a state: that of this rank, a global one, or a list of states of several ranks.
 
         The number of ranks and workers may differ from those that saved it.
 
+        Args:
+            state: The state, or the states.
+            on_mismatch: "refuse" a state of another mix, or "adapt": leaves that are in both continue exactly, new
+                ones start, and those that are gone are kept in the state and continue if they return; a blend by
+                repetitions begins an epoch. Default: what the loader was made with.
+
         Raises:
             StateError: One of its subclasses, saying what does not fit.
         """
-        document = doc.merge(state) if isinstance(state, (list, tuple)) else doc.check_format(state)
-        saved_lanes = document["num_lanes"]
-        if self.spec.finite:  # has no lanes: its microbatches are numbered alike on every number of ranks
-            saved_lanes = self._units.num_lanes
-        units = self._units if saved_lanes == self._units.num_lanes else self.spec.units(self.config, saved_lanes)
-        doc.check_fits(document, self.spec.kind, units.settings, units.table)
-        microbatches = document["microbatches"]
-        ownership = Ownership(saved_lanes, self.config.dp_size, microbatches)
-        lanes = doc.read_lanes(document)
-        if not self.spec.finite:
-            doc.check_lanes(lanes, ownership.lanes_of(self.config.dp_rank), microbatches, saved_lanes)
-        if self.config.num_lanes not in (None, saved_lanes):
-            logger.info(
-                "num_lanes=%d comes from the state; the configuration says %s", saved_lanes, self.config.num_lanes
-            )
+        document = doc.merge(state if isinstance(state, (list, tuple)) else [state])
+        before = self._position.units.num_lanes
+        self._position.restore(document, on_mismatch or self.on_mismatch)
         self._stop()
-        resized = units.num_lanes != self._units.num_lanes
-        self._units, self._ownership, self._lanes = units, ownership, lanes
-        if resized:
+        self._last, self._resumed = None, True
+        if self._position.units.num_lanes != before:
             self._say_what_is_idle()
-        self._microbatches, self._last, self._resumed = microbatches, None, True
-        # Counts belong to the run: one rank carries what several had counted.
-        whole = len(lanes) == len(ownership.lanes_of(self.config.dp_rank))
-        keep = whole or self.config.dp_rank == 0
-        if keep:
-            self._counts = [list(leaf["counts"].values()) for leaf in doc.read_leaves(document)]
-        else:
-            self._counts = [[0] * len(COUNTERS) for _ in units.leaves]
+
+    def seek(self, step: int) -> None:
+        """Go to a step of the run, as if no sample before it had been skipped; only arithmetic, nothing is read."""
+        self._position.seek(step)
+        self._stop()
+        self._last, self._resumed = None, True
+
+    def set_weights(self, weights: Mapping[str, Any] | Sequence[Any], *, from_draw: int | None = None) -> int:
+        """Change the weights of a blend while it runs; the change is part of the state. All ranks must call it alike.
+
+        Args:
+            weights: A weight (a number or a `WeightSchedule`) for each dataset, by path, or a list in order of the mix.
+            from_draw: Global draw from which they hold; default: the first one that no rank has delivered.
+
+        Returns:
+            The global draw from which they hold.
+
+        Raises:
+            ConfigurationError: That draw has been delivered, the stream has no weights, or a dataset has none.
+        """
+        start = self._position.set_weights(weights, from_draw)
+        self._stop()  # what was made ahead followed the old weights
+        return start
 
     def save_state_global(self, global_dst_rank: int | None = None) -> doc.State | None:
         """Return the state of the whole run; every rank must call it.
@@ -322,7 +332,7 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
 
     def restore_sample(self, restore_key: tuple[Any, ...]) -> Any:
         """Return the batch or sample with a `__restore_key__`, encoded again: the identical one."""
-        pipeline = self.spec.pipeline(self._units, self.config, threads=0)
+        pipeline = self.spec.pipeline(self._position.units, self.config, threads=0)
         return pipeline.restore(tuple(restore_key))
 
 

@@ -7,13 +7,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from energon_bridge.loader.leaves import MixWeights, OpenLeaf
+from energon_bridge.errors import ConfigurationError
+from energon_bridge.loader.leaves import OpenLeaf
+from energon_bridge.loader.weights import ChangedWeights, LeafWeights, MixWeights
 from energon_bridge.loader.workers import FiniteStreams, LaneStreams, Stream
 from energon_bridge.mix import Mix
-from energon_bridge.plan.blend import Blend, EpochizedBlend, WeightedBlend
+from energon_bridge.plan.blend import Blend, ChangedBlend, EpochizedBlend, WeightedBlend
 from energon_bridge.plan.leaf import LeafOrder
+from energon_bridge.plan.scheduled import ScheduledBlend
 from energon_bridge.rng import key_of
-from energon_bridge.stream.finite import num_steps
+from energon_bridge.stream.finite import InOrder, Shuffled, num_microbatches
 from energon_bridge.stream.leaf import Leaf
 from energon_bridge.stream.pipeline import Pipeline, StreamSettings
 from energon_bridge.stream.state import LaneState
@@ -25,13 +28,12 @@ _READ_BYTES = 256 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Units:
-    """A mix cut into lanes (or, finite, into microbatches), for one number of lanes.
+    """A mix cut into lanes (or, finite, for passes of one lane), for one number of lanes.
 
     `table` describes the leaves, in order, for people and for the state; `settings` is all else the order depends on.
     """
 
     num_lanes: int
-    steps: int
     leaves: tuple[Leaf, ...]
     blend: Blend | None
     table: list[dict[str, Any]]
@@ -43,6 +45,16 @@ class DatasetSpec:
     """A dataset as `get_train_dataset` and `get_val_dataset` return it, for `get_loader` and `get_savable_loader`.
 
     It is a description; nothing is read before a loader is iterated but the metadata of the datasets.
+
+    Args:
+        leaves: The opened leaves, in order of the mix.
+        mix: How they are combined.
+        finite: One pass at a time (validation, or training with `repeat=False`) instead of an endless stream.
+        shuffled: Whether a pass of a finite stream has an order of its own (training) or the datasets' (validation).
+        virtual_epoch_length: Steps after which an iterator over training data ends; the next one goes on.
+        limit: Steps after which a pass over validation data ends.
+
+    The others are those of `get_train_dataset`.
     """
 
     leaves: tuple[OpenLeaf, ...]
@@ -56,10 +68,30 @@ class DatasetSpec:
     max_samples_per_sequence: int | None = None
     parallel_shard_iters: int = 16
     limit: int | None = None
+    shuffled: bool = True
+    virtual_epoch_length: int | None = None
+
+    def __post_init__(self) -> None:
+        if not (self.finite and self.shuffled):
+            return
+        if self.mix.mode == "weights" and len(self.leaves) > 1:
+            raise ConfigurationError(
+                "repeat=False: a blend by weights has no end; use `blend_epochized` with repetitions, `concat`, or one "
+                "dataset"
+            )
+        for leaf in self.leaves:
+            if leaf.shuffle_epochs not in (None, 1):
+                raise ConfigurationError(
+                    f"repeat=False: {leaf.dataset.path} is shuffled over {leaf.shuffle_epochs} epochs, so that a pass "
+                    "would not have every sample; set shuffle_over_epochs_multiplier to 1 or None"
+                )
 
     @property
     def kind(self) -> str:
-        return "finite" if self.finite else "train"
+        """What a state of it says: `train` (endless), `passes` (training that ends), `finite` (validation)."""
+        if not self.finite:
+            return "train"
+        return "passes" if self.shuffled else "finite"
 
     @property
     def rows(self) -> int:
@@ -71,52 +103,63 @@ class DatasetSpec:
         """Samples of all leaves, each once."""
         return sum(leaf.num_samples for leaf in self.leaves)
 
-    @property
-    def num_microbatches(self) -> int:
-        """Microbatches of a finite stream, all ranks together."""
-        full, rest = divmod(self.num_samples, self.rows)
-        return full if self.batch_drop_last or not rest else full + 1
+    def num_draws(self, units: Units, epoch: int) -> int:
+        """Return the samples of pass number `epoch` of a finite stream, all ranks together."""
+        return self._plan(units, epoch).num_draws
+
+    def end(self, units: Units, epoch: int, world_size: int) -> int:
+        """Return the microbatch at which a pass of a finite stream ends for every rank."""
+        end = num_microbatches(self.num_draws(units, epoch), self.rows, drop_last=self.batch_drop_last)
+        return end if self.limit is None else min(end, self.limit * world_size)
 
     @cached_property
     def ordered(self) -> tuple[OpenLeaf, ...]:
-        """The leaves in the order in which counters are kept: by identity, or, finite, as given."""
-        return self.leaves if self.finite else tuple(sorted(self.leaves, key=lambda leaf: leaf.identity))
+        """The leaves in the order in which counters are kept: by identity, or, for validation, as given."""
+        return self.leaves if self.kind == "finite" else tuple(sorted(self.leaves, key=lambda leaf: leaf.identity))
 
     def epoch_length(self, world_size: int) -> int:
         """Return the microbatches of one rank in an epoch of an endless stream; at least 1."""
         return max(1, self.num_samples // (self.rows * world_size))
 
-    def units(self, config: WorkerConfig, num_lanes: int | None = None) -> Units:
-        """Cut the mix for a worker configuration; `num_lanes` (of a state) goes before the configuration's."""
+    def units(self, config: WorkerConfig, num_lanes: int | None = None, changes: ChangedWeights = ()) -> Units:
+        """Cut the mix for a worker configuration.
+
+        Args:
+            config: Who loads what.
+            num_lanes: Of a state; goes before the configuration's.
+            changes: Weights that were changed during the run.
+        """
         lanes = num_lanes or config.num_lanes or self._default_lanes(config)
         seed = config.seed + config.seed_offset
-        steps = 0
         settings: dict[str, Any] = {"seed": seed, "batch_size": self.batch_size}
         if self.finite:
-            steps = num_steps(
-                self.num_samples, self.rows, config.dp_size, drop_last=self.batch_drop_last, limit=self.limit
-            )
             settings |= {"batch_drop_last": self.batch_drop_last}
-        else:
-            shuffle = [leaf.shuffle for leaf in self.ordered]
+        if self.kind != "finite":
+            shuffle = [_shuffle_setting(leaf.shuffle_epochs) for leaf in self.ordered]
             settings |= {
                 "max_samples_per_sequence": self.max_samples_per_sequence,
                 "shuffle_buffer_size": self.shuffle_buffer_size,
                 "parallel_shard_iters": self.parallel_shard_iters,
                 "shuffle": shuffle[0] if len(set(shuffle)) == 1 else shuffle,
-                "mode": self.mix.mode if len(self.leaves) > 1 else "single",
+                "mode": self.mode,
             }
-            if self.mix.is_scheduled and len(self.leaves) > 1:
-                settings["schedule"] = self._weights().fingerprint()
-        leaves = tuple(self._leaf(leaf, lanes, seed) for leaf in self.ordered)
+            if self.mode == "weights" and self.mix.is_scheduled:
+                settings["schedule"] = self.weights.fingerprint()
+        # A pass has one order, whoever delivers it.
+        cut = 1 if self.finite else lanes
+        leaves = tuple(self._leaf(leaf, cut, seed) for leaf in self.ordered)
         return Units(
             num_lanes=lanes,
-            steps=steps,
             leaves=leaves,
-            blend=self._blend(leaves, lanes, seed),
+            blend=self._blend(leaves, cut, seed, changes),
             table=[self._row(leaf) for leaf in self.ordered],
             settings=settings,
         )
+
+    @property
+    def mode(self) -> str:
+        """How the leaves are combined: `single`, `weights`, `repetitions` or `concat`."""
+        return self.mix.mode if len(self.leaves) > 1 else "single"
 
     def _leaf(self, leaf: OpenLeaf, lanes: int, seed: int) -> Leaf:
         order = LeafOrder(
@@ -127,18 +170,23 @@ class DatasetSpec:
             shuffle_buffer_size=self.shuffle_buffer_size,
             parallel_shard_iters=self.parallel_shard_iters,
             block=self.rows,
-            shuffle=leaf.shuffle and not self.finite,
+            shuffle=leaf.shuffle_epochs is not None,
             first_sample=leaf.start,
+            epochs_per_shuffle=leaf.shuffle_epochs or 1,
         )
         return Leaf(identity=leaf.identity, dataset=leaf.dataset, order=order)
 
-    def _blend(self, leaves: Sequence[Leaf], lanes: int, seed: int) -> Blend | None:
-        if self.finite or len(leaves) == 1:
+    def _blend(self, leaves: Sequence[Leaf], lanes: int, seed: int, changes: ChangedWeights) -> Blend | None:
+        if self.kind == "finite" or self.mode == "single":
             return None
-        if self.mix.mode == "weights":
-            return WeightedBlend(weights=self._weights(), num_lanes=lanes, key=key_of("run", seed))
+        if self.mode == "weights":
+            parts: list[tuple[int, LeafWeights]] = [(0, self.weights), *changes]
+            blends = tuple(
+                (start, _weighted_blend(weights, start, lanes, key_of("run", seed))) for start, weights in parts
+            )
+            return ChangedBlend(parts=blends, num_lanes=lanes) if changes else blends[0][1]
         rank = {leaf.identity: number for number, leaf in enumerate(self.ordered)}
-        sequence = tuple(rank[leaf.identity] for leaf in self.leaves) if self.mix.mode == "concat" else None
+        sequence = tuple(rank[leaf.identity] for leaf in self.leaves) if self.mode == "concat" else None
         return EpochizedBlend(
             samples=tuple(leaf.num_samples for leaf in self.ordered),
             repetitions=tuple(leaf.share for leaf in self.ordered),
@@ -148,7 +196,9 @@ class DatasetSpec:
             sequence=sequence,
         )
 
-    def _weights(self) -> MixWeights:
+    @cached_property
+    def weights(self) -> MixWeights:
+        """The weights of the mix, in order of the leaves' identities."""
         place = {leaf.identity: number for number, leaf in enumerate(self.leaves)}
         return MixWeights(
             mix=self.mix,
@@ -162,7 +212,8 @@ class DatasetSpec:
             "path": leaf.dataset.path,
             "split_part": leaf.dataset.split_part,
             "num_samples": leaf.num_samples,
-            "share": str(leaf.share) if not self.finite and len(self.leaves) > 1 else "",
+            "subset": "" if leaf.num_samples == leaf.dataset.num_samples else f"{leaf.start}:{leaf.stop}",
+            "share": str(leaf.share) if self.kind != "finite" and len(self.leaves) > 1 else "",
         }
 
     def _default_lanes(self, config: WorkerConfig) -> int:
@@ -199,9 +250,26 @@ class DatasetSpec:
         means = (int(leaf.dataset.shard_sizes.sum()) // leaf.dataset.num_samples for leaf in self.leaves)
         return sum(mean * rows for mean in means)
 
-    def stream(self, units: Units, config: WorkerConfig, lanes: dict[int, LaneState]) -> Stream:
-        """Build what makes the units of one process."""
+    def stream(self, units: Units, config: WorkerConfig, lanes: dict[int, LaneState], epoch: int) -> Stream:
+        """Build what makes the units of one process: the lanes, or the microbatches of a pass."""
         pipeline = self.pipeline(units, config)
         if self.finite:
-            return FiniteStreams(pipeline, drop_last=self.batch_drop_last)
+            return FiniteStreams(pipeline, self._plan(units, epoch), drop_last=self.batch_drop_last)
         return LaneStreams(pipeline, units.blend, lanes)
+
+    def _plan(self, units: Units, epoch: int) -> InOrder | Shuffled:
+        if not self.shuffled:
+            return InOrder(units.leaves)
+        assert units.blend is None or isinstance(units.blend, EpochizedBlend)
+        return Shuffled(units.leaves, units.blend, epoch)
+
+
+def _weighted_blend(weights: LeafWeights, start: int, lanes: int, key: int) -> Blend:
+    if weights.moves:
+        return ScheduledBlend(weights=weights, num_lanes=lanes, key=key, start=start)
+    return WeightedBlend(weights=weights, num_lanes=lanes, key=key)
+
+
+def _shuffle_setting(epochs: int | None) -> bool | int:
+    """Return how a leaf is shuffled as states have it: False, True (each epoch), or the epochs shuffled as one."""
+    return epochs is not None if epochs in (None, 1) else epochs

@@ -84,6 +84,11 @@ class Mix:
             for weight, leaf, size in zip(weights, self.leaves, sizes, strict=True)
         )
 
+    @property
+    def moves(self) -> bool:
+        """Whether a weight changes from draw to draw anywhere, and not only at points of its schedule."""
+        return any(schedule.moves for schedule in _schedules(self.root))
+
     def schedule_points(self) -> list[int]:
         """Return the global draws at which a schedule of the mix has a point, ascending."""
         return sorted({draw for schedule in _schedules(self.root) for draw, _ in schedule.points})

@@ -95,6 +95,11 @@ class WeightSchedule:
         """Whether the weight never changes."""
         return all(weight == self.points[0][1] for _, weight in self.points)
 
+    @property
+    def moves(self) -> bool:
+        """Whether the weight changes from draw to draw anywhere, and not only at points."""
+        return self.kind in ("linear", "cosine") and not self.is_constant
+
     def at(self, global_draw: int) -> float:
         """Return the weight of a global draw."""
         after = bisect_right(self.points, global_draw, key=_draw)

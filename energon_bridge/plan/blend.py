@@ -6,7 +6,8 @@ Both orders are integer arithmetic on the number of the draw; there is nothing t
 `u = (phase + l*B + k*A) mod 2^64` falls, with `A = floor(2^64 (sqrt5 - 1)/2)`, `B = floor(2^64 (sqrt3 - 1))`, the
 weights as 64-bit thresholds and the leaves in order of identity. Multiples of an irrational number fill every interval
 evenly: a lane stays within a few draws of weight x prefix, and so do consecutive draws of the global order. It is
-memoryless, so weights may change from any draw on.
+memoryless, so weights may change from any draw on. Weights that move from draw to draw have a rule of their own
+(`plan/scheduled.py`).
 
 *Repetitions* (`EpochizedBlend`). In mix epoch E leaf i of N samples, repeated r times, gives `floor((E+1)Nr) -
 floor(ENr)` draws over all lanes together, shared out like the samples of a leaf. A lane deals its q draws of a leaf out
@@ -39,6 +40,10 @@ class Blend(Protocol):
 
     def leaves(self, lane: int, draw: int, count: int) -> IntArray:
         """Return the leaves of up to `count` consecutive draws, at least of one, shape (draws,)."""
+        ...
+
+    def counts(self, lane: int, draw: int) -> IntArray:
+        """Return how many of a lane's draws before `draw` come from each leaf, shape (leaves,)."""
         ...
 
 
@@ -98,6 +103,26 @@ class WeightedBlend:
         first = (self._phase + lane * _B + draw * _A) & MASK64
         u = np.uint64(first) + np.arange(count, dtype=np.uint64) * np.uint64(_A)
         return np.minimum(np.searchsorted(ends, u, side="right"), last)
+
+    def counts(self, lane: int, draw: int) -> IntArray:
+        """Return how many of a lane's draws before `draw` come from each leaf, shape (leaves,).
+
+        Cost: a few microseconds per leaf and change of weights, however many draws.
+        """
+        total: IntArray | int = 0
+        at = 0
+        while at < draw:
+            global_draw = at * self.num_lanes + lane
+            weights = self.weights.at(global_draw)
+            end = self.weights.next_change(global_draw)
+            stop = draw if end is None else min(draw, -(-(end - lane) // self.num_lanes))
+            first = (self._phase + lane * _B + at * _A) & MASK64
+            ends = thresholds(weights).tolist()
+            last = max(leaf for leaf, weight in enumerate(weights) if weight > 0)
+            ends[last:] = [1 << 64] * (len(ends) - last)
+            total = total + np.diff([_below(first, stop - at, end) for end in ends], prepend=0)
+            at = stop
+        return total if isinstance(total, np.ndarray) else np.zeros(len(self.weights.at(0)), dtype=np.int64)
 
     @cached_property
     def _phase(self) -> int:
@@ -179,6 +204,82 @@ class EpochizedBlend:
         merged = leaf[np.lexsort((leaf, places))]
         skipped = start - int(first.sum())
         return merged[skipped : skipped + stop - start]
+
+    def counts(self, lane: int, draw: int) -> IntArray:
+        """Return how many of a lane's draws before `draw` come from each leaf, shape (leaves,)."""
+        epoch = self.epoch_of(lane, draw)
+        before = self.drawn(lane, epoch)
+        number = draw - int(before.sum())
+        quotas = self.drawn(lane, epoch + 1) - before
+        if self.sequence is not None:
+            order = list(self.sequence)
+            inside = np.zeros_like(quotas)
+            ends = np.cumsum(quotas[order])
+            inside[order] = np.clip(number - (ends - quotas[order]), 0, quotas[order])
+            return before + inside
+        phases = below(fold(self.key, _EPOCH, lane, epoch), quotas.size, _PLACES - 1)
+        whole = _taken(quotas, phases, _place_of(quotas, phases, number))
+        rest = number - int(whole.sum())  # of several that share one place
+        if rest:
+            whole = whole + np.bincount(self.leaves(lane, draw - rest, rest), minlength=whole.size)
+        return before + whole
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChangedBlend:
+    """A blend whose weights were changed during the run: each part takes over at a global draw.
+
+    Args:
+        parts: (global draw, blend) in rising order, the first at 0; each is asked with the lanes' own draws.
+        num_lanes: L.
+    """
+
+    parts: tuple[tuple[int, Blend], ...]
+    num_lanes: int
+
+    def leaves(self, lane: int, draw: int, count: int) -> IntArray:
+        """Return the leaf of each of up to `count` consecutive draws of a lane, up to the next change."""
+        for number, (_, blend) in enumerate(self.parts):
+            end = self._first(lane, number + 1)
+            if end is None or draw < end:
+                return blend.leaves(lane, draw, count if end is None else min(count, end - draw))
+        raise AssertionError("the last part has no end")
+
+    def counts(self, lane: int, draw: int) -> IntArray:
+        """Return how many of a lane's draws before `draw` come from each leaf, shape (leaves,)."""
+        counts = []
+        for number, (_, blend) in enumerate(self.parts):
+            first, end = self._first(lane, number) or 0, self._first(lane, number + 1)
+            stop = draw if end is None else min(draw, end)
+            counts.append(blend.counts(lane, max(stop, first)) - blend.counts(lane, first))
+        return np.sum(counts, axis=0)
+
+    def _first(self, lane: int, number: int) -> int | None:
+        """Return the first draw of a lane that a part decides."""
+        return max(0, -((lane - self.parts[number][0]) // self.num_lanes)) if number < len(self.parts) else None
+
+
+def _below(first: int, count: int, end: int) -> int:
+    """Return how many of `(first + k A) mod 2^64`, k < count, are below `end`."""
+    # x mod M < end  <=>  floor(x / M) - floor((x - end) / M) = 1, for 0 < end <= M
+    if end == 0:
+        return 0
+    modulus = 1 << 64
+    return floor_sum(count, modulus, _A, first) - floor_sum(count, modulus, _A, first + modulus - end) + count
+
+
+def floor_sum(count: int, modulus: int, step: int, first: int) -> int:
+    """Return `sum((k * step + first) // modulus for k in range(count))`, all non-negative, in O(log modulus)."""
+    total = 0
+    while count:
+        total += count * (count - 1) // 2 * (step // modulus) + count * (first // modulus)
+        step, first = step % modulus, first % modulus
+        top = step * count + first
+        if top < modulus:
+            break
+        count, first = divmod(top, modulus)
+        modulus, step = step, modulus
+    return total
 
 
 def _taken(quotas: IntArray, phases: IntArray, place: int) -> IntArray:

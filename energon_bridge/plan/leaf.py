@@ -13,6 +13,9 @@ order of a keyed permutation and laid end to end again: the *epoch line*. Each o
   f_j a key below T, and is shuffled by key. So every slice is read from front to back, one run of consecutive
   samples a round.
 
+Shuffled over E epochs at once, the line is E copies of the dataset, cut, permuted and shared out as if it were one: a
+sample comes E times in E epochs, not once in each.
+
 Without shuffling the lanes deal the line out in blocks of one microbatch, which gives the dataset's own order.
 """
 
@@ -30,6 +33,7 @@ ORDER_VERSION = 1
 """Raised with every change of a rule in this package that changes which sample comes when."""
 
 _SLICES, _WINDOW, _ROUND = 1, 2, 3
+_ENDLESS, _ENDLESS_SHARDS = 1 << 16, 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +59,7 @@ class LeafOrder:
         block: Draws in a microbatch, for the unshuffled order.
         shuffle: False gives the dataset's own order.
         first_sample: Index of the first sample, where the leaf is a part of a dataset.
+        epochs_per_shuffle: E, epochs that are shuffled as one; -1: so many that their end does not matter.
     """
 
     shard_counts: IntArray
@@ -66,16 +71,28 @@ class LeafOrder:
     block: int = 1
     shuffle: bool = True
     first_sample: int = 0
+    epochs_per_shuffle: int = 1
 
     @cached_property
     def num_samples(self) -> int:
         return int(self.shard_counts.sum())
 
+    @cached_property
+    def _copies(self) -> int:
+        if self.epochs_per_shuffle > 0:
+            return self.epochs_per_shuffle
+        # Where a slice is a shard, a table has a row per copy and shard.
+        return _ENDLESS if self.slice_length else max(2, min(_ENDLESS, _ENDLESS_SHARDS // self.shard_counts.size))
+
+    @cached_property
+    def _line_length(self) -> int:
+        return self.num_samples * self._copies
+
     def epoch_of(self, lane: int, draw: int) -> int:
-        """Return the epoch in which a lane's draw lies."""
+        """Return the epoch (of E epochs that are shuffled as one: their number) in which a lane's draw lies."""
         if not self.shuffle:
             return self._in_file_order(lane, draw) // self.num_samples
-        return -((self._place(lane) - (draw + 1) * self.num_lanes) // self.num_samples) - 1
+        return -((self._place(lane) - (draw + 1) * self.num_lanes) // self._line_length) - 1
 
     def round_at(self, lane: int, draw: int) -> Round:
         """Return the round that holds a draw of a lane."""
@@ -83,15 +100,17 @@ class LeafOrder:
             first = draw - draw % self.block
             line = self._in_file_order(lane, first) + np.arange(self.block, dtype=np.int64)
             return Round(first, self.first_sample + line % self.num_samples, line // self.num_samples)
-        n, lanes, place = self.num_samples, self.num_lanes, self._place(lane)
+        n, lanes, place = self._line_length, self.num_lanes, self._place(lane)
         epoch = self.epoch_of(lane, draw)
         first = (epoch * n + place) // lanes
         share = ((epoch + 1) * n + place) // lanes - first
         start = _sum_of_floors(place, (epoch + 1) * n, lanes) - _sum_of_floors(place, epoch * n, lanes)
         window = self._window_at(epoch, place, start, start + share, draw - first)
         t, taken, indices = window.deal(draw - first - window.before)
-        indices = self.first_sample + indices[shuffled(fold(window.key, _ROUND, t), indices.size)]
-        return Round(first + window.before + taken, indices, np.full(indices.size, epoch, dtype=np.int64))
+        places = indices[shuffled(fold(window.key, _ROUND, t), indices.size)]
+        copy, indices = np.divmod(places, self.num_samples) if self._copies > 1 else (0, places)
+        epochs = np.full(indices.size, epoch * self._copies, dtype=np.int64) + copy
+        return Round(first + window.before + taken, self.first_sample + indices, epochs)
 
     def _place(self, lane: int) -> int:
         return (lane + self.key) % self.num_lanes
@@ -133,9 +152,9 @@ class LeafOrder:
         if line is None:
             key = fold(self.key, _SLICES, epoch)
             if self.slice_length is None:
-                line = _ShardSlices(self.shard_counts, key)
+                line = _ShardSlices(np.tile(self.shard_counts, self._copies), key)
             else:
-                line = _EqualSlices(self.num_samples, self.slice_length, key)
+                line = _EqualSlices(self._line_length, self.slice_length, key)
             if len(self._lines) > 3:
                 self._lines.clear()
             self._lines[epoch] = line

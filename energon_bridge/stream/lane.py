@@ -38,6 +38,7 @@ class Lane:
         self._microbatches = state.microbatches
         self._draw = state.draw
         self._skip = state.taken
+        self._origin = state.origin
         self._leaf_draws = list(state.leaf_draws)
         self._scheduled = state.draw
         self._leaf_scheduled = list(state.leaf_draws)
@@ -68,7 +69,7 @@ class Lane:
                 attempts += 1
         self._microbatches += 1
         self._started = True
-        state = LaneState(self._microbatches, self._draw, self._skip, tuple(self._leaf_draws))
+        state = LaneState(self._microbatches, self._draw, self._skip, tuple(self._leaf_draws), self._origin)
         return Produced(batches[0], pipeline.rows, state, counts)
 
     def _collect(self, counts: Counts) -> tuple[list[Any], list[RestoreKey], list[int]]:
@@ -167,18 +168,19 @@ class Lane:
 
     def _segments(self, count: int) -> list[Segment]:
         """Return up to `count` next draws of the only leaf, as far as one round goes."""
-        buffer, low = self._pipeline.cursor(self.number, 0).at(self._scheduled)
+        buffer, low = self._pipeline.cursor(self.number, 0).at(self._leaf_scheduled[0])
         high = min(len(buffer), low + count)
         self._scheduled += high - low
-        self._leaf_scheduled[0] = self._scheduled
+        self._leaf_scheduled[0] += high - low
         return [Segment(0, buffer, low, high, range(high - low))]
 
     def _mixed_segments(self, count: int) -> list[Segment]:
         """Return the `count` next draws of a mix."""
         assert self._blend is not None
-        leaves = self._blend.leaves(self.number, self._scheduled, count)
+        first = self._scheduled - self._origin
+        leaves = self._blend.leaves(self.number, first, count)
         while leaves.size < count:  # where weights change or a mix epoch ends
-            more = self._blend.leaves(self.number, self._scheduled + leaves.size, count - leaves.size)
+            more = self._blend.leaves(self.number, first + leaves.size, count - leaves.size)
             leaves = np.concatenate((leaves, more))
         segments = []
         for leaf in np.unique(leaves).tolist():

@@ -15,12 +15,14 @@ class LaneState:
         draw: Number of the next draw (of the current one, while `taken` is not 0).
         taken: Samples already taken of the current draw, whose encoder yields several.
         leaf_draws: Draws made so far in each leaf, in the order of the leaves.
+        origin: Draw at which the first epoch of a blend by repetitions began (0 but where the mix has been changed).
     """
 
     microbatches: int
     draw: int
     taken: int
     leaf_draws: tuple[int, ...]
+    origin: int = 0
 
     @classmethod
     def fresh(cls, leaves: int) -> LaneState:

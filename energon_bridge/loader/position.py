@@ -1,0 +1,251 @@
+"""Where a loader stands: what its rank has delivered, and the state document that says so.
+
+A position is the only thing about a loader that changes what comes next. It knows nothing of workers, and nothing of
+what was made ahead.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import torch
+
+from energon_bridge.errors import ConfigurationError
+from energon_bridge.loader import document as doc
+from energon_bridge.loader.weights import ChangedWeights, GivenWeights, read_changes, write_changes
+from energon_bridge.mix import parse_weight
+from energon_bridge.plan.leaf import ORDER_VERSION
+from energon_bridge.stream.state import COUNTERS, LaneState, Produced
+from energon_bridge.topology import Ownership, WorkerConfig
+
+if TYPE_CHECKING:
+    from energon_bridge.loader.spec import DatasetSpec, Units
+
+logger = logging.getLogger(__name__)
+
+OnMismatch = Literal["refuse", "adapt"]
+
+
+class Position:
+    """Where the loader of one rank stands in a dataset.
+
+    Attributes:
+        units: The dataset, cut for the run.
+        ownership: Which lanes are this rank's.
+        microbatches: Delivered by the whole run; of a finite stream, in this pass.
+        epoch: Passes that are done, of a finite stream.
+        epoch_steps: Steps delivered of the virtual epoch.
+        lanes: State of each lane after its last delivered microbatch.
+    """
+
+    def __init__(self, spec: DatasetSpec, config: WorkerConfig) -> None:
+        self._spec = spec
+        self._config = config
+        self.units: Units = spec.units(config)
+        self.ownership = Ownership(self.units.num_lanes, config.dp_size, 0)
+        self.microbatches = 0
+        self.epoch = 0
+        self.epoch_steps = 0
+        self.lanes: dict[int, LaneState] = {}
+        self._ends: tuple[int, int] = (-1, 0)
+        self._counts = [[0] * len(COUNTERS) for _ in self.units.leaves]
+        self._changes: ChangedWeights = ()
+        self._parked: list[doc.State] = []
+        self._parked_draws: dict[int, tuple[int, ...]] = {}
+
+    # Going on --------------------------------------------------------------------------------------------------------
+
+    @property
+    def own_lanes(self) -> range:
+        """The lanes of this rank; a finite stream has none."""
+        return range(0) if self._spec.finite else self.ownership.lanes_of(self._config.dp_rank)
+
+    @property
+    def end(self) -> int:
+        """The microbatch at which the pass of a finite stream ends."""
+        if self._ends[0] != self.epoch:
+            self._ends = self.epoch, self._spec.end(self.units, self.epoch, self._config.dp_size)
+        return self._ends[1]
+
+    def advance(self) -> None:
+        """Move on by one step."""
+        ranks = self._config.dp_size
+        self.microbatches += ranks if self._spec.finite else self.ownership.step_size(self.microbatches)
+        self.epoch_steps += self._spec.virtual_epoch_length is not None
+
+    def lane(self) -> int | None:
+        """Return the lane that this rank delivers next, or None for a microbatch that does not exist."""
+        return self.ownership.lane_in_step(self._config.dp_rank, self.microbatches)
+
+    def count(self, item: Produced) -> None:
+        """Add what a microbatch counted."""
+        for leaf, counts in item.counts.items():
+            self._counts[leaf] = [a + b for a, b in zip(self._counts[leaf], counts, strict=True)]
+
+    def lane_state(self, lane: int) -> LaneState:
+        """Return where a lane stands."""
+        return self.lanes.get(lane) or LaneState.fresh(len(self.units.leaves))
+
+    def seek(self, step: int) -> None:
+        """Go to the beginning of a step of the run, as if no sample before it had been skipped.
+
+        Args:
+            step: Steps that each rank has delivered before it.
+        """
+        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+            raise ConfigurationError(f"start_at must be a number of steps, 0 or more, got {step!r}")
+        ranks, lanes = self._config.dp_size, self.units.num_lanes
+        self.epoch_steps = step % self._spec.virtual_epoch_length if self._spec.virtual_epoch_length else 0
+        self._counts = [[0] * len(COUNTERS) for _ in self.units.leaves]
+        if self._spec.finite:
+            self.epoch = 0
+            while self._spec.shuffled and step >= (steps := -(-self.end // ranks)):
+                self.epoch, step = self.epoch + 1, step - steps
+            self.microbatches = min(step * ranks, self.end)
+            return
+        rounds, rest = divmod(step, -(-lanes // ranks))
+        self.microbatches = rounds * lanes + min(rest * ranks, lanes)
+        self.ownership = Ownership(lanes, ranks, self.microbatches)
+        self.lanes = {lane: self._unskipped(lane) for lane in self.own_lanes}
+
+    def _unskipped(self, lane: int) -> LaneState:
+        microbatches = max(0, -((lane - self.microbatches) // self.units.num_lanes))
+        draw = microbatches * self._spec.rows
+        blend = self.units.blend
+        leaf_draws = (draw,) if blend is None else tuple(blend.counts(lane, draw).tolist())
+        return LaneState(microbatches, draw, 0, leaf_draws)
+
+    # Weights ---------------------------------------------------------------------------------------------------------
+
+    def set_weights(self, weights: Mapping[str, Any] | Sequence[Any], from_draw: int | None) -> int:
+        """Change the weights from a global draw on; return that draw."""
+        if self._spec.finite or self._spec.mode != "weights":
+            raise ConfigurationError(
+                f"set_weights needs an endless blend by weights; this loader delivers a {self._spec.kind} stream of "
+                f"mode {self._spec.mode!r}"
+            )
+        given = self._by_identity(weights)
+        lanes = self.units.num_lanes
+        states = ((lane, self.lane_state(lane)) for lane in self.own_lanes)
+        first = max((s.draw + (s.taken > 0) - 1) * lanes + lane + 1 for lane, s in states)
+        if self._config.dp_size > 1 and from_draw is None:
+            if not torch.distributed.is_initialized():
+                raise ConfigurationError(
+                    "set_weights: give from_draw, the same on every rank; they cannot agree on one"
+                )
+            found: list[Any] = [None] * self._config.dp_size
+            torch.distributed.all_gather_object(found, first, group=self._config.data_parallel_group)
+            first = max(found)
+        start = first if from_draw is None else from_draw
+        if start < first:
+            raise ConfigurationError(
+                f"set_weights: global draw {start} has been delivered already; the first one that has not is {first}"
+            )
+        schedules = tuple(parse_weight(w, where="set_weights", field=f"weights[{i}]") for i, w in enumerate(given))
+        changed = GivenWeights(schedules=schedules)
+        if not any(weight for weight in changed.at(start)):
+            raise ConfigurationError("set_weights: all weights are 0, so there is nothing to draw")
+        kept = [(draw, weights) for draw, weights in self._changes if draw != start]
+        self._changes = tuple(sorted([*kept, (start, changed)], key=lambda change: change[0]))
+        self.units = self._spec.units(self._config, lanes, self._changes)
+        return start
+
+    def _by_identity(self, weights: Mapping[str, Any] | Sequence[Any]) -> list[Any]:
+        """Return weights, given by path or in order of the mix, in order of the leaves' identities."""
+        leaves = self._spec.leaves
+        if isinstance(weights, Mapping):
+            paths = [leaf.dataset.path for leaf in leaves]
+            if len(set(paths)) != len(paths) or set(weights) != set(paths):
+                wrong = sorted(set(weights) ^ set(paths)) or [path for path in paths if paths.count(path) > 1]
+                raise ConfigurationError(
+                    f"set_weights takes a weight for each of the {len(paths)} datasets by its path; missing, unknown "
+                    f"or there twice: {', '.join(wrong[:3])}. Where a dataset is in the mix twice, give a list in the "
+                    "order of the mix"
+                )
+            weights = [weights[path] for path in paths]
+        if len(weights) != len(leaves):
+            raise ConfigurationError(f"set_weights got {len(weights)} weights for a mix of {len(leaves)} datasets")
+        by_identity = {leaf.identity: weight for leaf, weight in zip(leaves, weights, strict=True)}
+        return [by_identity[leaf.identity] for leaf in self._spec.ordered]
+
+    # State -----------------------------------------------------------------------------------------------------------
+
+    def document(self) -> doc.State:
+        """Return the state of this rank."""
+        states = {}
+        nothing_parked = (0,) * len(self._parked)
+        for lane in self.own_lanes:
+            s = self.lane_state(lane)
+            draws = s.leaf_draws + self._parked_draws.get(lane, nothing_parked)
+            states[lane] = LaneState(s.microbatches, s.draw, s.taken, draws, s.origin)
+        counts = [*self._counts, *(list(row["counts"].values()) for row in self._parked)]
+        return {
+            "format": doc.FORMAT,
+            "format_version": doc.FORMAT_VERSION,
+            "order_version": ORDER_VERSION,
+            "kind": self._spec.kind,
+            "num_lanes": self.units.num_lanes,
+            "microbatches": self.microbatches,
+            "epoch": self.epoch,
+            "epoch_steps": self.epoch_steps,
+            "settings": dict(self.units.settings),
+            "weights": write_changes(self._changes),
+            "leaves": doc.write_leaves([*self.units.table, *self._parked], counts, len(self._parked)),
+            "lanes": doc.write_lanes(states),
+        }
+
+    def restore(self, document: doc.State, on_mismatch: OnMismatch) -> None:
+        """Stand where a document says; nothing changes if it does not fit.
+
+        Raises:
+            StateError: One of its subclasses, saying what does not fit.
+        """
+        if on_mismatch not in get_args(OnMismatch):
+            raise ConfigurationError(f'on_mismatch must be "refuse" or "adapt", got {on_mismatch!r}')
+        config, spec = self._config, self._spec
+        num_lanes = self.units.num_lanes if spec.finite else document["num_lanes"]  # a pass is the same on any ranks
+        changes = read_changes(document.get("weights", ()))
+        units = self.units if num_lanes == self.units.num_lanes else spec.units(config, num_lanes)
+        difference = doc.check_fits(
+            document, spec.kind, units.settings, units.table, adapt=on_mismatch == "adapt" and spec.kind == "train"
+        )
+        microbatches = document["microbatches"]
+        ownership = Ownership(num_lanes, config.dp_size, microbatches)
+        lanes = doc.read_lanes(document)
+        if not spec.finite:
+            doc.check_lanes(lanes, ownership.lanes_of(config.dp_rank), microbatches, num_lanes)
+        if config.num_lanes not in (None, num_lanes):
+            logger.info("num_lanes=%d comes from the state; the configuration says %s", num_lanes, config.num_lanes)
+        if difference:
+            logger.warning("the mix has changed, and the run goes on with the new one:\n  %s", "\n  ".join(difference))
+            if changes:
+                logger.warning("what set_weights changed before does not apply to the new mix")
+                changes = ()
+        if changes:
+            units = spec.units(config, num_lanes, changes)
+        self.units, self.ownership, self._changes = units, ownership, changes
+        self.microbatches, self.epoch = microbatches, document.get("epoch", 0)
+        self.epoch_steps = document.get("epoch_steps", 0)
+        # Counts belong to the run: one rank carries what several had counted.
+        whole = len(lanes) == len(self.own_lanes)
+        self._take_over(doc.read_leaves(document), lanes, counts=whole or config.dp_rank == 0, changed=bool(difference))
+
+    def _take_over(self, saved: list[doc.State], lanes: dict[int, LaneState], *, counts: bool, changed: bool) -> None:
+        """Give each leaf where it stood in the saved state; new ones start, and those that are gone are parked."""
+        place = {row["identity"]: number for number, row in enumerate(saved)}
+        kept = [place.pop(row["identity"], None) for row in self.units.table]
+        gone = list(place.values())
+        relative = self._spec.mode in ("repetitions", "concat")
+        self.lanes, self._parked_draws = {}, {}
+        for number, state in lanes.items():
+            draws = tuple(0 if old is None else state.leaf_draws[old] for old in kept)
+            # What is left of a draw cannot be had where the mix no longer says which leaf it was of: it comes again.
+            draw = state.draw + (state.taken > 0) if changed else state.draw
+            origin = (draw if relative else 0) if changed else state.origin
+            self.lanes[number] = LaneState(state.microbatches, draw, 0 if changed else state.taken, draws, origin)
+            self._parked_draws[number] = tuple(state.leaf_draws[old] for old in gone)
+        nothing = dict.fromkeys(COUNTERS, 0)
+        self._counts = [list((nothing if old is None or not counts else saved[old]["counts"]).values()) for old in kept]
+        self._parked = [saved[old] | ({} if counts else {"counts": nothing}) for old in gone]

@@ -1,0 +1,130 @@
+"""The weights of a run's leaves: as the mix describes them, and as they were changed while it ran.
+
+Weights stand in order of the leaves' identities. In a state, a change is `[global draw, [weight, ...]]`, each weight a
+number or a schedule as a file would have it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import pairwise
+from typing import Any, Protocol
+
+from energon_bridge.mix import Mix, WeightSchedule, parse_weight
+from energon_bridge.rng import key_of
+
+_RULE = "blocks"
+"""Named in the fingerprint of weights that move; a state of a run that followed them by another rule is refused."""
+
+
+class LeafWeights(Protocol):
+    """Weights over the global draws of a run: draw g is draw `g div L` of lane `g mod L`."""
+
+    def at(self, global_draw: int) -> Sequence[float | Fraction]:
+        """Return the weights of a global draw."""
+        ...
+
+    def next_change(self, global_draw: int) -> int | None:
+        """Return the first later global draw whose weights may differ."""
+        ...
+
+    def points(self) -> Sequence[int]:
+        """Return the global draws between which the weights move evenly, ascending."""
+        ...
+
+    @property
+    def moves(self) -> bool:
+        """Whether weights change from draw to draw anywhere, and not only at points."""
+        ...
+
+
+ChangedWeights = Sequence[tuple[int, "GivenWeights"]]
+"""Weights that take over at global draws, in rising order."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixWeights:
+    """The weights of a mix.
+
+    Args:
+        mix: The mix.
+        sizes: Samples of each leaf, in order of the mix.
+        order: For each identity in turn, the place of its leaf in the mix.
+    """
+
+    mix: Mix
+    sizes: tuple[int, ...]
+    order: tuple[int, ...]
+
+    def at(self, global_draw: int) -> Sequence[float | Fraction]:
+        """Return the weights of a global draw."""
+        weights: Sequence[float | Fraction]
+        if self.mix.is_scheduled or self.mix.needs_sizes:
+            weights = self.mix.weights_at(global_draw, self.sizes)
+        else:
+            weights = [leaf.weight or Fraction(0) for leaf in self.mix.leaves]
+        return [weights[place] for place in self.order]
+
+    def next_change(self, global_draw: int) -> int | None:
+        """Return the first later global draw whose weights may differ."""
+        return self.mix.next_change(global_draw)
+
+    def points(self) -> list[int]:
+        """Return the global draws at which a schedule has a point."""
+        return self.mix.schedule_points()
+
+    @property
+    def moves(self) -> bool:
+        """Whether weights change from draw to draw anywhere."""
+        return self.mix.moves
+
+    def fingerprint(self) -> str:
+        """Return a hash of the weights over the whole run: at the points of all schedules and thrice between them."""
+        points = [0, *self.points()]
+        between = [low + (high - low) * quarter // 4 for low, high in pairwise(points) for quarter in (1, 2, 3)]
+        weights = ((draw, *(float(weight) for weight in self.at(draw))) for draw in sorted({*points, *between}))
+        rule = (_RULE,) if self.moves else ()
+        return f"{key_of(*rule, *(repr(row) for row in weights)):016x}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GivenWeights:
+    """Weights that were given during the run, a schedule per leaf."""
+
+    schedules: tuple[WeightSchedule, ...]
+
+    def at(self, global_draw: int) -> Sequence[float | Fraction]:
+        """Return the weights of a global draw."""
+        return [schedule.exact_at(global_draw) for schedule in self.schedules]
+
+    def next_change(self, global_draw: int) -> int | None:
+        """Return the first later global draw whose weights may differ."""
+        changes = [schedule.next_change(global_draw) for schedule in self.schedules]
+        return min((change for change in changes if change is not None), default=None)
+
+    def points(self) -> list[int]:
+        """Return the global draws at which a schedule has a point."""
+        return sorted({draw for schedule in self.schedules for draw, _ in schedule.points})
+
+    @property
+    def moves(self) -> bool:
+        """Whether weights change from draw to draw anywhere."""
+        return any(schedule.moves for schedule in self.schedules)
+
+
+def write_changes(changes: ChangedWeights) -> list[Any]:
+    """Return changes of weights as built-in values."""
+    return [[draw, [schedule.to_plain() for schedule in weights.schedules]] for draw, weights in changes]
+
+
+def read_changes(entries: Sequence[Any]) -> ChangedWeights:
+    """Return the changes of a state."""
+    return tuple(
+        (
+            int(draw),
+            GivenWeights(schedules=tuple(parse_weight(w, where="the state", field="weights") for w in weights)),
+        )
+        for draw, weights in entries
+    )
