@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine import TensorEncoder, config_of, counts_of, deliver, digest, loaders_of, text_dataset
+from engine import config_of, counts_of, deliver, digest, loaders_of
+from mixing import metadataset, mix_data, mixed
 from test_fixtures import Encoder, rendered
 
 from energon_bridge import (
@@ -20,7 +21,6 @@ from energon_bridge import (
     WeightSchedule,
     get_loader,
     get_savable_loader,
-    get_train_dataset,
     get_val_dataset,
     get_val_datasets,
 )
@@ -28,33 +28,10 @@ from energon_bridge.loader.document import read_leaves
 from energon_bridge.loader.spec import DatasetSpec
 from energon_bridge.mix import Blender
 
-SIZES = {"a": [5, 7], "b": [30], "c": [3, 3, 3, 3]}
-
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("mixes")
-    for name, counts in SIZES.items():
-        text_dataset(folder / name, train=counts, val=counts)
-    (folder / "val.yaml").write_text(
-        "__class__: MetadatasetV2\nsplits:\n  val: {blend: [{path: ./a, weight: 3}, {path: ./c, weight: 1}]}\n"
-    )
-    return folder
-
-
-def mixed(data: Path, source: Any, encoder: Any = None, **kwargs: Any) -> DatasetSpec:
-    settings: dict[str, Any] = {"batch_size": 2, "shuffle_buffer_size": 4, "max_samples_per_sequence": 3}
-    config = config_of(1, 0)
-    source = source(data) if callable(source) else source
-    return get_train_dataset(
-        source, worker_config=config, task_encoder=encoder or TensorEncoder(), **(settings | kwargs)
-    )
-
-
-def metadataset(data: Path, **splits: Any) -> dict[str, Any]:
-    """Return a metadataset as a dict, its paths made absolute."""
-    text = json.dumps({"__module__": "megatron.energon", "__class__": "MetadatasetV2", "splits": splits})
-    return json.loads(text.replace("./", f"{data}/"))  # type: ignore[no-any-return]
+    return mix_data(tmp_path_factory.mktemp("mixes"))
 
 
 RESUMES = [

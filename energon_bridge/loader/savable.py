@@ -155,8 +155,8 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         if valid is None:
             raise ConfigurationError(
                 f"{self.config.dp_size} ranks do not divide {self._position.units.num_lanes} lanes, so some "
-                f"microbatches must be masked, but a batch of type {type(batch).__name__} cannot carry __valid__: let encode_batch "
-                "return a Batch, a dataclass or a dict, or use a number of ranks that divides num_lanes"
+                f"microbatches must be masked, but a batch of type {type(batch).__name__} cannot carry __valid__: let "
+                "encode_batch return a Batch, a dataclass or a dict, or use a number of ranks that divides num_lanes"
             )
         attach(batch, "__valid__", torch.zeros_like(valid))
         mask_loss(batch)
@@ -198,7 +198,7 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
     def _rewind(self) -> None:
         """Go to the beginning of a finite stream, or of its next pass."""
         self._position.epoch += self.spec.shuffled
-        self._position.microbatches = 0
+        self._position.microbatches = self._position.epoch_steps = 0
 
     def _start_workers(self) -> WorkerIterator:
         self._held.clear()
