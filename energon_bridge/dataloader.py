@@ -8,6 +8,10 @@ an end. Lightning calls `iter()` at the start of every epoch and every validatio
 - Over a finite (validation) loader `iter()` starts one pass from the beginning and `next()` cycles through passes.
   A loader has one stream at a time, so starting a pass ends the cycle: the `next()` after it starts over.
 
+Where the number of ranks R does not divide the number of lanes L, some steps of some ranks deliver a microbatch that
+does not exist: real rows, with `__valid__` all false and `loss_mask` zero. A loss that is averaged over microbatches
+without looking at them would be wrong in silence, so such an R is refused unless the caller says that the loss weighs.
+
 *Delivered* is what `next()` returned. Nothing is fetched ahead here, so the state is always that of the batches the
 training step has seen. Lightning fetches ahead of a loader without a length; that is what `length` is for.
 """
@@ -16,9 +20,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sized
-from typing import Any
+from typing import Any, Literal
 
-from energon_bridge.errors import ConfigurationError, EmptyDatasetError
+from energon_bridge.errors import ConfigurationError, EmptyDatasetError, MaskedMicrobatchesError
+
+MaskedMicrobatches = Literal["refuse", "allow"]
 
 
 def cyclic_iter(iterable: Iterable[Any]) -> Iterator[Any]:
@@ -46,6 +52,11 @@ class EnergonDataloader:
         loader: What `get_savable_loader` returns. Any iterable will do where no state is asked for.
         length: For an endless loader: batches that `len()` reports, the length of a virtual epoch. The stream itself
             goes on. None leaves the object without a length, as Megatron-LM wants it.
+        masked_microbatches: Whether a training loader may deliver microbatches that do not exist, on a number of ranks
+            that does not divide `num_lanes`. `refuse`, the default, raises at once, also after a restore (a state may
+            bring another `num_lanes`). `allow` is for loops whose loss is a mean over the real microbatches, or tokens,
+            of all ranks: by `__valid__`, or by `loss_mask` and its sum over the ranks, as Megatron-LM does with
+            `--calculate-per-token-loss`.
 
     Attributes:
         loader: The loader.
@@ -53,9 +64,12 @@ class EnergonDataloader:
 
     Raises:
         ConfigurationError: There is no loader, or a length that no loop can use.
+        MaskedMicrobatchesError: There would be masked microbatches, which are not allowed.
     """
 
-    def __init__(self, loader: Any, *, length: int | None = None) -> None:
+    def __init__(
+        self, loader: Any, *, length: int | None = None, masked_microbatches: MaskedMicrobatches = "refuse"
+    ) -> None:
         if loader is None:
             raise ConfigurationError(
                 "EnergonDataloader(None): a split without data is None, not an EnergonDataloader of None, since "
@@ -63,10 +77,16 @@ class EnergonDataloader:
             )
         if length is not None and length < 1:
             raise ConfigurationError(f"EnergonDataloader: length must be at least 1, got {length}")
+        if masked_microbatches not in ("refuse", "allow"):
+            raise ConfigurationError(
+                f"EnergonDataloader: masked_microbatches must be 'refuse' or 'allow', got {masked_microbatches!r}"
+            )
         self.loader = loader
+        self.masked_microbatches = masked_microbatches
         self.wait_seconds = 0.0
         self._length = length
         self._stream: Iterator[Any] | None = None
+        self._refuse_masked()
 
     @property
     def endless(self) -> bool:
@@ -88,6 +108,7 @@ class EnergonDataloader:
             EmptyDatasetError: The loader yields nothing at all.
         """
         if self._stream is None:
+            self._refuse_masked()  # the loader itself may have been restored
             self._stream = iter(cyclic_iter(self.loader))
         start = time.perf_counter()
         batch = next(self._stream)
@@ -114,6 +135,7 @@ class EnergonDataloader:
         """Continue from a state of `save_state`; the next batch is the one that followed it."""
         self.loader.restore_state_rank(state)
         self._stream = None
+        self._refuse_masked()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the whole run, gathered over the data-parallel ranks: all of them must call this."""
@@ -124,6 +146,7 @@ class EnergonDataloader:
         """Continue from a state of `state_dict`, written on any number of ranks; loading it twice changes nothing."""
         self.loader.load_state_dict(state)
         self._stream = None
+        self._refuse_masked()
 
     def close(self) -> None:
         """Stop the worker processes, where the loader has any."""
@@ -131,6 +154,21 @@ class EnergonDataloader:
         close = getattr(self.loader, "close", None)
         if close is not None:
             close()
+
+    def _refuse_masked(self) -> None:
+        """Raise where a training loader would deliver masked microbatches and they are not allowed."""
+        # Validation pads its last step on any number of ranks; loops for it have to look at the mask anyway.
+        ownership = getattr(self.loader, "ownership", None)
+        if self.masked_microbatches == "allow" or ownership is None or ownership.even or not self.endless:
+            return
+        ranks, lanes = ownership.world_size, ownership.num_lanes
+        raise MaskedMicrobatchesError(
+            f"{ranks} data-parallel ranks do not divide the {lanes} lanes of this run (num_lanes, fixed when it "
+            f"started), so {100 * ownership.masked_share:.1f} % of the microbatches would be masked: rows with "
+            "__valid__ all false and loss_mask 0. A loss that does not weigh by them would be wrong. Go on with "
+            f"{ownership.nearest_even_world_size()} ranks (the nearest number that divides {lanes}), or, if the loss "
+            "is a mean over the real microbatches of all ranks, pass masked_microbatches='allow'"
+        )
 
     def _one_pass(self) -> Iterator[Any]:
         stream = iter(self.loader)

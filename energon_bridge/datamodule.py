@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from energon_bridge.dataloader import EnergonDataloader
+from energon_bridge.dataloader import EnergonDataloader, MaskedMicrobatches
 from energon_bridge.datasets import get_savable_loader, get_train_dataset, get_val_dataset
 from energon_bridge.errors import ConfigurationError, UnknownArgumentError
 from energon_bridge.task_encoder.conversation import MultiModalSampleConfig
@@ -77,6 +77,8 @@ class EnergonMultiModalDataModule(_Base):
         num_lanes: Logical streams of the run; see `WorkerConfig`.
         prefetch_factor: Microbatches made ahead, per worker.
         decode_threads: Threads that read and decode, per process.
+        masked_microbatches: `refuse` (the default) or `allow` microbatches that do not exist, where the number of ranks
+            does not divide `num_lanes`: allow them only if the loss weighs by them; see `EnergonDataloader`.
         **kwargs: Further arguments of `get_train_dataset`, checked by name.
 
     Attributes:
@@ -113,6 +115,7 @@ class EnergonMultiModalDataModule(_Base):
         num_lanes: int | None = None,
         prefetch_factor: int = 2,
         decode_threads: int | None = None,
+        masked_microbatches: MaskedMicrobatches = "refuse",
         **kwargs: Any,
     ) -> None:
         super().__init__()
@@ -140,6 +143,7 @@ class EnergonMultiModalDataModule(_Base):
         self.num_lanes = num_lanes
         self.prefetch_factor = prefetch_factor
         self.decode_threads = decode_threads
+        self.masked_microbatches = masked_microbatches
         self.dataset_kwargs = kwargs
         self.task_encoder = task_encoder or MultiModalTaskEncoder(
             tokenizer, image_processor, multimodal_sample_config, decoder_seq_length or seq_length
@@ -216,10 +220,12 @@ class EnergonMultiModalDataModule(_Base):
         if self.train_dataloader_object is None:
             worker_config = self._build_worker_config(self.num_workers, "train")
             loader = get_savable_loader(self.datasets_provider(worker_config, "train"))
-            self.train_dataloader_object = EnergonDataloader(loader, length=self._epoch_length(loader))
             if self._pending_state is not None:
-                self.train_dataloader_object.load_state_dict(self._pending_state)
+                loader.load_state_dict(self._pending_state)  # it may bring another num_lanes
                 self._pending_state = None
+            self.train_dataloader_object = EnergonDataloader(
+                loader, length=self._epoch_length(loader), masked_microbatches=self.masked_microbatches
+            )
         return self.train_dataloader_object
 
     def val_dataloader(self) -> EnergonDataloader:

@@ -4,7 +4,8 @@
 
     EnergonError
     ├── ConfigurationError              an argument or a configuration value is wrong (also a ValueError)
-    │   └── UnknownArgumentError        a keyword or key that does not exist; names the nearest match
+    │   ├── UnknownArgumentError        a keyword or key that does not exist; names the nearest match
+    │   └── MaskedMicrobatchesError     the ranks do not divide the lanes, and nobody said that the loss weighs by the mask
     ├── DatasetError                    a dataset on disk cannot be used
     │   ├── DatasetNotFoundError        the folder or file does not exist
     │   ├── NotPreparedError            there is no .nv-meta; run `energon prepare`
@@ -36,8 +37,9 @@
     │   ├── MissingRankError            the states of some ranks (lanes) are not there
     │   ├── StepMismatchError           the ranks were not saved at the same step
     │   └── TooManyRanksError           more data-parallel ranks than lanes
-    └── LoaderError                     the loader cannot go on
-        └── WorkerDiedError             workers died more often than the limit allows
+    ├── LoaderError                     the loader cannot go on
+    │   └── WorkerDiedError             workers died more often than the limit allows
+    └── ResumeMismatchError             `verify_resume`: a resumed loader delivered other batches than an uninterrupted one
 
 `SkipSample` is not an error: user code raises it to leave a sample out on purpose.
 """
@@ -55,6 +57,10 @@ class ConfigurationError(EnergonError, ValueError):
 
 class UnknownArgumentError(ConfigurationError, TypeError):
     """A keyword or key that does not exist."""
+
+
+class MaskedMicrobatchesError(ConfigurationError):
+    """The ranks do not divide the lanes, and nobody said that the loss weighs by the mask."""
 
 
 class DatasetError(EnergonError):
@@ -193,6 +199,10 @@ class LoaderError(EnergonError):
 
 class WorkerDiedError(LoaderError):
     """Worker processes died more often than the limit allows."""
+
+
+class ResumeMismatchError(EnergonError):
+    """A resumed loader delivered other batches than an uninterrupted one."""
 
 
 class SkipSample(Exception):  # noqa: N818 - the name that energon users know

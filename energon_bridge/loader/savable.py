@@ -162,6 +162,11 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         mask_loss(batch)
         return batch
 
+    @property
+    def ownership(self) -> Ownership:
+        """Which rank delivers which lane, for the run as it was started or last restored."""
+        return self._ownership
+
     # Processes -------------------------------------------------------------------------------------------------------
 
     def _say_what_is_idle(self) -> None:

@@ -3,6 +3,7 @@
 The loss of a microbatch is the mean over its tokens that carry loss; the loss of an optimizer step is the mean over its
 microbatches. Neither depends on how many ranks there are, so a run keeps its meaning when their number changes. A
 microbatch that does not exist (its rank had none to deliver) has no such token; it adds nothing and is not counted.
+How many there are is known only when the step is complete, so the gradients are scaled then, once.
 
 Everything random in the model is seeded by (seed, optimizer step, microbatch, rank): there is no generator state to
 save, and a resumed run draws what the uninterrupted one would have drawn.
@@ -39,6 +40,8 @@ class VisionLanguageModule(LightningModule):
         self.image_token_id = bundle.image_token_id
         self.config = config
         self.last_loss: Tensor | None = None
+        self.step_scale: Tensor | float = 1.0
+        self._real_microbatches: Tensor | None = None
         self.predictions: list[Prediction] = []
         self.validation_loss: float | None = None
         self.validated_step = -1
@@ -61,14 +64,30 @@ class VisionLanguageModule(LightningModule):
         return inputs
 
     def training_step(self, batch: MultiModalBatch, batch_idx: int) -> Tensor:
-        """Return the loss of one microbatch, scaled so that the mean over ranks is the mean over real microbatches."""
+        """Return the loss of one microbatch; that of one that does not exist is 0, with gradients of 0."""
         key = key_of("step", self.config.seed, self.trainer.global_step, batch_idx, self.global_rank)
         torch.manual_seed(key & _SEED_BITS)
         losses, mask = self._token_losses(batch)
         tokens = mask.sum()
-        loss = (losses * mask).sum() / tokens.clamp(min=1.0) * self._share_of_real_microbatches(tokens)
+        loss = (losses * mask).sum() / tokens.clamp(min=1.0)
+        real = (tokens > 0).float()
+        self._real_microbatches = real if self._real_microbatches is None else self._real_microbatches + real
         self.last_loss = loss.detach()
         return loss
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Turn the mean over all microbatches of the step, whose gradients these are, into that over the real ones."""
+        assert self._real_microbatches is not None
+        real, self._real_microbatches = self._real_microbatches, None
+        world_size = self.trainer.world_size
+        if world_size > 1:
+            dist.all_reduce(real)
+        # Exactly 1 where every microbatch is real; multiplied by all the same, since asking would wait for the device.
+        self.step_scale = world_size * self.trainer.accumulate_grad_batches / real.clamp(min=1.0)
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(self.step_scale)
 
     def on_validation_epoch_start(self) -> None:
         """Forget the previous validation."""
@@ -135,14 +154,6 @@ class VisionLanguageModule(LightningModule):
         logits = self(batch).float()
         labels = batch.labels.clamp(min=0)  # whatever marks a place without loss, its weight is zero
         return functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none"), mask
-
-    def _share_of_real_microbatches(self, tokens: Tensor) -> Tensor:
-        world_size = self.trainer.world_size
-        real = (tokens > 0).float()
-        if world_size == 1:
-            return real
-        dist.all_reduce(real)
-        return world_size / real.clamp(min=1.0)
 
     def _predict(self, batch: MultiModalBatch) -> list[Prediction]:
         valid = [True] * len(batch.__key__) if batch.__valid__ is None else batch.__valid__.tolist()

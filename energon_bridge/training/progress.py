@@ -57,7 +57,7 @@ class ProgressReporter(Callback):
         if step == self._step:
             return
         self._step = step
-        loss = torch.stack(self._microbatch_losses).mean()
+        loss = torch.stack(self._microbatch_losses).mean() * pl_module.step_scale
         self._microbatch_losses.clear()
         self._steps.append((step, trainer.optimizers[0].param_groups[0]["lr"], loss))
         last = step == trainer.max_steps

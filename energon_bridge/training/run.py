@@ -127,6 +127,7 @@ def build_data_module(config: RunConfig, bundle: ModelBundle) -> EnergonMultiMod
         image_processor=bundle.image_processor,
         task_encoder=training_task_encoder(config.data, bundle),
         seed=config.seed,
+        masked_microbatches="allow",  # `VisionLanguageModule` weighs by the mask
         **settings,
     )
 
