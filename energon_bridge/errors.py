@@ -5,7 +5,7 @@
     EnergonError
     ├── ConfigurationError              an argument or a configuration value is wrong (also a ValueError)
     │   ├── UnknownArgumentError        a keyword or key that does not exist; names the nearest match
-    │   └── MaskedMicrobatchesError     the ranks do not divide the lanes, and nobody said that the loss weighs by the mask
+    │   └── MaskedMicrobatchesError     the ranks do not divide the lanes, and masked microbatches are not allowed
     ├── DatasetError                    a dataset on disk cannot be used
     │   ├── DatasetNotFoundError        the folder or file does not exist
     │   ├── NotPreparedError            there is no .nv-meta; run `energon prepare`
@@ -39,7 +39,7 @@
     │   └── TooManyRanksError           more data-parallel ranks than lanes
     ├── LoaderError                     the loader cannot go on
     │   └── WorkerDiedError             workers died more often than the limit allows
-    └── ResumeMismatchError             `verify_resume`: a resumed loader delivered other batches than an uninterrupted one
+    └── ResumeMismatchError             a resumed loader delivered other batches than an uninterrupted one
 
 `SkipSample` is not an error: user code raises it to leave a sample out on purpose.
 """
