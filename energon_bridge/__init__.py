@@ -100,6 +100,7 @@ if TYPE_CHECKING:
         stateless as stateless,
     )
     from energon_bridge.topology import WorkerConfig as WorkerConfig
+    from energon_bridge.verify import ResumeReport as ResumeReport, verify_resume as verify_resume
 
 _EXPORTS: dict[str, tuple[str, ...]] = {
     "dataloader": ("EnergonDataloader", "cyclic_iter"),
@@ -181,6 +182,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
         "stateless",
     ),
     "topology": ("WorkerConfig",),
+    "verify": ("ResumeReport", "verify_resume"),
 }
 
 _MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names}

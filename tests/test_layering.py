@@ -29,6 +29,7 @@ LAYERS = (
     "loader",
     "datasets",
     "dataloader",
+    "verify",
     "datamodule",
     "integrations",
     "training",

@@ -1,0 +1,350 @@
+"""`verify_resume`: run a pipeline, stop it, resume it, and compare every batch with the uninterrupted run.
+
+The engine keeps its promises only for encoders that are functions of the sample and of the seeded global generators. A
+counter in an encoder, a generator of its own or the clock break them without a sign; this finds them before a long run
+does. What it cannot see: differences that only another process or machine would show, such as the order of a set of
+strings, which depends on PYTHONHASHSEED.
+
+From each save point p with state s(p) two chains of fresh loaders run to the end:
+
+    s(p) -> A ................................ end
+    s(p) -> A, saved at once -> B .... saved -> C ... end
+
+so that a state is also taken right after a restore, and in the middle of a resumed run.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from energon_bridge.dataloader import EnergonDataloader
+from energon_bridge.errors import ConfigurationError, ResumeMismatchError
+from energon_bridge.loader import SavableDataLoader
+from energon_bridge.topology import WorkerConfig
+from energon_bridge.verify.fields import Field, differing, fields_of
+
+logger = logging.getLogger(__name__)
+
+Loader = SavableDataLoader | EnergonDataloader
+State = Any
+_KEYS = ("__key__", "__restore_key__")
+_RESTORED_SAMPLES = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumeReport:
+    """What `verify_resume` compared, and found equal.
+
+    Attributes:
+        steps: Microbatches of the uninterrupted run.
+        save_points: After how many microbatches it was saved.
+        resumes: How often loaders were restored from a state.
+        compared: Microbatches that were compared, all resumed loaders together.
+        restored_samples: Microbatches that `restore_sample` made again; 0 where batches carry no restore key.
+        fields: Names of the compared fields.
+        not_compared: Fields, or parts of them, that cannot be compared, each with the types of what is in it.
+        state_bytes: Size of the largest state as JSON.
+    """
+
+    steps: int
+    save_points: tuple[int, ...]
+    resumes: int
+    compared: int
+    restored_samples: int
+    fields: tuple[str, ...]
+    not_compared: dict[str, tuple[str, ...]]
+    state_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Delivered:
+    """What is kept of a microbatch."""
+
+    fields: dict[str, Field]
+    keys: Any
+    restore_key: Any
+    masked: bool
+
+
+def verify_resume(
+    make_loader: Callable[..., Loader],
+    steps: int = 50,
+    *,
+    save_points: Sequence[int] | None = None,
+    worker_config: WorkerConfig | None = None,
+    topologies: Sequence[tuple[int, int]] = (),
+) -> ResumeReport:
+    """Check that resumed loaders deliver, bit for bit, what an uninterrupted one does.
+
+    Args:
+        make_loader: Builds a fresh loader over the data, encoder included: `get_savable_loader(…)`, also inside an
+            `EnergonDataloader`. Called without arguments, or with a `WorkerConfig` where `worker_config` is given.
+        steps: Microbatches of the uninterrupted run; fewer, where a validation stream ends before. Every lane comes in
+            turn (`num_lanes`, 24 in most runs), so that twice as many or more try the state of each.
+        save_points: After how many microbatches to save and resume; default: the first, the middle, the last but one.
+        worker_config: Handed to `make_loader`; it must be of one rank where `topologies` are given.
+        topologies: Pairs (ranks, workers per rank) on which each state is resumed as well; all ranks run in this
+            process, one after the other.
+
+    Raises:
+        ResumeMismatchError: A resumed loader, or `restore_sample`, gave another batch; or a state does not survive JSON
+            and `torch.load(weights_only=True)`. Names the microbatch, its samples, the field and the likely cause.
+        ConfigurationError: Arguments that do not fit together.
+    """
+    check = _Check(make_loader, worker_config, topologies)
+    states = check.run_uninterrupted(steps, save_points)
+    for point, state in states.items():
+        check.resume(point, state)
+    restored = check.restore_samples()
+    fields: dict[str, None] = {}
+    opaque: dict[str, tuple[str, ...]] = {}
+    for delivered in check.expected:
+        for name, field in delivered.fields.items():
+            fields[name] = None
+            if field.opaque:
+                opaque[name] = field.opaque
+    if opaque:
+        named = ", ".join(f"{name} ({', '.join(types)})" for name, types in opaque.items())
+        logger.warning("verify_resume: not compared, since these have no bytes of their own: %s", named)
+    return ResumeReport(
+        steps=len(check.expected),
+        save_points=tuple(states),
+        resumes=check.resumes,
+        compared=check.compared,
+        restored_samples=restored,
+        fields=tuple(fields),
+        not_compared=opaque,
+        state_bytes=max(len(json.dumps(state)) for state in states.values()),
+    )
+
+
+class _Check:
+    """The uninterrupted run, and what is compared with it."""
+
+    def __init__(
+        self, make_loader: Callable[..., Loader], config: WorkerConfig | None, topologies: Sequence[tuple[int, int]]
+    ) -> None:
+        if topologies and (config is None or config.dp_size != 1):
+            raise ConfigurationError(
+                "verify_resume: topologies need a worker_config of one rank, from which those of all ranks are made, "
+                "and a make_loader that takes it"
+            )
+        self._make = make_loader
+        self._config = config
+        self._topologies = topologies
+        self._first: Callable[[], object] = lambda: None
+        self.expected: list[_Delivered] = []
+        self.resumes = 0
+        self.compared = 0
+
+    def run_uninterrupted(self, steps: int, save_points: Sequence[int] | None) -> dict[int, State]:
+        """Deliver the first microbatches, and return the states by save point."""
+        if steps < 2:
+            raise ConfigurationError(f"verify_resume: steps must be at least 2, got {steps}")
+        wanted = {1, steps // 2, steps - 1} if save_points is None else set(save_points)
+        if not wanted or not wanted <= set(range(steps)):
+            raise ConfigurationError(f"verify_resume: save_points must lie in range({steps}), got {save_points!r}")
+        states = {}
+        with self._loaders(self._config) as (loader,):
+            batches = iter(loader)
+            for step in range(steps):
+                if step in wanted:
+                    states[step] = _through_files(_save(loader), step)
+                batch = next(batches, None)
+                if batch is None:
+                    break
+                self.expected.append(_delivered(batch))
+        if len(self.expected) < 2:
+            raise ConfigurationError(f"verify_resume: the loader ended after {len(self.expected)} microbatches")
+        reached = {point: state for point, state in states.items() if point < len(self.expected)}
+        if save_points is None and len(reached) < len(wanted):  # the stream ended early: once more, up to its end
+            steps = len(self.expected)
+            self.expected.clear()
+            return self.run_uninterrupted(steps, None)
+        if not reached:
+            raise ConfigurationError(
+                f"verify_resume: the loader ended after {len(self.expected)} microbatches, before the first save point"
+            )
+        return reached
+
+    def resume(self, point: int, state: State) -> None:
+        """Resume from a state in all ways and compare what follows."""
+        with self._loaders(self._config) as loaders:
+            self._restore(loaders, state)
+            again = _through_files(_save(loaders[0]), point)
+            self._compare(loaders, point, len(self.expected), f"a resume at microbatch {point}")
+        middle = (point + len(self.expected) + 1) // 2
+        where = f"two resumes at microbatch {point}, with nothing delivered between them"
+        with self._loaders(self._config) as loaders:
+            self._restore(loaders, again)
+            self._compare(loaders, point, middle, where)
+            later = _through_files(_save(loaders[0]), middle)
+        if middle < len(self.expected):
+            with self._loaders(self._config) as loaders:
+                self._restore(loaders, later)
+                self._compare(loaders, middle, len(self.expected), f"resumes at microbatches {point} and {middle}")
+        for ranks, workers in self._topologies:
+            assert self._config is not None
+            configs = [replace(self._config, rank=rank, world_size=ranks, num_workers=workers) for rank in range(ranks)]
+            where = f"a resume at microbatch {point} on {ranks} ranks of {workers} workers"
+            with self._loaders(*configs) as loaders:
+                self._restore(loaders, state)
+                self._compare(loaders, point, len(self.expected), where)
+
+    def restore_samples(self) -> int:
+        """Make some microbatches again from their restore keys, compare them, and return how many."""
+        real = [n for n, delivered in enumerate(self.expected) if delivered.restore_key and not delivered.masked]
+        chosen = (
+            sorted({real[place * (len(real) - 1) // (_RESTORED_SAMPLES - 1)] for place in range(3)}) if real else []
+        )
+        for number in chosen:
+            with self._loaders(self._config) as (loader,):
+                found = self._reencoded(loader, number)
+                if names := differing(self.expected[number].fields, found.fields):
+                    raise self._mismatch(number, names, found, "restore_sample")
+        return len(chosen)
+
+    # Comparing -------------------------------------------------------------------------------------------------------
+
+    def _compare(self, loaders: Sequence[Loader], first: int, last: int, after: str) -> None:
+        """Compare microbatches [first, last), which the ranks deliver in turn."""
+        number = first
+        streams = [iter(loader) for loader in loaders]
+        while number < last:
+            for stream in streams:
+                batch = next(stream, None)
+                if batch is None:
+                    raise ResumeMismatchError(
+                        f"verify_resume: after {after} the loader ended at microbatch {number}; the uninterrupted run "
+                        f"has at least {len(self.expected)}"
+                    )
+                found = _delivered(batch)
+                # On several ranks there are microbatches that one rank alone does not have; they are masked.
+                extra = found.masked and len(loaders) > 1 and number < last and not self.expected[number].masked
+                if number == last or extra:
+                    continue
+                if names := differing(self.expected[number].fields, found.fields):
+                    raise self._mismatch(number, names, found, after)
+                number += 1
+                self.compared += 1
+
+    def _mismatch(self, number: int, names: list[str], found: _Delivered, after: str) -> ResumeMismatchError:
+        expected = self.expected[number]
+        lines = []
+        for name in names[:4]:
+            pair = [fields[name].shown if name in fields else "missing" for fields in (expected.fields, found.fields)]
+            lines.append(f"  {name}: {pair[0]} in the uninterrupted run, {pair[1]} now")
+        fields = ", ".join(repr(name) for name in names)
+        return ResumeMismatchError(
+            f"verify_resume: after {after}, microbatch {number} (samples {expected.keys}) differs in {fields}:\n"
+            + "\n".join(lines)
+            + f"\nLikely cause: {self._cause(number, names)}"
+        )
+
+    def _cause(self, number: int, names: list[str]) -> str:
+        if any(name in names for name in _KEYS):
+            return (
+                "other samples came: a hook skips, yields or refuses samples by something else than the sample and the "
+                "seeded global generators, or make_loader does not build the same dataset every time"
+            )
+        if self.expected[number].masked or not self.expected[number].restore_key:
+            return "make_loader builds another dataset or encoder the next time, or a hook keeps state"
+        both = []
+        for _ in range(2):
+            with self._loaders(self._config) as (loader,):
+                both.append(self._reencoded(loader, number).fields)
+        if differing(*both):
+            return (
+                "encoding the same samples twice gives two results, so a hook uses randomness outside the global "
+                "generators of random, numpy and torch (os.urandom, uuid, secrets, a generator of its own), or the "
+                "time. Draw from the global generators, which are seeded per sample, or from the sample's key"
+            )
+        return (
+            "the result depends on what was encoded before: the encoder, or something global, keeps a counter, a cache "
+            "or a buffer, which no state restores. Make every hook a function of its sample alone"
+        )
+
+    def _reencoded(self, loader: Loader, number: int) -> _Delivered:
+        raw = loader.loader if isinstance(loader, EnergonDataloader) else loader
+        try:
+            return _delivered(raw.restore_sample(self.expected[number].restore_key))
+        except LookupError as error:
+            raise ResumeMismatchError(
+                f"verify_resume: restore_sample cannot make microbatch {number} (samples {self.expected[number].keys}) "
+                f"again: {error}. encode_sample must give the same outputs for a sample every time"
+            ) from error
+
+    # Loaders ---------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _loaders(self, *configs: WorkerConfig | None) -> Iterator[list[Loader]]:
+        """Build fresh loaders, and stop their workers in the end."""
+        loaders: list[Loader] = []
+        try:
+            for config in configs:
+                loader = self._make() if config is None else self._make(config)
+                raw = loader.loader if isinstance(loader, EnergonDataloader) else loader
+                if not hasattr(raw, "restore_state_rank"):
+                    raise ConfigurationError(
+                        f"verify_resume: make_loader must return what get_savable_loader returns, or an "
+                        f"EnergonDataloader of it, not {type(raw).__name__}"
+                    )
+                if raw is self._first():
+                    raise ConfigurationError(
+                        "verify_resume: make_loader returned the same loader again; it must build a fresh one each time"
+                    )
+                if self._first() is None:
+                    self._first = weakref.ref(raw)
+                loaders.append(loader)
+            yield loaders
+        finally:
+            for loader in loaders:
+                loader.close()
+
+    def _restore(self, loaders: Sequence[Loader], state: State) -> None:
+        for loader in loaders:
+            restore = loader.restore_state if isinstance(loader, EnergonDataloader) else loader.restore_state_rank
+            restore(state)
+            self.resumes += 1
+
+
+def _save(loader: Loader) -> State:
+    return loader.save_state() if isinstance(loader, EnergonDataloader) else loader.save_state_rank()
+
+
+def _through_files(state: State, step: int) -> State:
+    """Return a state as it comes back from JSON and from a checkpoint that is loaded without trust."""
+    try:
+        file = io.BytesIO()
+        torch.save(json.loads(json.dumps(state)), file)
+        torch.save(state, checkpoint := io.BytesIO())
+        loaded = [torch.load(io.BytesIO(f.getvalue()), weights_only=True) for f in (file, checkpoint)]
+    except Exception as error:
+        raise ResumeMismatchError(
+            f"verify_resume: the state after microbatch {step} does not survive JSON and "
+            f"torch.load(weights_only=True): {type(error).__name__}: {error}"
+        ) from error
+    return loaded[0]
+
+
+def _delivered(batch: Any) -> _Delivered:
+    valid = _meta(batch, "__valid__")
+    masked = isinstance(valid, torch.Tensor) and not bool(valid.any())
+    # A microbatch that does not exist has rows for their shape alone; which ones they are may change.
+    fields = fields_of({"__valid__": "masked"} if masked else batch)
+    return _Delivered(
+        fields=fields, keys=_meta(batch, "__key__"), restore_key=_meta(batch, "__restore_key__"), masked=masked
+    )
+
+
+def _meta(batch: Any, name: str) -> Any:
+    return batch.get(name) if isinstance(batch, dict) else getattr(batch, name, None)
