@@ -27,7 +27,7 @@ from energon_bridge.loader.workers import Stream, WorkerTicks, identity, produce
 from energon_bridge.stream.finite import mask_loss
 from energon_bridge.stream.pipeline import attach
 from energon_bridge.stream.state import Produced
-from energon_bridge.topology import WorkerConfig, lane_units, step_units
+from energon_bridge.topology import Ownership, WorkerConfig, lane_units, step_units
 
 if TYPE_CHECKING:
     from energon_bridge.loader.spec import DatasetSpec
@@ -165,7 +165,7 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
     @property
     def ownership(self) -> Ownership:
         """Which rank delivers which lane, for the run as it was started or last restored."""
-        return self._ownership
+        return self._position.ownership
 
     # Processes -------------------------------------------------------------------------------------------------------
 
