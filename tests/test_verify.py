@@ -99,6 +99,15 @@ def test_validation_passes_to_its_end(data: Path, wrap: Callable[..., Any]) -> N
     assert (report.steps, report.save_points) == (9, (1, 4, 8))  # 17 samples
 
 
+@pytest.mark.parametrize("settings", [{"repeat": False}, {"virtual_epoch_length": 7}])
+@pytest.mark.parametrize("wrap", [lambda loader: loader, EnergonDataloader])
+def test_training_that_ends_passes(data: Path, settings: dict[str, Any], wrap: Callable[..., Any]) -> None:
+    make = maker(data, TensorEncoder, **settings)
+    endless = wrap is EnergonDataloader and "virtual_epoch_length" in settings  # one stream, whatever its epochs
+    expected = 30 if endless else settings.get("virtual_epoch_length", 19)  # 37 samples
+    assert verify_resume(lambda: wrap(make()), 30).steps == expected
+
+
 def test_one_of_several_ranks_passes_with_masked_microbatches(data: Path) -> None:
     make = maker(data, TensorEncoder)
     for rank in (1, 3):
