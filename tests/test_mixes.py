@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine import config_of, counts_of, deliver, digest, loaders_of
+from engine import TensorEncoder, config_of, counts_of, deliver, digest, loaders_of
 from mixing import metadataset, mix_data, mixed
 from test_fixtures import Encoder, rendered
 
