@@ -48,6 +48,7 @@ def get_train_dataset(
     worker_config: WorkerConfig | None = None,
     batch_size: int | None,
     batch_drop_last: bool = False,
+    packing_buffer_size: int | None = None,
     shuffle_buffer_size: int | None = _UNSET,
     max_samples_per_sequence: int | None = _UNSET,
     parallel_shard_iters: int | None = None,
@@ -71,6 +72,8 @@ def get_train_dataset(
         batch_size: Samples in a microbatch; None delivers samples.
         batch_drop_last: With `repeat=False`: leave out a last microbatch that is not full. Of no effect on an endless
             stream, whose microbatches are all full.
+        packing_buffer_size: Encoded samples of a lane from which `select_samples_to_pack` selects packs, which
+            `batch_size` then counts; None: nothing is packed.
         shuffle_buffer_size: About how many samples of a lane are mixed at a time (default 100); None, 0 or 1: the
             slices are shuffled and read side by side, nothing more. It costs no memory beyond what is read at a time.
         max_samples_per_sequence: Consecutive samples in a slice, the unit of shuffled reading (default 100); None: a
@@ -115,6 +118,7 @@ def get_train_dataset(
         batch_size=_positive("batch_size", batch_size),
         task_encoder=_encoder(task_encoder, image_decode),
         batch_drop_last=batch_drop_last,
+        packing_buffer_size=_positive("packing_buffer_size", packing_buffer_size),
         shuffle_buffer_size=_positive("shuffle_buffer_size", shuffle_buffer_size, least=0) or 0,
         max_samples_per_sequence=_positive("max_samples_per_sequence", max_samples_per_sequence),
         parallel_shard_iters=_positive("parallel_shard_iters", parallel_shard_iters) or 16,

@@ -11,12 +11,17 @@ Built-in types only, so that it loads with `torch.load` and its defaults, as JSO
      "leaves": {"identities": [str, ...], "paths": text, "split_parts": text, "shares": text, "num_samples": column,
                 "subsets": text, "counts": {name: column, ...}, "parked": how many of them, at the end},
      "lanes": {"numbers": column, "microbatches": column, "draws": column, "taken": column, "origins": column,
-               "leaf_draws": column}}        # lane by lane, leaf by leaf
+               "leaf_draws": column,         # lane by lane, leaf by leaf
+               "batches_taken": column, "held": column, "held_rows": [column, ...], "held_members": [column, ...]}}
 
-A *column* is a string: the integers' differences as little-endian int64, zlib, base85. A *text* is the zlib'd, base85
-JSON of a list of strings. The state of a rank holds the lanes of that rank; several such states merge into one as long
-as they stand at the same microbatch. Counts of a rank's state are that rank's own; they add up in a merge. *Parked*
-leaves were in the mix once and were taken out on a resume; where they stood is kept.
+*held* says how many rows of each lane wait to be packed or batched; the columns of their arrays follow, all lanes one
+after the other (`stream/state.py`).
+
+A *column* is a string: the integers' differences as little-endian integers of 1, 2, 4 or 8 bytes, zlib, base85, with
+the number of bytes in front ("2:…"; none in front: 8). A *text* is the zlib'd, base85 JSON of a list of strings. The
+state of a rank holds the lanes of that rank; several such states merge into one as long as they stand at the same
+microbatch. Counts of a rank's state are that rank's own; they add up in a merge. *Parked* leaves were in the mix once
+and were taken out on a resume; where they stood is kept.
 """
 
 from __future__ import annotations
@@ -43,7 +48,8 @@ from energon_bridge.errors import (
     StepMismatchError,
 )
 from energon_bridge.plan.leaf import ORDER_VERSION
-from energon_bridge.stream.state import COUNTERS, LaneState
+from energon_bridge.rng import IntArray
+from energon_bridge.stream.state import COUNTERS, NOTHING_HELD, Held, LaneState
 
 FORMAT = "energon_bridge.state"
 FORMAT_VERSION = 2
@@ -56,23 +62,35 @@ _SETTING_ERRORS: dict[str, type[SettingMismatchError]] = {
     "max_samples_per_sequence": SliceSizeMismatchError,
 }
 
+_HELD = ("held_rows", "held_members")
+_LONG_COLUMN = 4096
+"""From so many integers on, time counts for more than the last bytes."""
 _OF_THE_RUN = ("settings", "num_lanes", "kind", "epoch", "epoch_steps", "weights")
 _OF_THE_MIX = ("mode", "schedule", "shuffle")
 
 State = dict[str, Any]
 
 
-def encode_column(numbers: Iterable[int]) -> str:
-    """Return integers as one string: differences, zlib, base85."""
-    array = np.fromiter(numbers, dtype="<i8")
-    return base64.b85encode(zlib.compress(np.diff(array, prepend=np.int64(0)).tobytes(), 9)).decode()
+def encode_column(numbers: Iterable[int] | IntArray) -> str:
+    """Return integers as one string: differences in as few bytes as they need, zlib, base85."""
+    array = numbers if isinstance(numbers, np.ndarray) else np.fromiter(numbers, dtype="<i8")
+    steps = np.diff(array, prepend=np.int64(0))
+    most = int(np.abs(steps).max()) if steps.size else 0
+    width = next((width for width in (1, 2, 4) if most < 1 << (8 * width - 1)), 8)
+    packed = zlib.compress(steps.astype(f"<i{width}").tobytes(), 9 if steps.size < _LONG_COLUMN else 1)
+    return f"{width}:{base64.b85encode(packed).decode()}"
 
 
 def decode_column(text: str) -> list[int]:
     """Return the integers of a column."""
-    raw = zlib.decompress(base64.b85decode(text))
-    numbers: list[int] = np.cumsum(np.frombuffer(raw, dtype="<i8")).tolist()
+    numbers: list[int] = _decode(text).tolist()
     return numbers
+
+
+def _decode(text: str) -> IntArray:
+    width, colon, packed = text.partition(":")
+    raw = zlib.decompress(base64.b85decode(packed if colon else text))
+    return np.cumsum(np.frombuffer(raw, dtype=f"<i{width if colon else 8}"), dtype=np.int64)
 
 
 def encode_text(strings: Iterable[str]) -> str:
@@ -127,7 +145,37 @@ def write_lanes(lanes: Mapping[int, LaneState]) -> State:
         "taken": encode_column(s.taken for s in states),
         "origins": encode_column(s.origin for s in states),
         "leaf_draws": encode_column(count for s in states for count in s.leaf_draws),
+        **_write_held(states),
     }
+
+
+def _write_held(states: Sequence[LaneState]) -> State:
+    """Return the entries for rows that wait; none where no lane has any."""
+    if not any(s.held.rows.size for s in states):
+        return {}
+    rows = np.concatenate([s.held.rows for s in states])
+    members = np.concatenate([s.held.members for s in states])
+    return {
+        "batches_taken": encode_column(s.batches_taken for s in states),
+        "held": encode_column(len(s.held.rows) for s in states),
+        "held_rows": [encode_column(column) for column in rows.T],
+        "held_members": [encode_column(column) for column in members.T],
+    }
+
+
+def _read_held(entry: State, lanes: int) -> list[tuple[Held, int]]:
+    if "held" not in entry:
+        return [(NOTHING_HELD, 0)] * lanes
+    rows, members = (np.stack([_decode(column) for column in entry[name]], axis=1) for name in _HELD)
+    ends = np.cumsum(decode_column(entry["held"]))
+    firsts = np.concatenate(([0], np.cumsum(rows[:, 1])))
+    out = []
+    for end, size, taken in zip(
+        ends.tolist(), decode_column(entry["held"]), decode_column(entry["batches_taken"]), strict=True
+    ):
+        of_lane = slice(int(firsts[end - size]), int(firsts[end]))
+        out.append((Held(rows[end - size : end], members[of_lane]), taken))
+    return out
 
 
 def read_lanes(document: State) -> dict[int, LaneState]:
@@ -138,10 +186,10 @@ def read_lanes(document: State) -> dict[int, LaneState]:
     origins = decode_column(entry["origins"]) if "origins" in entry else [0] * len(numbers)
     leaf_draws = decode_column(entry["leaf_draws"])
     leaves = len(document["leaves"]["identities"])
-    columns = zip(numbers, microbatches, draws, taken, origins, strict=True)
+    columns = zip(numbers, microbatches, draws, taken, origins, _read_held(entry, len(numbers)), strict=True)
     return {
-        number: LaneState(m, draw, t, tuple(leaf_draws[i * leaves : (i + 1) * leaves]), origin)
-        for i, (number, m, draw, t, origin) in enumerate(columns)
+        number: LaneState(m, draw, t, tuple(leaf_draws[i * leaves : (i + 1) * leaves]), origin, *held)
+        for i, (number, m, draw, t, origin, held) in enumerate(columns)
     }
 
 

@@ -6,6 +6,7 @@ what was made ahead.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -17,7 +18,7 @@ from energon_bridge.loader import document as doc
 from energon_bridge.loader.weights import ChangedWeights, GivenWeights, read_changes, write_changes
 from energon_bridge.mix import parse_weight
 from energon_bridge.plan.leaf import ORDER_VERSION
-from energon_bridge.stream.state import COUNTERS, LaneState, Produced
+from energon_bridge.stream.state import COUNTERS, Held, LaneState, Produced
 from energon_bridge.topology import Ownership, WorkerConfig
 
 if TYPE_CHECKING:
@@ -179,7 +180,7 @@ class Position:
         for lane in self.own_lanes:
             s = self.lane_state(lane)
             draws = s.leaf_draws + self._parked_draws.get(lane, nothing_parked)
-            states[lane] = LaneState(s.microbatches, s.draw, s.taken, draws, s.origin)
+            states[lane] = dataclasses.replace(s, leaf_draws=draws)
         counts = [*self._counts, *(list(row["counts"].values()) for row in self._parked)]
         return {
             "format": doc.FORMAT,
@@ -244,8 +245,26 @@ class Position:
             # What is left of a draw cannot be had where the mix no longer says which leaf it was of: it comes again.
             draw = state.draw + (state.taken > 0) if changed else state.draw
             origin = (draw if relative else 0) if changed else state.origin
-            self.lanes[number] = LaneState(state.microbatches, draw, 0 if changed else state.taken, draws, origin)
+            taken, held = (0, _renumbered(state.held, kept)) if changed else (state.taken, state.held)
+            self.lanes[number] = LaneState(
+                state.microbatches, draw, taken, draws, origin, held, 0 if changed else state.batches_taken
+            )
             self._parked_draws[number] = tuple(state.leaf_draws[old] for old in gone)
         nothing = dict.fromkeys(COUNTERS, 0)
         self._counts = [list((nothing if old is None or not counts else saved[old]["counts"]).values()) for old in kept]
         self._parked = [saved[old] | ({} if counts else {"counts": nothing}) for old in gone]
+
+
+def _renumbered(held: Held, kept: Sequence[int | None]) -> Held:
+    """Return rows that wait with the leaves' new numbers, without the samples of leaves that are gone."""
+    number = {old: new for new, old in enumerate(kept) if old is not None}
+    rows = []
+    lost = 0
+    for stage, refs, extra in held.entries():
+        stay = [ref._replace(leaf=number[ref.leaf]) for ref in refs if ref.leaf in number]
+        lost += len(refs) - len(stay)
+        if stay:
+            rows.append((stage, stay, extra))
+    if lost:
+        logger.warning("%d samples of datasets that are gone waited to be packed or batched, and are left out", lost)
+    return Held.of(rows)

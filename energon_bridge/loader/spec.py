@@ -20,6 +20,7 @@ from energon_bridge.stream.finite import InOrder, Shuffled, num_microbatches
 from energon_bridge.stream.leaf import Leaf
 from energon_bridge.stream.pipeline import Pipeline, StreamSettings
 from energon_bridge.stream.state import LaneState
+from energon_bridge.stream.user_code import UserCode
 from energon_bridge.topology import WorkerConfig, default_num_lanes
 
 _READ_BYTES = 256 << 20
@@ -70,8 +71,12 @@ class DatasetSpec:
     limit: int | None = None
     shuffled: bool = True
     virtual_epoch_length: int | None = None
+    packing_buffer_size: int | None = None
 
     def __post_init__(self) -> None:
+        UserCode(self.task_encoder, packs=self.packing_buffer_size is not None)  # refuses what cannot be
+        if self.finite and self.packing_buffer_size is not None:
+            raise ConfigurationError("packing_buffer_size: a stream that ends is not packed by this version")
         if not (self.finite and self.shuffled):
             return
         if self.mix.mode == "weights" and len(self.leaves) > 1:
@@ -143,6 +148,8 @@ class DatasetSpec:
                 "shuffle": shuffle[0] if len(set(shuffle)) == 1 else shuffle,
                 "mode": self.mode,
             }
+            if self.packing_buffer_size is not None:
+                settings["packing_buffer_size"] = self.packing_buffer_size
             if self.mode == "weights" and self.mix.is_scheduled:
                 settings["schedule"] = self.weights.fingerprint()
         # A pass has one order, whoever delivers it.
@@ -241,6 +248,7 @@ class DatasetSpec:
             reads_rounds=self._round_bytes() * lanes <= _READ_BYTES,
             background_reads=not config.num_workers,
             restore_generators=not config.num_workers,
+            packing_buffer_size=self.packing_buffer_size,
         )
         return Pipeline(units.leaves, settings)
 

@@ -174,6 +174,11 @@ class FiniteStream:
             samples, keys, leaves = self._encoded(unit, counted)
             with self._pipeline.user_code():
                 batches = self._pipeline.batches(samples, keys, leaves, -1, unit, counted) if samples else []
+            if len(batches) > 1:
+                raise FatalSampleError(
+                    f"{keys[0]}: batch or encode_batch yields {len(batches)} batches of one; where all ranks make the "
+                    "same number of steps it must return one"
+                )
             if batches:
                 if self._pipeline.settings.batch_size is None and len(samples) > 1:
                     raise FatalSampleError(

@@ -1,6 +1,8 @@
 """A lane: one of the L endless streams of a run, from its order to its microbatches.
 
-A lane depends on nothing but its number, its state and the pipeline; whoever owns it gets the same microbatches.
+A lane depends on nothing but its number, its state and the pipeline; whoever owns it gets the same microbatches. Draws
+become encoded samples, these (where the encoder packs) packs, and rows of either become microbatches, by number or
+(where the encoder groups) by group.
 """
 
 from __future__ import annotations
@@ -8,17 +10,16 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-import numpy as np
-
-from energon_bridge.errors import EmptyDatasetError
 from energon_bridge.plan.blend import Blend
-from energon_bridge.stream.pipeline import Ahead, Loaded, Pipeline, Segment
-from energon_bridge.stream.state import COUNTERS, Counts, LaneState, Produced
-from energon_bridge.stream.values import Problem, RestoreKey
+from energon_bridge.stream.draws import Draws
+from energon_bridge.stream.grouping import Grouping
+from energon_bridge.stream.packing import Packing
+from energon_bridge.stream.pipeline import Pipeline
+from energon_bridge.stream.rows import Row, make_again, rows_of
+from energon_bridge.stream.state import Counts, Held, LaneState, Produced, Ref, Stage
 
-_BYTES = COUNTERS.index("bytes")
 _BARREN = 1000
-"""Fewer draws (or microbatches) without a result than this are no sign of anything."""
+"""Fewer microbatches that hooks refused in a row are no sign of anything."""
 
 
 class Lane:
@@ -34,170 +35,117 @@ class Lane:
     def __init__(self, number: int, pipeline: Pipeline, blend: Blend | None, state: LaneState) -> None:
         self.number = number
         self._pipeline = pipeline
-        self._blend = blend
         self._microbatches = state.microbatches
-        self._draw = state.draw
-        self._skip = state.taken
-        self._origin = state.origin
-        self._leaf_draws = list(state.leaf_draws)
-        self._scheduled = state.draw
-        self._leaf_scheduled = list(state.leaf_draws)
-        self._ahead = Ahead(pipeline)
-        self._loaded = Loaded([], [], [], [])
-        self._at = 0  # of the next draw in `_loaded`
-        self._outputs: deque[tuple[RestoreKey, Any]] = deque()
-        self._outputs_of = 0
-        # The first microbatch reads its own draws only, so that a resume costs no more than a fresh start.
-        self._started = False
+        self._draws = Draws(number, pipeline, blend, state)
+        self._first_draw = state.draw
+        self._first_microbatch = state.microbatches
+        held = state.held.entries()
+        size = pipeline.settings.packing_buffer_size
+        fresh = not state.draw and not state.taken
+        self._packing = Packing(self._draws, pipeline, size, held, fresh=fresh) if size else None
+        waiting = [_row(refs, output) for stage, refs, output in held if stage is Stage.GROUP]
+        self._grouping = Grouping(pipeline, pipeline.settings.batch_size, waiting) if pipeline.code.groups else None
+        # The batches that the hooks made of some rows, while not all of them are delivered.
+        self._batches: deque[Any] = deque()
+        self._batches_taken = state.batches_taken
+        self._batched = [_row(refs, output) for stage, refs, output in held if stage is Stage.BATCH]
+        self._settled = True
 
     def prepare(self, microbatches: int) -> None:
-        """Start loading the draws that the next microbatches need if no sample is skipped."""
-        self._schedule_up_to(self._draw + microbatches * self._pipeline.rows)
+        """Start loading the draws that the next microbatches are likely to need."""
+        made = self._microbatches - self._first_microbatch
+        draws = self._pipeline.rows
+        if made and (self._packing or self._grouping):
+            draws = max(1, (self._draws.draw - self._first_draw) // made)
+        self._draws.prepare(microbatches * draws)
 
     def produce(self) -> Produced:
         """Return the next microbatch and the state of the lane after it."""
-        pipeline = self._pipeline
         counts = Counts()
-        batches: list[Any] = []
-        first, attempts = self._draw, 0
-        with pipeline.user_code():
-            while not batches:
+        with self._pipeline.user_code():
+            if not self._settled:
+                self._settle(counts)
+            first, attempts = self._draws.draw, 0
+            while not self._batches:
                 if attempts > _BARREN:
-                    self._give_up_if_barren(first)
-                samples, keys, leaves = self._collect(counts)
-                batches = pipeline.batches(samples, keys, leaves, self.number, self._microbatches, counts)
+                    self._draws.give_up_if_barren(first)
+                self._batch(counts)
                 attempts += 1
-        self._microbatches += 1
-        self._started = True
-        state = LaneState(self._microbatches, self._draw, self._skip, tuple(self._leaf_draws), self._origin)
-        return Produced(batches[0], pipeline.rows, state, counts)
+            batch = self._batches.popleft()
+            self._batches_taken += 1
+            if not self._batches:
+                self._batched, self._batches_taken = [], 0
+            self._microbatches += 1
+            # After a restore the first microbatch costs what is in it; its share of the next buffer comes later.
+            self._settled = self._draws.ahead
+            if self._settled:
+                self._settle(counts)
+        self._draws.ahead = True
+        return Produced(batch, self._pipeline.rows, self._state(), counts)
 
-    def _collect(self, counts: Counts) -> tuple[list[Any], list[RestoreKey], list[int]]:
-        """Return the encoded samples of a microbatch with restore keys and leaves; count the draws that give none."""
-        rows = self._pipeline.rows
-        samples: list[Any] = []
-        keys: list[RestoreKey] = []
-        leaves: list[int] = []
-        first = self._draw
-        while len(samples) < rows:
-            if self._outputs:
-                key, sample = self._outputs.popleft()
-                samples.append(sample)
-                keys.append(key)
-                leaves.append(self._outputs_of)
-                self._drawn(self._outputs_of, left=bool(self._outputs))
-                continue
-            if self._at == len(self._loaded.keys):
-                if not samples:
-                    self._give_up_if_barren(first)
-                self._load(rows - len(samples))
-            if self._pipeline.code.encodes:
-                self._encode_draw(counts)
-            else:
-                self._take(rows - len(samples), keys, samples, leaves, counts)
-        return samples, keys, leaves
+    def _state(self) -> LaneState:
+        draws = self._draws
+        held: list[Any] = [(Stage.BATCH, row.members, row.output) for row in self._batched]
+        if self._packing is not None:
+            held += self._packing.held()
+        if self._grouping is not None:
+            held += self._grouping.held()
+        return LaneState(
+            self._microbatches,
+            draws.draw,
+            draws.taken,
+            tuple(draws.leaf_draws),
+            draws.origin,
+            Held.of(held),
+            self._batches_taken,
+        )
 
-    def _give_up_if_barren(self, since: int) -> None:
-        """Raise where so many draws gave nothing that going on would never end."""
-        leaves = self._pipeline.leaves
-        size = sum(leaf.order.num_samples for leaf in leaves)
-        draws = self._draw - since
-        if draws > max(_BARREN, 10 * size):
-            paths = ", ".join(leaf.dataset.path for leaf in leaves[:3])
-            raise EmptyDatasetError(
-                f"{paths}: {draws} samples in a row, of a split of {size}, were skipped, excluded or failed: nothing "
-                "is left to train on. Check `exclude` and what encode_sample and batch skip"
-            )
+    def _settle(self, counts: Counts) -> None:
+        if self._packing is not None:
+            self._packing.settle(self._pipeline.rows, counts)
+        self._settled = True
 
-    def _load(self, draws: int) -> None:
-        """Wait for the next loaded draws; load them now if nothing is under way."""
-        if not len(self._ahead):
-            self._schedule_up_to(self._draw + draws)
-        self._loaded, self._at = self._ahead.take(), 0
-
-    def _encode_draw(self, counts: Counts) -> None:
-        """Encode the next draw; its outputs, if any, are left in `_outputs`."""
-        loaded, at = self._loaded, self._at
-        self._at += 1
-        leaf = self._outputs_of = loaded.leaves[at]
-        counts.of(leaf)[_BYTES] += loaded.sizes[at]
-        self._outputs.extend(self._pipeline.encode(leaf, loaded.samples[at], loaded.keys[at], counts))
-        for _ in range(min(self._skip, len(self._outputs))):
-            self._outputs.popleft()
-        if not self._outputs:
-            self._drawn(leaf, left=False)
-
-    def _drawn(self, leaf: int, *, left: bool) -> None:
-        """Count an output of the current draw as taken; go on to the next draw if none is left."""
-        if left:
-            self._skip += 1
+    def _batch(self, counts: Counts) -> None:
+        """Make the next batches, or none where a hook refuses the rows."""
+        pipeline, skip = self._pipeline, 0
+        if self._batched:  # of a state: what was delivered of it is left out
+            rows = self._made_again(self._batched, counts)
+            skip, counts = self._batches_taken, Counts()
+            self._batches_taken = 0
+        elif self._grouping is not None:
+            rows = self._grouping.take(lambda: self._next_row(counts), lambda r: self._made_again(r, counts), counts)
+        elif self._packing is not None:
+            rows = [self._packing.take(counts) for _ in range(pipeline.rows)]
+        else:
+            drawn = self._draws.collect(pipeline.rows, counts)
+            batches = pipeline.batches(drawn.samples, drawn.keys, drawn.leaves, self.number, self._microbatches, counts)
+            self._batches.extend(batches)
+            if len(batches) > 1:
+                self._batched = rows_of(drawn)
             return
-        self._draw, self._skip = self._draw + 1, 0
-        self._leaf_draws[leaf] += 1
+        if rows:
+            samples = [row.content for row in rows]
+            keys = [row.key(pipeline) for row in rows]
+            leaves = [ref.leaf for row in rows for ref in row.members]
+            self._batches.extend(
+                pipeline.batches(samples, keys, leaves, self.number, self._microbatches, counts)[skip:]
+            )
+        self._batched = rows if self._batches else []
+        self._batches_taken = skip if self._batches else 0
+        for row in rows:
+            row.content = None
 
-    def _take(self, wanted: int, keys: list[RestoreKey], samples: list[Any], leaves: list[int], counts: Counts) -> None:
-        """Take up to `wanted` draws as they are: no code of the user's sees single samples."""
-        loaded, low = self._loaded, self._at
-        high = min(low + wanted, len(loaded.keys))
-        self._at = high
-        self._draw += high - low
-        drawn = loaded.leaves[low:high]
-        for leaf in set(drawn):
-            self._leaf_draws[leaf] += drawn.count(leaf)
-        for leaf, size in zip(drawn, loaded.sizes[low:high], strict=True):
-            counts.of(leaf)[_BYTES] += size
-        for key, sample, leaf in zip(loaded.keys[low:high], loaded.samples[low:high], drawn, strict=True):
-            if type(sample) is Problem:
-                self._pipeline.encode(leaf, sample, key, counts)
-                continue
-            keys.append(key)
-            samples.append(sample)
-            leaves.append(leaf)
-            self._pipeline.code.succeeded()
+    def _next_row(self, counts: Counts) -> Row:
+        if self._packing is not None:
+            return self._packing.take(counts)
+        return rows_of(self._draws.collect(1, counts))[0]
 
-    # Scheduling ------------------------------------------------------------------------------------------------------
+    def _made_again(self, rows: list[Row], counts: Counts) -> list[Row]:
+        """Return rows of a state with their contents."""
+        if self._packing is None:
+            return make_again(self._pipeline, rows, counts)
+        return self._packing.made_again(rows, counts)
 
-    def _schedule_up_to(self, draw: int) -> None:
-        while self._scheduled < draw:
-            count = min(self._pipeline.chunk, draw - self._scheduled)
-            segments = self._segments(count) if self._blend is None else self._mixed_segments(count)
-            rounds = self._started and self._pipeline.settings.reads_rounds
-            self._ahead.schedule(segments, ahead=rounds)
-            if rounds:
-                self._read_ahead(segments)
 
-    def _segments(self, count: int) -> list[Segment]:
-        """Return up to `count` next draws of the only leaf, as far as one round goes."""
-        buffer, low = self._pipeline.cursor(self.number, 0).at(self._leaf_scheduled[0])
-        high = min(len(buffer), low + count)
-        self._scheduled += high - low
-        self._leaf_scheduled[0] += high - low
-        return [Segment(0, buffer, low, high, range(high - low))]
-
-    def _mixed_segments(self, count: int) -> list[Segment]:
-        """Return the `count` next draws of a mix."""
-        assert self._blend is not None
-        first = self._scheduled - self._origin
-        leaves = self._blend.leaves(self.number, first, count)
-        while leaves.size < count:  # where weights change or a mix epoch ends
-            more = self._blend.leaves(self.number, first + leaves.size, count - leaves.size)
-            leaves = np.concatenate((leaves, more))
-        segments = []
-        for leaf in np.unique(leaves).tolist():
-            places = np.flatnonzero(leaves == leaf).tolist()
-            cursor = self._pipeline.cursor(self.number, leaf)
-            while places:
-                buffer, low = cursor.at(self._leaf_scheduled[leaf])
-                high = min(len(buffer), low + len(places))
-                segments.append(Segment(leaf, buffer, low, high, places[: high - low]))
-                self._leaf_scheduled[leaf] += high - low
-                places = places[high - low :]
-        self._scheduled += leaves.size
-        return segments
-
-    def _read_ahead(self, segments: list[Segment]) -> None:
-        for segment in segments:
-            cursor = self._pipeline.cursor(self.number, segment.leaf)
-            current = cursor.buffer is segment.buffer and cursor.next_buffer is None
-            if current and 2 * segment.high > len(segment.buffer):
-                self._pipeline.read_ahead(cursor.following())
+def _row(refs: list[Ref], output: int) -> Row:
+    return Row(tuple(refs), output, None, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Sequence
@@ -16,9 +17,11 @@ import torch
 from energon_bridge.plan.leaf import Round
 from energon_bridge.stream.leaf import Cursor, Leaf, LeafSource
 from energon_bridge.stream.reader import RoundBuffer
-from energon_bridge.stream.state import COUNTERS, Counts
+from energon_bridge.stream.state import COUNTERS, Counts, Ref
 from energon_bridge.stream.user_code import UserCode, generators_put_back
 from energon_bridge.stream.values import Problem, RestoreKey
+
+logger = logging.getLogger(__name__)
 
 _THREADS = "energon"
 _OPEN_ROUNDS = 4096
@@ -35,6 +38,8 @@ class StreamSettings:
         reads_rounds: Read whole rounds at a time, the next one ahead of need; False reads draws as they are needed.
         background_reads: Read ahead on a thread of its own.
         restore_generators: Put the global random generators back after each microbatch.
+        packing_buffer_size: Encoded samples from which the encoder selects packs; None: it does not pack.
+        held_bytes: Bytes that the contents of samples waiting in packs may take, all lanes of the process together.
     """
 
     batch_size: int | None
@@ -43,6 +48,8 @@ class StreamSettings:
     reads_rounds: bool = True
     background_reads: bool = False
     restore_generators: bool = False
+    packing_buffer_size: int | None = None
+    held_bytes: int = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +80,8 @@ class Pipeline:
         self.leaves = leaves
         self.settings = settings
         self.rows = settings.batch_size or 1
-        self.code = UserCode(settings.encoder)
+        self.code = UserCode(settings.encoder, packs=settings.packing_buffer_size is not None)
+        self.held_bytes = 0
         self._sources: list[LeafSource | None] = [None] * len(leaves)
         self._cursors: OrderedDict[tuple[int, int], Cursor] = OrderedDict()
         self._pool = ThreadPoolExecutor(settings.threads, f"{_THREADS}-load") if settings.threads else None
@@ -161,37 +169,76 @@ class Pipeline:
         self.code.succeeded()
         return [((identity, index, epoch, number), one) for number, one in enumerate(encoded)]
 
-    def collate(self, samples: list[Any], keys: list[RestoreKey], first_leaf: int, lane: int, number: int) -> Any:
-        """Return the microbatch of some encoded samples, with its row mask and restore key."""
-        if self.settings.batch_size is None:
-            batch = samples[0]
-            attach(batch, "__restore_key__", keys[0])
+    def collate(
+        self, samples: list[Any], keys: Sequence[tuple[Any, ...]], first_leaf: int, lane: int, number: int
+    ) -> list[Any]:
+        """Return the microbatches of some rows (one, but where a batch hook is a generator), with mask and key."""
+        if self.settings.batch_size is None and not self.code.groups:
+            batches = [samples[0]]
+            attach(batches[0], "__restore_key__", keys[0])
         else:
-            batch = self.code.collate(samples, self.source(first_leaf).user_key, *keys[0][1:])
-            attach(batch, "__restore_key__", ("Batch", lane, number, tuple(keys)))
-        attach(batch, "__valid__", torch.ones(len(samples), dtype=torch.bool))
-        return batch
+            batches = self.code.collate(samples, self.source(first_leaf).user_key, *first_sample(keys[0])[1:])
+            for output, batch in enumerate(batches):
+                which = (output,) if len(batches) > 1 else ()
+                attach(batch, "__restore_key__", ("Batch", lane, number + output, tuple(keys), *which))
+        for batch in batches:
+            attach(batch, "__valid__", torch.ones(len(samples), dtype=torch.bool))
+        return batches
 
     def batches(
-        self, samples: list[Any], keys: list[RestoreKey], leaves: list[int], lane: int, number: int, counts: Counts
+        self,
+        samples: list[Any],
+        keys: Sequence[tuple[Any, ...]],
+        leaves: list[int],
+        lane: int,
+        number: int,
+        counts: Counts,
     ) -> list[Any]:
-        """Return the microbatch of some encoded samples in a list, an empty one where a hook refuses to make it.
+        """Return the microbatches of some rows, none where a hook refuses to make one.
 
         Counts the samples for their leaves, as delivered or as what became of them.
         """
         try:
-            batches = [self.collate(samples, keys, leaves[0], lane, number)]
+            batches = self.collate(samples, keys, leaves[0], lane, number)
         except Exception as error:  # the policy decides
-            indices = ", ".join(str(key[1]) for key in keys[:8]) + (", …" if len(keys) > 8 else "")
+            firsts = [first_sample(key)[1] for key in keys]
+            indices = ", ".join(map(str, firsts[:8])) + (", …" if len(firsts) > 8 else "")
             where = f"{self.leaves[leaves[0]].dataset.path}: the microbatch of samples {indices}"
             name = self.code.failed(error, where, "microbatches")
             batches = []
         else:
-            name = "samples"
+            name = "samples" if batches else "skipped"
             self.code.succeeded("microbatches")
         for leaf in set(leaves):
             counts.of(leaf)[COUNTERS.index(name)] += leaves.count(leaf)
         return batches
+
+    def seed_of(self, row: Any) -> tuple[int, int, int, int]:
+        """Return what keys the randomness of hooks over a row: that of its first sample."""
+        ref = row.members[0]
+        return self.source(ref.leaf).user_key, ref.sample, ref.epoch, ref.output
+
+    def encode_again(self, refs: Sequence[Ref], counts: Counts) -> list[Any]:
+        """Return the encoded samples of some references, None for one that no longer encodes, which is counted."""
+        out: list[Any] = [None] * len(refs)
+        for leaf in sorted({ref.leaf for ref in refs}):
+            places = [place for place, ref in enumerate(refs) if ref.leaf == leaf]
+            indices, epochs = np.array([refs[place][1:3] for place in places], dtype=np.int64).T
+            buffer = RoundBuffer(self.source(leaf).reader, Round(0, np.ascontiguousarray(indices), epochs))
+            loaded = self.load([Segment(leaf, buffer, 0, len(places), places)], ahead=False)
+            for place, key, sample in zip(places, loaded.keys, loaded.samples, strict=True):
+                encoded = self.encode(leaf, sample, key, Counts())
+                output = refs[place].output
+                if output < len(encoded):
+                    out[place] = encoded[output][1]
+                else:
+                    counts.of(leaf)[COUNTERS.index("errors")] += 1
+                    logger.warning(
+                        "%s: waited to be packed or batched, and no longer gives output %d of its encoder",
+                        self.source(leaf).where(refs[place].sample),
+                        output,
+                    )
+        return out
 
     def user_code(self) -> contextlib.AbstractContextManager[None]:
         """Enter wherever hooks may run."""
@@ -207,14 +254,29 @@ class Pipeline:
         Raises:
             LookupError: The key belongs to another dataset, or its sample gives no output any more.
         """
-        if key and key[0] == "Batch":
-            lane, number, keys = key[1:]
-            restored = [self._restore_one(tuple(one)) for one in keys]
+        if not key or key[0] != "Batch":
             with generators_put_back():
-                samples = [sample for sample, _ in restored]
-                return self.collate(samples, [tuple(one) for one in keys], restored[0][1], lane, number)
-        sample, leaf = self._restore_one(key)
-        return self.collate([sample], [key], leaf, 0, 0) if self.settings.batch_size is None else sample
+                return self._row(key)[0]
+        _, lane, number, keys, *which = key
+        with generators_put_back():
+            rows = [self._row(tuple(one)) for one in keys]
+            output = which[0] if which else 0
+            batches = self.collate([row for row, _ in rows], list(keys), rows[0][1], lane, number - output)
+        return batches[output]
+
+    def _row(self, key: tuple[Any, ...]) -> tuple[Any, int]:
+        """Return the sample or pack with a restore key, and the number of its leaf (of its first sample's leaf)."""
+        if key and key[0] == "Pack":
+            _, output, keys = key
+            members = [self._restore_one(tuple(one)) for one in keys]
+            seeds = [(self.source(leaf).user_key, *one[1:]) for (_, leaf), one in zip(members, keys, strict=True)]
+            samples = [self.code.post(sample, *seed) for (sample, _), seed in zip(members, seeds, strict=True)]
+            row, leaf = self.code.pack(samples, *seeds[0])[output], members[0][1]
+        else:
+            row, leaf = self._restore_one(key)
+        if self.settings.batch_size is None and not self.code.groups:
+            row = self.collate([row], [key], leaf, 0, 0)[0]
+        return row, leaf
 
     def _restore_one(self, key: tuple[Any, ...]) -> tuple[Any, int]:
         """Return the sample with a restore key and the number of its leaf."""
@@ -224,12 +286,17 @@ class Pipeline:
             raise LookupError(f"restore key {key!r}: no leaf of this dataset has the identity {identity!r}")
         one = Round(0, np.array([index], dtype=np.int64), np.array([epoch], dtype=np.int64))
         loaded = self.load([Segment(leaf, RoundBuffer(self.source(leaf).reader, one), 0, 1, (0,))], ahead=False)
-        with generators_put_back():
-            encoded = self.encode(leaf, loaded.samples[0], (identity, index, epoch, 0), Counts())
+        encoded = self.encode(leaf, loaded.samples[0], (identity, index, epoch, 0), Counts())
         if output >= len(encoded):
             where = self.source(leaf).where(index)
             raise LookupError(f"restore key {key!r}: {where} gives {len(encoded)} encoded samples now")
         return encoded[output][1], leaf
+
+
+def first_sample(key: tuple[Any, ...]) -> RestoreKey:
+    """Return the restore key of the first sample of a row."""
+    first: RestoreKey = key[2][0] if key[0] == "Pack" else key
+    return first
 
 
 def attach(batch: Any, name: str, value: Any) -> None:

@@ -2,8 +2,78 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from energon_bridge.rng import IntArray
+
+
+class Ref(NamedTuple):
+    """Names an encoded sample: enough to read and encode it again."""
+
+    leaf: int
+    sample: int
+    epoch: int
+    output: int
+
+
+class Stage(IntEnum):
+    """Where a row waits that has been drawn and not delivered yet."""
+
+    PACK = 0  # selected; `number` counts its outputs that have been delivered
+    BUFFER = 1  # to be selected; `number` counts the selections that left it over
+    GROUP = 2  # in a group that is not full; `number` is the output of its pack, -1 for a sample
+    BATCH = 3  # in a batch of which something is still to be delivered; `number` as in a group
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """The rows of a lane that have been drawn and not delivered yet, as references.
+
+    Attributes:
+        rows: Stage, members and number of each row, shape (rows, 3).
+        members: The references of their members, row after row, shape (members, 4).
+    """
+
+    rows: IntArray = field(default_factory=lambda: np.zeros((0, 3), dtype=np.int64))
+    members: IntArray = field(default_factory=lambda: np.zeros((0, 4), dtype=np.int64))
+
+    @classmethod
+    def of(cls, rows: Iterable[tuple[Stage, Iterable[Ref], int]]) -> Held:
+        """Write down some rows."""
+        heads: list[tuple[int, int, int]] = []
+        members: list[Ref] = []
+        for stage, refs, number in rows:
+            before = len(members)
+            members.extend(refs)
+            heads.append((stage, len(members) - before, number))
+        if not heads:
+            return NOTHING_HELD
+        return cls(np.array(heads, dtype=np.int64), np.array(members, dtype=np.int64).reshape(-1, 4))
+
+    def entries(self) -> list[tuple[Stage, list[Ref], int]]:
+        """Return the rows that were written down."""
+        refs = [Ref(*member) for member in self.members.tolist()]
+        out = []
+        at = 0
+        for stage, size, number in self.rows.tolist():
+            out.append((Stage(stage), refs[at : at + size], number))
+            at += size
+        return out
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Held):
+            return NotImplemented
+        return np.array_equal(self.rows, other.rows) and np.array_equal(self.members, other.members)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+NOTHING_HELD = Held()
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +86,8 @@ class LaneState:
         taken: Samples already taken of the current draw, whose encoder yields several.
         leaf_draws: Draws made so far in each leaf, in the order of the leaves.
         origin: Draw at which the first epoch of a blend by repetitions began (0 but where the mix has been changed).
+        held: Rows that have been drawn and not delivered yet, where the encoder packs or groups.
+        batches_taken: Batches already delivered of those that the batch hooks made of the rows of stage BATCH.
     """
 
     microbatches: int
@@ -23,6 +95,8 @@ class LaneState:
     taken: int
     leaf_draws: tuple[int, ...]
     origin: int = 0
+    held: Held = NOTHING_HELD
+    batches_taken: int = 0
 
     @classmethod
     def fresh(cls, leaves: int) -> LaneState:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from energon_bridge.errors import FatalSampleError, SkipSample
+from energon_bridge.errors import ConfigurationError, FatalSampleError, SkipSample
 from energon_bridge.rng import fold
 
 logger = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ _ALWAYS_FATAL = (
     ReferenceError,
     NameError,
 )
-_ENCODE, _BATCH = 1, 2
+_ENCODE, _BATCH, _POST, _SELECT, _PACK, _GROUP = 1, 2, 3, 4, 5, 6
 _ONE_OF = {"samples": "a sample", "microbatches": "a microbatch"}
 
 
@@ -44,12 +44,33 @@ class UserCode:
         encoder: The task encoder.
 
     Attributes:
-        encodes: Whether `encode_sample` is code of the user's.
+        encodes: Whether code of the user's sees every sample that is drawn.
+        groups: Whether rows are batched by groups.
+
+    Raises:
+        ConfigurationError: Hooks are overridden that exclude each other.
     """
 
-    def __init__(self, encoder: Any) -> None:
+    def __init__(self, encoder: Any, *, packs: bool = False) -> None:
         self.encoder = encoder
-        self.encodes = not is_default(encoder.encode_sample)
+        self._packs = packs
+        pre, self._posts = (not is_default(_hook(encoder, f"{name}encode_sample")) for name in ("pre", "post"))
+        encodes = not is_default(encoder.encode_sample)
+        if encodes and (pre or self._posts):
+            raise ConfigurationError(
+                f"{type(encoder).__name__} overrides encode_sample and preencode_sample or postencode_sample: the last "
+                "two, around packing, take the place of the first"
+            )
+        if packs:
+            for name in ("select_samples_to_pack", "pack_selected_samples"):
+                if is_default(_hook(encoder, name)):
+                    raise ConfigurationError(
+                        f"packing_buffer_size is set, but {type(encoder).__name__} does not override {name}"
+                    )
+        self._first = encoder.encode_sample if encodes else _hook(encoder, "preencode_sample")
+        self._pre = encodes or pre
+        self.encodes = self._pre or (self._posts and not packs)
+        self.groups = not is_default(_hook(encoder, "batch_group_criterion"))
         self._batches = not (is_default(encoder.batch) and is_default(encoder.encode_batch))
         self.tolerance: int = getattr(encoder, "__default_failure_tolerance__", 100) or 0
         self._failures = dict.fromkeys(_ONE_OF, 0)
@@ -57,30 +78,62 @@ class UserCode:
     @property
     def present(self) -> bool:
         """Whether any hook is not the package's own."""
-        return self.encodes or self._batches
+        return self.encodes or self._batches or self._packs or self.groups
 
     def encode(self, sample: Any, leaf_key: int, index: int, epoch: int) -> list[Any]:
-        """Return the encoded samples of one draw (several, where the hook is a generator)."""
+        """Return the encoded samples of one draw (several, where the hook is a generator).
+
+        What a pack is made of has been through `preencode_sample` only.
+        """
         if not self.encodes:
             return [sample]
-        seed_everything(fold(leaf_key, _ENCODE, index, epoch))
-        encoded = self.encoder.encode_sample(sample)
-        return list(encoded) if isinstance(encoded, GeneratorType) else [encoded]
+        encoded = [sample]
+        if self._pre:
+            seed_everything(fold(leaf_key, _ENCODE, index, epoch))
+            encoded = _listed(self._first(sample))
+        if self._packs:
+            return encoded
+        return [self.post(one, leaf_key, index, epoch, output) for output, one in enumerate(encoded)]
 
-    def collate(self, samples: list[Any], leaf_key: int, index: int, epoch: int, output: int) -> Any:
-        """Return the batch of some encoded samples; the numbers are those of the first one, which key its randomness.
+    def post(self, sample: Any, leaf_key: int, index: int, epoch: int, output: int) -> Any:
+        """Return a sample that is about to be packed or batched, by `postencode_sample`."""
+        if not self._posts:
+            return sample
+        seed_everything(fold(leaf_key, _POST, index, epoch, output))
+        encoded = self.encoder.postencode_sample(sample)
+        if isinstance(encoded, GeneratorType):
+            raise FatalSampleError(
+                f"postencode_sample of {type(self.encoder).__name__} must return one sample; let preencode_sample "
+                "yield several"
+            )
+        return encoded
+
+    def select(self, samples: list[Any], leaf_key: int, index: int, epoch: int, output: int) -> Any:
+        """Return groups of the samples, each of which becomes a pack; the numbers are those of the first sample."""
+        seed_everything(fold(leaf_key, _SELECT, index, epoch, output))
+        return self.encoder.select_samples_to_pack(samples)
+
+    def pack(self, samples: list[Any], leaf_key: int, index: int, epoch: int, output: int) -> list[Any]:
+        """Return the rows that a pack becomes; the numbers are those of its first sample."""
+        seed_everything(fold(leaf_key, _PACK, index, epoch, output))
+        return _listed(self.encoder.pack_selected_samples(samples))
+
+    def group(self, row: Any, leaf_key: int, index: int, epoch: int, output: int) -> tuple[Any, int | None]:
+        """Return the group of a row and the batch size of the group, by `batch_group_criterion`."""
+        seed_everything(fold(leaf_key, _GROUP, index, epoch, output))
+        key, size = self.encoder.batch_group_criterion(row)
+        return key, size
+
+    def collate(self, samples: list[Any], leaf_key: int, index: int, epoch: int, output: int) -> list[Any]:
+        """Return the batches of some rows; the numbers are those of the first sample, which key their randomness.
 
         (Not the number of the microbatch: a hook that refuses one by chance must not refuse the next by the same.)
         """
         if self._batches:
             seed_everything(fold(leaf_key, _BATCH, index, epoch, output))
-        batch = self.encoder.encode_batch(self.encoder.batch(samples))
-        if isinstance(batch, GeneratorType):
-            raise FatalSampleError(
-                f"batch and encode_batch of {type(self.encoder).__name__} must return one batch; a generator function "
-                "is understood for encode_sample only"
-            )
-        return batch
+        return [
+            out for batch in _listed(self.encoder.batch(samples)) for out in _listed(self.encoder.encode_batch(batch))
+        ]
 
     def failed(self, error: Exception, where: str, what: str = "samples") -> str:
         """Apply the error policy to one of the `samples` or `microbatches` and return the counter it belongs to.
@@ -105,6 +158,22 @@ class UserCode:
     def succeeded(self, what: str = "samples") -> None:
         """Note that a draw gave a sample, or samples a microbatch."""
         self._failures[what] = 0
+
+
+def _hook(encoder: Any, name: str) -> Any:
+    """Return a hook of an encoder; one that does not derive from `TaskEncoder` need not have all of them."""
+    return getattr(encoder, name, _no_hook)
+
+
+def _no_hook() -> None: ...
+
+
+_no_hook.__default_hook__ = True  # type: ignore[attr-defined]
+
+
+def _listed(value: Any) -> list[Any]:
+    """Return what a hook returned, or all that it yields."""
+    return list(value) if isinstance(value, GeneratorType) else [value]
 
 
 def is_default(hook: Any) -> bool:

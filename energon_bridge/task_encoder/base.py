@@ -1,13 +1,14 @@
 """The task encoder: where a user says what becomes of samples and batches.
 
-`encode_sample` sees every sample, `batch` the samples of a microbatch, `encode_batch` the microbatch. The hooks of the
-base class do only what any encoder would, and say so by a mark (`__default_hook__`), which the engine reads to know
-that no code of the user's runs there; a hook of the user's has no mark.
+`encode_sample` sees every sample, `batch` the samples of a microbatch, `encode_batch` the microbatch. Around packing
+`preencode_sample` and `postencode_sample` take the place of `encode_sample`. The hooks of the base class do only what
+any encoder would, and say so by a mark (`__default_hook__`), which the engine reads to know that no code of the user's
+runs there; a hook of the user's has no mark.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from types import MethodType
 from typing import Any, ClassVar, Generic, TypeVar, cast, overload
 
@@ -64,6 +65,34 @@ class TaskEncoder(Generic[SampleT, EncodedT, RawBatchT, BatchT]):
     def encode_sample(self, sample: SampleT) -> EncodedT | Iterator[EncodedT]:
         """Make what the model needs of one sample. The sample itself, unless overridden."""
         return cast(EncodedT, sample)
+
+    @default_hook
+    def preencode_sample(self, sample: SampleT) -> EncodedT | Iterator[EncodedT]:
+        """Make what the packer needs of one sample, without what only the model needs. The sample itself by default."""
+        return cast(EncodedT, sample)
+
+    @default_hook
+    def postencode_sample(self, sample: EncodedT) -> EncodedT:
+        """Make what the model needs of a sample that is about to be packed or batched. The sample itself by default."""
+        return sample
+
+    @default_hook
+    def select_samples_to_pack(self, samples: list[EncodedT]) -> list[list[EncodedT]]:
+        """Return lists of some of the samples, each to become a pack. What is in none waits for the next selection.
+
+        The lists hold the very samples of the argument, each at most once.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not override select_samples_to_pack")
+
+    @default_hook
+    def pack_selected_samples(self, samples: list[EncodedT]) -> EncodedT | Iterator[EncodedT]:
+        """Make one row of a batch of the samples of a pack."""
+        raise NotImplementedError(f"{type(self).__name__} does not override pack_selected_samples")
+
+    @default_hook
+    def batch_group_criterion(self, sample: EncodedT) -> tuple[Hashable, int | None]:
+        """Return the group of a row and the batch size of the group (None: the loader's). A full group is a batch."""
+        return None, None
 
     @default_hook
     def batch(self, samples: list[EncodedT]) -> RawBatchT | Iterator[RawBatchT]:

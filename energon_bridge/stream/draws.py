@@ -1,0 +1,201 @@
+"""The draws of one lane: from its order to encoded samples.
+
+Nothing here depends on who owns the lane, or on how far ahead draws are loaded.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from energon_bridge.errors import EmptyDatasetError
+from energon_bridge.plan.blend import Blend
+from energon_bridge.stream.pipeline import Ahead, Loaded, Pipeline, Segment
+from energon_bridge.stream.state import COUNTERS, Counts, LaneState
+from energon_bridge.stream.values import Problem, RestoreKey
+
+_BYTES = COUNTERS.index("bytes")
+_BARREN = 1000
+"""Fewer draws without a result than this are no sign of anything."""
+
+
+@dataclass(slots=True)
+class Encoded:
+    """Encoded samples with their restore keys, their leaves and about their bytes."""
+
+    samples: list[Any] = field(default_factory=list)
+    keys: list[RestoreKey] = field(default_factory=list)
+    leaves: list[int] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+
+
+class Draws:
+    """The draws of one lane, continued from a state.
+
+    Args:
+        number: Lane number, below L.
+        pipeline: Shared by all lanes of the process.
+        blend: Says which leaf a draw comes from; None where there is one leaf.
+        state: Where to continue.
+
+    Attributes:
+        draw: Number of the next draw, or of the current one while samples are left of it.
+        taken: Samples already taken of the current draw.
+        leaf_draws: Draws made in each leaf.
+        ahead: Whether draws may be loaded beyond those that are asked for.
+    """
+
+    def __init__(self, number: int, pipeline: Pipeline, blend: Blend | None, state: LaneState) -> None:
+        self.number = number
+        self._pipeline = pipeline
+        self._blend = blend
+        self.draw = state.draw
+        self.taken = state.taken
+        self.origin = state.origin
+        self.leaf_draws = list(state.leaf_draws)
+        self._scheduled = state.draw
+        self._leaf_scheduled = list(state.leaf_draws)
+        self._loading = Ahead(pipeline)
+        self._loaded = Loaded([], [], [], [])
+        self._at = 0  # of the next draw in `_loaded`
+        self._outputs: deque[tuple[RestoreKey, Any]] = deque()
+        self._outputs_of = self._outputs_size = 0
+        # What comes first reads its own draws only, so that a resume costs no more than a fresh start.
+        self.ahead = False
+
+    def prepare(self, draws: int) -> None:
+        """Start loading the next draws."""
+        self._schedule_up_to(self.draw + draws)
+
+    def collect(self, wanted: int, counts: Counts) -> Encoded:
+        """Return the next encoded samples; count the draws that give none."""
+        out = Encoded()
+        first = self.draw
+        while len(out.samples) < wanted:
+            if self._outputs:
+                key, sample = self._outputs.popleft()
+                out.samples.append(sample)
+                out.keys.append(key)
+                out.leaves.append(self._outputs_of)
+                out.sizes.append(self._outputs_size)
+                self._drawn(self._outputs_of, left=bool(self._outputs))
+                continue
+            if self._at == len(self._loaded.keys):
+                if not out.samples:
+                    self.give_up_if_barren(first)
+                self._load(wanted - len(out.samples))
+            if self._pipeline.code.encodes:
+                self._encode_draw(counts)
+            else:
+                self._take(wanted - len(out.samples), out, counts)
+        return out
+
+    def give_up_if_barren(self, since: int) -> None:
+        """Raise where so many draws gave nothing that going on would never end."""
+        leaves = self._pipeline.leaves
+        size = sum(leaf.order.num_samples for leaf in leaves)
+        draws = self.draw - since
+        if draws > max(_BARREN, 10 * size):
+            paths = ", ".join(leaf.dataset.path for leaf in leaves[:3])
+            raise EmptyDatasetError(
+                f"{paths}: {draws} samples in a row, of a split of {size}, were skipped, excluded or failed: nothing "
+                "is left to train on. Check `exclude` and what encode_sample and batch skip"
+            )
+
+    def _load(self, draws: int) -> None:
+        """Wait for the next loaded draws; load them now if nothing is under way."""
+        if not len(self._loading):
+            self._schedule_up_to(self.draw + draws)
+        self._loaded, self._at = self._loading.take(), 0
+
+    def _encode_draw(self, counts: Counts) -> None:
+        """Encode the next draw; its outputs, if any, are left in `_outputs`."""
+        loaded, at = self._loaded, self._at
+        self._at += 1
+        leaf = self._outputs_of = loaded.leaves[at]
+        self._outputs_size = loaded.sizes[at]
+        counts.of(leaf)[_BYTES] += loaded.sizes[at]
+        self._outputs.extend(self._pipeline.encode(leaf, loaded.samples[at], loaded.keys[at], counts))
+        for _ in range(min(self.taken, len(self._outputs))):
+            self._outputs.popleft()
+        if not self._outputs:
+            self._drawn(leaf, left=False)
+
+    def _drawn(self, leaf: int, *, left: bool) -> None:
+        """Count an output of the current draw as taken; go on to the next draw if none is left."""
+        if left:
+            self.taken += 1
+            return
+        self.draw, self.taken = self.draw + 1, 0
+        self.leaf_draws[leaf] += 1
+
+    def _take(self, wanted: int, out: Encoded, counts: Counts) -> None:
+        """Take up to `wanted` draws as they are: no code of the user's sees single samples."""
+        loaded, low = self._loaded, self._at
+        high = min(low + wanted, len(loaded.keys))
+        self._at = high
+        self.draw += high - low
+        drawn, sizes = loaded.leaves[low:high], loaded.sizes[low:high]
+        for leaf in set(drawn):
+            self.leaf_draws[leaf] += drawn.count(leaf)
+        for leaf, size in zip(drawn, sizes, strict=True):
+            counts.of(leaf)[_BYTES] += size
+        for key, sample, leaf, size in zip(loaded.keys[low:high], loaded.samples[low:high], drawn, sizes, strict=True):
+            if type(sample) is Problem:
+                self._pipeline.encode(leaf, sample, key, counts)
+                continue
+            out.keys.append(key)
+            out.samples.append(sample)
+            out.leaves.append(leaf)
+            out.sizes.append(size)
+            self._pipeline.code.succeeded()
+
+    # Scheduling ------------------------------------------------------------------------------------------------------
+
+    def _schedule_up_to(self, draw: int) -> None:
+        while self._scheduled < draw:
+            count = min(self._pipeline.chunk, draw - self._scheduled)
+            segments = self._segments(count) if self._blend is None else self._mixed_segments(count)
+            rounds = self.ahead and self._pipeline.settings.reads_rounds
+            self._loading.schedule(segments, ahead=rounds)
+            if rounds:
+                self._read_ahead(segments)
+
+    def _segments(self, count: int) -> list[Segment]:
+        """Return up to `count` next draws of the only leaf, as far as one round goes."""
+        buffer, low = self._pipeline.cursor(self.number, 0).at(self._leaf_scheduled[0])
+        high = min(len(buffer), low + count)
+        self._scheduled += high - low
+        self._leaf_scheduled[0] += high - low
+        return [Segment(0, buffer, low, high, range(high - low))]
+
+    def _mixed_segments(self, count: int) -> list[Segment]:
+        """Return the `count` next draws of a mix."""
+        assert self._blend is not None
+        first = self._scheduled - self.origin
+        leaves = self._blend.leaves(self.number, first, count)
+        while leaves.size < count:  # where weights change or a mix epoch ends
+            more = self._blend.leaves(self.number, first + leaves.size, count - leaves.size)
+            leaves = np.concatenate((leaves, more))
+        segments = []
+        for leaf in np.unique(leaves).tolist():
+            places = np.flatnonzero(leaves == leaf).tolist()
+            cursor = self._pipeline.cursor(self.number, leaf)
+            while places:
+                buffer, low = cursor.at(self._leaf_scheduled[leaf])
+                high = min(len(buffer), low + len(places))
+                segments.append(Segment(leaf, buffer, low, high, places[: high - low]))
+                self._leaf_scheduled[leaf] += high - low
+                places = places[high - low :]
+        self._scheduled += leaves.size
+        return segments
+
+    def _read_ahead(self, segments: list[Segment]) -> None:
+        for segment in segments:
+            cursor = self._pipeline.cursor(self.number, segment.leaf)
+            current = cursor.buffer is segment.buffer and cursor.next_buffer is None
+            if current and 2 * segment.high > len(segment.buffer):
+                self._pipeline.read_ahead(cursor.following())

@@ -1,0 +1,92 @@
+"""Grouping: rows wait in groups of one criterion until a group is full, which is then a batch.
+
+In the state there are the rows that wait, in the order in which they came. Their groups are found by asking the
+encoder again, when the first row is drawn after a restore.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+from energon_bridge.errors import FatalSampleError
+from energon_bridge.stream.pipeline import Pipeline
+from energon_bridge.stream.rows import Row
+from energon_bridge.stream.state import COUNTERS, Counts, Ref, Stage
+
+
+@dataclass(slots=True)
+class _Group:
+    size: int
+    rows: list[Row] = field(default_factory=list)
+
+
+class Grouping:
+    """The groups of one lane.
+
+    Args:
+        pipeline: Runs the hook.
+        batch_size: Rows of a batch, where the criterion does not say.
+        waiting: Rows of a state, in order; their contents are made before they are grouped.
+    """
+
+    def __init__(self, pipeline: Pipeline, batch_size: int | None, waiting: list[Row]) -> None:
+        self._pipeline = pipeline
+        self._batch_size = batch_size
+        self._waiting = waiting
+        self._groups: dict[Hashable, _Group] = {}
+        self._order: dict[int, Row] = {}
+
+    def held(self) -> list[tuple[Stage, tuple[Ref, ...], int]]:
+        """Return what waits here, as references."""
+        return [(Stage.GROUP, row.members, row.output) for row in (*self._waiting, *self._order.values())]
+
+    def take(self, next_row: Callable[[], Row], remake: Callable[[list[Row]], list[Row]], counts: Counts) -> list[Row]:
+        """Return the rows of the next full group."""
+        if self._waiting:
+            waiting, self._waiting = remake(self._waiting), []
+            for row in waiting:
+                full = self._add(row, counts)
+                assert not full, "a group that waits is not full"
+        while True:
+            full = self._add(next_row(), counts)
+            if full:
+                return full
+
+    def _add(self, row: Row, counts: Counts) -> list[Row]:
+        """Put a row into its group; return the rows of the group if that makes it full."""
+        try:
+            key, size = self._pipeline.code.group(row.content, *self._pipeline.seed_of(row))
+        except Exception as error:  # the policy decides
+            where = self._pipeline.source(row.members[0].leaf).where(row.members[0].sample)
+            name = COUNTERS.index(self._pipeline.code.failed(error, where))
+            for ref in row.members:
+                counts.of(ref.leaf)[name] += 1
+            return []
+        size = self._size(key, size)
+        group = self._groups.get(key)
+        if group is None:
+            group = self._groups[key] = _Group(size)
+        if group.size != size:
+            raise FatalSampleError(
+                f"batch_group_criterion gave batch size {size} for the group {key!r}, and {group.size} before: a group "
+                "must keep its batch size"
+            )
+        group.rows.append(row)
+        self._order[id(row)] = row
+        if len(group.rows) < size:
+            return []
+        del self._groups[key]
+        for member in group.rows:
+            del self._order[id(member)]
+        return group.rows
+
+    def _size(self, key: Any, size: Any) -> int:
+        if (size is None) == (self._batch_size is None):
+            found = "both a batch_size and one from" if size is not None else "neither a batch_size nor one from"
+            raise FatalSampleError(f"the group {key!r} has {found} batch_group_criterion: give exactly one of them")
+        size = self._batch_size if size is None else size
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise FatalSampleError(f"batch_group_criterion gave batch size {size!r} for the group {key!r}: at least 1")
+        return size

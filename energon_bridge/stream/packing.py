@@ -1,0 +1,227 @@
+"""Packing: encoded samples wait in a buffer, the encoder selects some of them into packs, and each pack becomes rows.
+
+A buffer of S samples is handed to `select_samples_to_pack`; what it leaves over stays in the buffer, in its order,
+before the samples drawn next. So what is selected depends on the draws alone. *When* samples are drawn does not matter
+to it, and that is used: after each microbatch the buffer gets its share of what is missing, so that it is full when the
+packs run out, and no step waits for a whole buffer. The next selection is made as soon as fewer packs are left than a
+microbatch needs, before the state is taken: a restored lane has its packs selected, and its first microbatch encodes
+only what is in them.
+
+In the state there are references: those of the packs in turn, then those of the buffer. Contents beyond a budget of
+bytes are dropped, last pack first, and made again when they are needed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+from energon_bridge.errors import FatalSampleError
+from energon_bridge.stream.draws import Draws
+from energon_bridge.stream.pipeline import Pipeline
+from energon_bridge.stream.rows import SAMPLE, Row, make_again, rows_of
+from energon_bridge.stream.state import COUNTERS, Counts, Ref, Stage
+
+logger = logging.getLogger(__name__)
+
+_MAX_WAIT = 32
+"""Selections that may leave a sample over before it is given up and counted as skipped."""
+_EMPTY_SELECTIONS = 4
+_GOLDEN = 0.6180339887498949
+_SKIPPED = COUNTERS.index("skipped")
+
+
+@dataclass(slots=True)
+class _Pack:
+    members: list[Row]
+    taken: int = 0
+
+
+class Packing:
+    """The packs of one lane.
+
+    Args:
+        draws: Where samples come from.
+        pipeline: Runs the hooks.
+        size: S.
+        held: Rows of stage PACK and BUFFER of a state.
+    """
+
+    def __init__(
+        self, draws: Draws, pipeline: Pipeline, size: int, held: list[tuple[Stage, list[Ref], int]], *, fresh: bool
+    ) -> None:
+        self._draws = draws
+        self._pipeline = pipeline
+        self._size = size
+        self._packs: deque[_Pack] = deque()
+        self._buffer: list[Row] = []
+        self._waits: list[int] = []
+        self._outputs: deque[Row] = deque()
+        # Lanes fill their first buffers differently far, so that they do not select in the same step.
+        self._target = size - int(size / 2 * (draws.number * _GOLDEN % 1.0)) if fresh else size
+        for stage, refs, number in held:
+            rows = [Row((ref,), SAMPLE, None, 0) for ref in refs]
+            if stage is Stage.PACK:
+                self._packs.append(_Pack(rows, number))
+            elif stage is Stage.BUFFER:
+                self._buffer += rows
+                self._waits.append(number)
+
+    def held(self) -> list[tuple[Stage, list[Ref], int]]:
+        """Return what waits here, as references."""
+        packs = [(Stage.PACK, [row.members[0] for row in pack.members], pack.taken) for pack in self._packs]
+        buffered = zip(self._buffer, self._waits, strict=True)
+        return packs + [(Stage.BUFFER, [row.members[0]], wait) for row, wait in buffered]
+
+    def take(self, counts: Counts) -> Row:
+        """Return the next row; selects where no pack is left."""
+        while not self._outputs:
+            if not self._packs:
+                self._select(counts)
+            pack = self._packs[0]
+            rows = self._packed(pack, counts)
+            self._outputs.extend(rows[pack.taken :])
+            if not self._outputs:
+                self._packs.popleft()
+        row = self._outputs.popleft()
+        self._packs[0].taken += 1
+        if not self._outputs:
+            self._packs.popleft()
+        return row
+
+    def settle(self, rows: int, counts: Counts) -> None:
+        """Draw this microbatch's share of the next buffer; select if the next one would find too few packs."""
+        left = len(self._packs) // rows
+        if left:
+            missing = max(0, self._size - len(self._buffer))
+            self._fill(len(self._buffer) + -(-missing // (left + 1)), counts)
+        while len(self._packs) < rows:
+            self._select(counts)
+        self._drop_contents()
+
+    def _fill(self, target: int, counts: Counts) -> None:
+        missing = target - len(self._buffer)
+        if missing > 0:
+            rows = rows_of(self._draws.collect(missing, counts))
+            self._pipeline.held_bytes += sum(row.size for row in rows)
+            self._buffer += rows
+            self._waits += [0] * len(rows)
+
+    def _select(self, counts: Counts) -> None:
+        """Fill the buffer and hand it to the encoder."""
+        for attempt in range(_EMPTY_SELECTIONS):
+            self._fill(self._target + attempt * max(1, self._size // 4), counts)
+            self._target = self._size
+            before = {id(row): wait for row, wait in zip(self._buffer, self._waits, strict=True)}
+            rows = self._with_contents(self._buffer, counts)
+            if not rows:
+                self._buffer, self._waits = [], []
+                continue
+            groups = self._pipeline.code.select([row.content for row in rows], *self._pipeline.seed_of(rows[0]))
+            packs = _as_rows(groups, rows, type(self._pipeline.code.encoder).__name__)
+            selected = {id(row) for pack in packs for row in pack}
+            self._packs.extend(_Pack(pack) for pack in packs)
+            self._buffer = [row for row in rows if id(row) not in selected]
+            self._waits = [before[id(row)] + 1 for row in self._buffer]
+            self._give_up_waiting(counts)
+            if packs:
+                return
+        raise FatalSampleError(
+            f"select_samples_to_pack of {type(self._pipeline.code.encoder).__name__} made no pack of "
+            f"{len(self._buffer)} samples, {_EMPTY_SELECTIONS} times in a row: return lists of the samples it is given"
+        )
+
+    def _give_up_waiting(self, counts: Counts) -> None:
+        if max(self._waits, default=0) <= _MAX_WAIT:
+            return
+        for row, wait in zip(self._buffer, self._waits, strict=True):
+            if wait > _MAX_WAIT:
+                ref = row.members[0]
+                counts.of(ref.leaf)[_SKIPPED] += 1
+                self._pipeline.held_bytes -= row.size
+                where = self._pipeline.source(ref.leaf).where(ref.sample)
+                logger.warning("%s: left over by %d selections and given up; is it too long for a pack?", where, wait)
+        kept = [(row, wait) for row, wait in zip(self._buffer, self._waits, strict=True) if wait <= _MAX_WAIT]
+        self._buffer, self._waits = [row for row, _ in kept], [wait for _, wait in kept]
+
+    def _packed(self, pack: _Pack, counts: Counts) -> list[Row]:
+        """Return the rows of a pack, none where the encoder makes none of it."""
+        rows = self._with_contents(pack.members, counts)
+        self._pipeline.held_bytes -= sum(row.size for row in rows)
+        return self._pack(rows, counts)
+
+    def _pack(self, rows: list[Row], counts: Counts) -> list[Row]:
+        code = self._pipeline.code
+        members: list[Row] = []
+        samples: list[Any] = []
+        for row in rows:
+            ref = row.members[0]
+            content, row.content = row.content, None
+            try:
+                samples.append(code.post(content, *self._pipeline.seed_of(row)))
+            except Exception as error:  # the policy decides
+                where = self._pipeline.source(ref.leaf).where(ref.sample)
+                counts.of(ref.leaf)[COUNTERS.index(code.failed(error, where))] += 1
+                continue
+            members.append(row)
+        if not members:
+            return []
+        refs = tuple(row.members[0] for row in members)
+        try:
+            outputs = code.pack(samples, *self._pipeline.seed_of(members[0]))
+        except Exception as error:  # the policy decides
+            where = f"the pack of {', '.join(self._pipeline.source(r.leaf).where(r.sample) for r in refs[:4])}"
+            name = COUNTERS.index(code.failed(error, where))
+            for ref in refs:
+                counts.of(ref.leaf)[name] += 1
+            return []
+        code.succeeded()
+        size = sum(row.size for row in members)
+        return [Row(refs, number, output, size) for number, output in enumerate(outputs)]
+
+    def made_again(self, rows: list[Row], counts: Counts) -> list[Row]:
+        """Return the rows of a state with their contents, without those that the encoder no longer makes."""
+        out = []
+        for row in rows:
+            members = make_again(self._pipeline, [Row((ref,), SAMPLE, None, 0) for ref in row.members], counts)
+            packed = self._pack(members, counts)
+            if row.output < len(packed):
+                out.append(packed[row.output])
+        return out
+
+    def _with_contents(self, rows: list[Row], counts: Counts) -> list[Row]:
+        gone = [row for row in rows if row.content is None]
+        made = make_again(self._pipeline, rows, counts)
+        self._pipeline.held_bytes += sum(row.size for row in gone if row.content is not None)
+        return made
+
+    def _drop_contents(self) -> None:
+        """Let go of contents beyond the budget, those that are needed last first."""
+        pipeline = self._pipeline
+        for pack in reversed(self._packs):
+            for row in pack.members if pipeline.held_bytes > pipeline.settings.held_bytes else ():
+                if row.content is not None:
+                    pipeline.held_bytes -= row.size
+                    row.content = None
+
+
+def _as_rows(groups: Any, rows: list[Row], encoder: str) -> list[list[Row]]:
+    """Return the rows whose contents an encoder has put into groups."""
+    places: dict[int, list[Row]] = {}
+    for row in reversed(rows):
+        places.setdefault(id(row.content), []).append(row)
+    packs = []
+    for group in groups:
+        pack = []
+        for sample in group:
+            if not places.get(id(sample)):
+                raise FatalSampleError(
+                    f"select_samples_to_pack of {encoder} returned a {type(sample).__name__} that it was not given, or "
+                    "one twice: it must return lists of the very samples of its argument, each at most once"
+                )
+            pack.append(places[id(sample)].pop())
+        if pack:
+            packs.append(pack)
+    return packs

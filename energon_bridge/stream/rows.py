@@ -1,0 +1,81 @@
+"""Rows of microbatches to be: encoded samples, or packs of them, with the references that make them again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from energon_bridge.stream.draws import Encoded
+from energon_bridge.stream.pipeline import Pipeline
+from energon_bridge.stream.state import Counts, Ref
+from energon_bridge.stream.values import RestoreKey
+
+SAMPLE = -1
+"""Stands for the output of a pack where a row is a sample by itself."""
+
+
+@dataclass(slots=True)
+class Row:
+    """One row.
+
+    Attributes:
+        members: The sample, or the samples of the pack.
+        output: Which of the outputs of its pack it is; `SAMPLE` for a sample.
+        content: What goes into the batch; None while it has to be made again.
+        size: About its bytes.
+    """
+
+    members: tuple[Ref, ...]
+    output: int
+    content: Any
+    size: int
+
+    def key(self, pipeline: Pipeline) -> tuple[Any, ...]:
+        """Return its restore key."""
+        keys = tuple(restore_key(pipeline, ref) for ref in self.members)
+        return keys[0] if self.output == SAMPLE else ("Pack", self.output, keys)
+
+
+def restore_key(pipeline: Pipeline, ref: Ref) -> RestoreKey:
+    """Return the restore key of a sample."""
+    return (pipeline.leaves[ref.leaf].identity, ref.sample, ref.epoch, ref.output)
+
+
+def rows_of(encoded: Encoded) -> list[Row]:
+    """Return encoded samples as rows."""
+    columns = zip(encoded.samples, encoded.keys, encoded.leaves, encoded.sizes, strict=True)
+    return [
+        Row((Ref(leaf, index, epoch, output),), SAMPLE, sample, size_of(sample, size))
+        for sample, (_, index, epoch, output), leaf, size in columns
+    ]
+
+
+def size_of(sample: Any, read: int) -> int:
+    """Return about how many bytes an encoded sample holds: its tensors, arrays and strings, or what was read."""
+    values = sample.values() if isinstance(sample, dict) else getattr(sample, "__dict__", {}).values()
+    held = 0
+    for value in values:
+        if isinstance(value, (torch.Tensor, np.ndarray)):
+            held += value.nbytes
+        elif isinstance(value, (bytes, str)):
+            held += len(value)
+    return max(held, read)
+
+
+def make_again(pipeline: Pipeline, rows: Sequence[Row], counts: Counts) -> list[Row]:
+    """Encode the samples of rows whose content is gone; return the rows without those that no longer encode.
+
+    A sample that no longer encodes is named in the log and counted for its leaf.
+    """
+    gone = [row for row in rows if row.content is None]
+    if not gone:
+        return list(rows)
+    samples = pipeline.encode_again([row.members[0] for row in gone], counts)
+    for row, sample in zip(gone, samples, strict=True):
+        row.content = sample
+        row.size = 0 if sample is None else size_of(sample, 0)
+    return [row for row in rows if row.content is not None]
