@@ -2,7 +2,8 @@
 
 `load_mix` reads whatever names a mix and gives its leaves; `metadataset` reads the files, `blender` the Python form,
 `tree` has the nodes, `flatten` their effective weights, `subset` and `schedule` the ranges and the weights that change,
-`describe` prints. Pure description: only YAML files are read, datasets are opened by later layers.
+`joiners` finds what makes one sample of several, `describe` prints. Pure description: only YAML files are read,
+datasets are opened by later layers.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from energon_bridge.mix.blender import Blender
 from energon_bridge.mix.describe import describe
 from energon_bridge.mix.flatten import Mix, MixLeaf, MixMode, flatten
+from energon_bridge.mix.joiners import register_joiner, resolve_joiner
 from energon_bridge.mix.load import MixSource, load_mix, load_tree
 from energon_bridge.mix.schedule import WeightSchedule, parse_weight
 from energon_bridge.mix.subset import SubsetRange, evaluate_subset, merge_subsets
@@ -55,4 +57,6 @@ __all__ = [
     "load_tree",
     "merge_subsets",
     "parse_weight",
+    "register_joiner",
+    "resolve_joiner",
 ]

@@ -289,6 +289,7 @@ def _read_join(item: dict[str, Any], *, field: str, scope: Scope) -> JoinRef:
             scope.multiplier, read_multiplier(item, where=where, field=field)
         ),
         subsets=_within(scope, subset).subsets,
+        file=scope.chain[-1][0] if scope.chain else "",
         where=f"{where}, field `{field}`",
     )
     # Defaults for entries that do not say it themselves.

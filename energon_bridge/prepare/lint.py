@@ -16,8 +16,8 @@ from typing import Any
 from energon_bridge.errors import EmptyDatasetError, EnergonError, UnknownSplitError
 from energon_bridge.format.dataset import PreparedDataset, open_dataset, read_index
 from energon_bridge.format.nvmeta import DEFAULT_DATASET_CONFIG, DEFAULT_SPLIT_CONFIG, read_splits
+from energon_bridge.format.parallel import map_shards
 from energon_bridge.format.tar import parse_sample
-from energon_bridge.prepare.parallel import map_shards
 from energon_bridge.storage import open_store
 
 _READ_AHEAD = 8 << 20
