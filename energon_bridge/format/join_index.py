@@ -22,6 +22,7 @@ import os
 import struct
 import tempfile
 import threading
+import time
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ _HEADER = struct.Struct("<8s32sqqq")
 _ROW = np.dtype("<i8")
 _CHUNK = 1 << 20
 _PREFIX = "join_rows_"
+_OLD_SECONDS = 86400
 
 _log = logging.getLogger(__name__)
 
@@ -110,13 +112,16 @@ def open_index(
 
 
 def remove_others(folder: str, keep: set[str]) -> list[str]:
-    """Remove the files of joins in a folder, but those to `keep`; returns their names."""
+    """Remove the files of joins in a folder but those to `keep`, and what killed processes left; return their names."""
     if not os.path.isdir(folder):
         return []
     kept = {os.path.basename(path) for path in keep}
-    gone = sorted(name for name in os.listdir(folder) if name.startswith(_PREFIX) and name not in kept)
-    for name in gone:
-        _unlink(os.path.join(folder, name))
+    gone = []
+    for name in sorted(os.listdir(folder)):
+        path = os.path.join(folder, name)
+        if name.startswith(_PREFIX) and name not in kept and (name.endswith(".bin") or _is_old(path)):
+            _unlink(path)
+            gone.append(name)
     return gone
 
 
@@ -199,6 +204,14 @@ def _locked(path: str) -> Iterator[None]:
             yield
         finally:
             _unlink(path)
+
+
+def _is_old(path: str) -> bool:
+    """Tell whether nobody can be writing a file any more."""
+    try:
+        return time.time() - os.stat(path).st_mtime > _OLD_SECONDS
+    except OSError:
+        return False
 
 
 def _unlink(path: str) -> None:

@@ -90,9 +90,9 @@ def open_leaves(mix: Mix, *, trust_remote_code: bool, shuffle_epochs: int | None
         ref = entry.leaf
         dataset: PreparedDataset | JoinedDataset
         if isinstance(ref, JoinRef):
-            dataset = open_join(ref, partial(_open_prepared, opened, trust=trust_remote_code), trust=trust_remote_code)
+            dataset = open_join(ref, partial(open_prepared, opened, trust=trust_remote_code), trust=trust_remote_code)
         else:
-            dataset = _open_prepared(opened, ref, trust=trust_remote_code)
+            dataset = open_prepared(opened, ref, trust=trust_remote_code)
             if ref.subflavors:
                 dataset = dataclasses.replace(dataset, subflavors=dataset.subflavors | ref.subflavors)
         start, stop = evaluate_subset(ref.subsets, dataset.num_samples)
@@ -113,7 +113,7 @@ def open_leaves(mix: Mix, *, trust_remote_code: bool, shuffle_epochs: int | None
     return _numbered(leaves)
 
 
-def _open_prepared(
+def open_prepared(
     opened: dict[tuple[str, str, str, str], PreparedDataset], ref: LeafRef, *, trust: bool
 ) -> PreparedDataset:
     """Open the prepared dataset of a reference, or take it from those opened before."""

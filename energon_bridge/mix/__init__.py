@@ -13,6 +13,8 @@ from energon_bridge.mix.describe import describe
 from energon_bridge.mix.flatten import Mix, MixLeaf, MixMode, flatten
 from energon_bridge.mix.joiners import register_joiner, resolve_joiner
 from energon_bridge.mix.load import MixSource, load_mix, load_tree
+from energon_bridge.mix.metadataset import metadataset_splits
+from energon_bridge.mix.paths import resolve_path
 from energon_bridge.mix.schedule import WeightSchedule, parse_weight
 from energon_bridge.mix.subset import SubsetRange, evaluate_subset, merge_subsets
 from energon_bridge.mix.tree import (
@@ -56,7 +58,9 @@ __all__ = [
     "load_mix",
     "load_tree",
     "merge_subsets",
+    "metadataset_splits",
     "parse_weight",
     "register_joiner",
     "resolve_joiner",
+    "resolve_path",
 ]

@@ -133,6 +133,13 @@ def read_metadataset_dict(document: Mapping[str, Any], *, split_part: str, base:
     return _read_document(dict(document), scope=Scope(where="mix given as a dict", base=base, split_part=split_part))
 
 
+def metadataset_splits(path: str) -> list[str]:
+    """Return the names of the splits of the metadataset at an absolute path or URL."""
+    folder, name = split_path(path)
+    document = expect_mapping(parse_document(open_store(folder).read(name), where=path), where=path)
+    return list(expect_mapping(document.get("splits"), where=path, field="splits"))
+
+
 def _read_document(document: Any, *, scope: Scope) -> Node:
     mapping = expect_mapping(document, where=scope.where)
     is_v2 = _is_v2(mapping, where=scope.where)
