@@ -60,7 +60,8 @@ def test_rows_are_places_on_the_lines_of_the_splits(folder: Path, num_workers: i
     index = index_of(folder, num_workers=num_workers, progress=lambda done, total: steps.append((done, total)))
     assert [tuple(row) for row in index.rows.tolist()] == expected_rows(folder)
     assert index.shard_counts.tolist() == [20, 1, 39, 30]
-    assert steps == [(done, 4) for done in range(1, 5)]
+    assert steps[-1] == (4, 4)
+    assert steps == sorted(set(steps))
     assert index.rows.dtype == np.int64
     again = index_of(folder, num_workers=num_workers, progress=lambda done, total: pytest.fail("built again"))
     assert np.array_equal(again.rows, index.rows)

@@ -1,8 +1,8 @@
 """Finding the rows of a join: the samples of a primary, with what the other datasets have under the same keys.
 
-Each shard of the primary is a piece of work of its own, for any number of processes; only arrays of whole numbers
-leave it. Excluded samples and shards outside of the split part give no row in the primary, and count as missing in the
-others. Rows that a `nonmatch: skip` drops are dropped before a `nonmatch: error` looks at the rest.
+The shards of the primary are shared out in runs, to any number of processes; only arrays of whole numbers leave them.
+Excluded samples and shards outside of the split part give no row in the primary, and count as missing in the others.
+Rows that a `nonmatch: skip` drops are dropped before a `nonmatch: error` looks at the rest.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,8 @@ from energon_bridge.format.parallel import map_shards
 from energon_bridge.rng import IntArray
 
 _NAMED_KEYS = 5
+_RUN_SAMPLES = 1 << 18
+"""Samples of the primary in a piece of work: what a result takes, against what it costs to send out the work."""
 
 Progress = Callable[[int, int], None]
 
@@ -38,6 +41,7 @@ class _Line:
         index: Local path of its key index.
         nonmatch: What becomes of rows that it has no sample for.
         numbers: For each shard of the line its number in `.info.json`, which is that of the key index.
+        firsts: For each shard of the line its place on it.
         starts: For each shard of `.info.json` its place on the line, -1 if it is not in the split part.
         counts: For each shard of `.info.json` its number of samples.
         excluded: Places of the excluded samples, sorted.
@@ -47,6 +51,7 @@ class _Line:
     index: str
     nonmatch: Nonmatch
     numbers: IntArray
+    firsts: IntArray
     starts: IntArray
     counts: IntArray
     excluded: IntArray
@@ -61,7 +66,7 @@ class _Line:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Found:
-    """The rows of one shard of the primary, and for each dataset how many keys it lacks, with some of them."""
+    """The rows of some shards of the primary, and for each dataset how many keys it lacks, with some of them."""
 
     rows: IntArray
     missing: list[int]
@@ -71,7 +76,9 @@ class _Found:
 def find_rows(
     parts: Sequence[JoinPart], *, num_workers: int = 1, progress: Progress = lambda done, total: None
 ) -> Iterator[IntArray]:
-    """Yield the rows of a join, shard by shard of the primary, shape (rows, datasets) each.
+    """Yield the rows of a join, in order, shape (some rows, datasets) each.
+
+    `progress` gets the numbers of shards of the primary that are done and in all.
 
     Raises:
         KeyIndexError: A key index is damaged or older than its dataset.
@@ -82,14 +89,14 @@ def find_rows(
     keys: list[list[str]] = [[] for _ in parts]
     with tempfile.TemporaryDirectory(prefix="energon-join-") as scratch:
         lines = [_line(part, str(Path(scratch) / f"{number}.sqlite")) for number, part in enumerate(parts)]
-        shards = range(len(parts[0].dataset.shard_names))
-        with closing(map_shards(partial(_join_shard, lines), shards, num_workers=num_workers)) as results:
-            for number, found in enumerate(results, start=1):
+        runs = _runs(parts[0].dataset.shard_counts, num_workers)
+        with closing(map_shards(partial(_join_shards, lines), runs, num_workers=num_workers)) as results:
+            for run, found in zip(runs, results, strict=True):
                 for place, count in enumerate(found.missing):
                     missing[place] += count
                     keys[place] += found.keys[place][: _NAMED_KEYS - len(keys[place])]
                 yield found.rows
-                progress(number, len(shards))
+                progress(run.stop, runs[-1].stop)
     for part, count, some in zip(parts, missing, keys, strict=True):
         if count:
             named = ", ".join(map(repr, some)) + (", …" if count > len(some) else "")
@@ -100,45 +107,65 @@ def find_rows(
             )
 
 
+def _runs(counts: IntArray, num_workers: int) -> list[range]:
+    """Cut shards into runs of about equal numbers of samples, several for each process."""
+    ends = np.cumsum(counts)
+    pieces = max(4 * num_workers, int(ends[-1]) // _RUN_SAMPLES)
+    cuts = np.searchsorted(ends, ends[-1] * np.arange(1, pieces) / pieces, side="left") + 1
+    edges = np.unique([0, *cuts.tolist(), ends.size])
+    return [range(low, high) for low, high in pairwise(edges.tolist())]
+
+
 def _line(part: JoinPart, scratch: str) -> _Line:
     dataset = part.dataset
     info = read_info(dataset.store).shard_counts
     number_of = {shard: number for number, shard in enumerate(info)}
     numbers = np.array([number_of[shard] for shard in dataset.shard_names], dtype=np.int64)
+    firsts = np.cumsum(dataset.shard_counts) - dataset.shard_counts
     starts = np.full(len(info), -1, dtype=np.int64)
-    # Backwards, so that of a shard that is listed twice the first place counts.
-    starts[numbers[::-1]] = (np.cumsum(dataset.shard_counts) - dataset.shard_counts)[::-1]
+    starts[numbers[::-1]] = firsts[::-1]  # backwards, so that of a shard that is listed twice the first place counts
     index = local_key_index(dataset.store, scratch)
     return _Line(
         path=dataset.path,
         index=index,
         nonmatch=part.nonmatch,
         numbers=numbers,
+        firsts=firsts,
         starts=starts,
         counts=np.array(list(info.values()), dtype=np.int64),
-        excluded=_excluded(dataset, index, numbers),
+        excluded=_excluded(dataset, index, numbers, firsts),
     )
 
 
-def _excluded(dataset: PreparedDataset, index: str, numbers: IntArray) -> IntArray:
+def _excluded(dataset: PreparedDataset, index: str, numbers: IntArray, firsts: IntArray) -> IntArray:
     if not dataset.excluded:
         return np.empty(0, dtype=np.int64)
     excluded = sorted(dataset.excluded)
-    starts = np.cumsum(dataset.shard_counts) - dataset.shard_counts
     places: list[int] = []
     for (shard, _), found in zip(excluded, find_keys(index, [key for _, key in excluded]), strict=True):
-        for position, name in enumerate(dataset.shard_names):  # more than one only if the split lists it twice
-            if name == shard and found is not None and found[0] == numbers[position]:
-                places.append(int(starts[position]) + found[1])
+        if found is None:
+            continue
+        for position in np.flatnonzero(numbers == found[0]).tolist():  # several only if the split lists a shard twice
+            if dataset.shard_names[position] == shard:
+                places.append(int(firsts[position]) + found[1])
     return np.array(sorted(places), dtype=np.int64)
 
 
+def _join_shards(lines: Sequence[_Line], shards: range) -> _Found:
+    """Find the rows of some shards of the primary's line; runs in any process."""
+    found = [_join_shard(lines, shard) for shard in shards]
+    return _Found(
+        rows=np.concatenate([one.rows for one in found]),
+        missing=[sum(counts) for counts in zip(*(one.missing for one in found), strict=True)],
+        keys=[list(chain.from_iterable(keys)) for keys in zip(*(one.keys for one in found), strict=True)],
+    )
+
+
 def _join_shard(lines: Sequence[_Line], shard: int) -> _Found:
-    """Find the rows of one shard of the primary's line; runs in any process."""
     primary = lines[0]
     number = int(primary.numbers[shard])
     count = int(primary.counts[number])
-    start = int(primary.counts[primary.numbers[:shard]].sum())
+    start = int(primary.firsts[shard])
     rows = np.empty((count, len(lines)), dtype=np.int64)
     rows[:, 0] = np.arange(start, start + count)
     for place, line in enumerate(lines[1:], start=1):
