@@ -234,7 +234,7 @@ def test_prepare_of_a_mix_without_joins(folder: Path) -> None:
 
 def test_prepare_of_a_mix_takes_no_options_of_a_dataset(folder: Path) -> None:
     mix = write_mix(folder / "mix.yaml", train={"path": "./a"})
-    assert "is a mix: its datasets are prepared one by one" in prepare(mix, "--split-ratio", "8,1,1")
+    assert "is a mix: these options go with" in prepare(mix, "--split-ratio", "8,1,1")
 
 
 def test_prepare_names_what_does_not_match(folder: Path) -> None:

@@ -9,6 +9,7 @@ import click
 from energon_bridge.cli.assistant import ask_dataset_yaml, ask_field_map, ask_ratio, show_first_samples
 from energon_bridge.cli.progress import shard_progress
 from energon_bridge.errors import ConfigurationError, MetadataError, NotPreparedError
+from energon_bridge.format.jsonl import index_jsonl, is_jsonl
 from energon_bridge.format.nvmeta import meta_path, read_info
 from energon_bridge.prepare.dataset_yaml import parse_field_map, render_dataset_yaml
 from energon_bridge.prepare.discover import find_shards
@@ -68,13 +69,16 @@ def command(
     Writes a .tar.idx next to every tar, and .nv-meta with the samples per shard, the split, the sample type and the
     key index, in the formats of Megatron Energon. Either all of it is written or nothing changes.
 
-    Of a mix, the joins of all splits are looked up once, and kept in PATH.cache.
+    Of a .jsonl file, its index is written beside it. Of a mix (a .yaml), the joins of all splits are looked up once,
+    and kept in PATH.cache.
     """
-    if path.endswith(".yaml"):
+    if is_jsonl(path) or path.endswith(".yaml"):
         if split_ratio or split_parts or sample_type or tar_index_only:
-            raise ConfigurationError(
-                f"{path} is a mix: its datasets are prepared one by one, with options of their own."
-            )
+            what = "a JSONL file" if is_jsonl(path) else "a mix"
+            raise ConfigurationError(f"{path} is {what}: these options go with the folder of a dataset.")
+        if is_jsonl(path):
+            click.echo(f"Indexed {index_jsonl(path):,} samples.")
+            return
         _prepare_mix(path, num_workers=num_workers, trust=trust_remote_code, progress=progress)
         return
     if tar_index_only:

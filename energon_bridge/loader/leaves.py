@@ -15,6 +15,7 @@ import numpy as np
 from energon_bridge.errors import ConfigurationError, EmptyDatasetError
 from energon_bridge.format.dataset import PreparedDataset, open_dataset
 from energon_bridge.format.join import JoinedDataset
+from energon_bridge.format.jsonl import JsonlDataset, open_jsonl
 from energon_bridge.format.nvmeta import DEFAULT_DATASET_CONFIG, DEFAULT_SPLIT_CONFIG
 from energon_bridge.loader.joins import open_join
 from energon_bridge.mix import JoinRef, LeafRef, Mix, combine_multipliers, evaluate_subset
@@ -72,6 +73,8 @@ class OpenLeaf:
 
 
 def _decodes_media(dataset: PreparedDataset) -> bool:
+    if isinstance(dataset, JsonlDataset):
+        return False
     field_map = dataset.field_map
     return field_map is None or any(p.rpartition(".")[2].lower() in IMAGE_EXTENSIONS for p in field_map.parts)
 
@@ -116,21 +119,23 @@ def open_leaves(mix: Mix, *, trust_remote_code: bool, shuffle_epochs: int | None
 def open_prepared(
     opened: dict[tuple[str, str, str, str], PreparedDataset], ref: LeafRef, *, trust: bool
 ) -> PreparedDataset:
-    """Open the prepared dataset of a reference, or take it from those opened before."""
-    if ref.is_jsonl or ref.aux:
-        what = f"the JSONL file {ref.path}" if ref.is_jsonl else "an aux store"
-        raise ConfigurationError(f"{ref.where}: {what} {_NOT_YET}")
+    """Open the prepared dataset or JSONL file of a reference, or take it from those opened before."""
+    if ref.aux:
+        raise ConfigurationError(f"{ref.where}: an aux store {_NOT_YET}")
     dataset_config = ref.dataset_config or DEFAULT_DATASET_CONFIG
     split_config = ref.split_config or DEFAULT_SPLIT_CONFIG
     place = (ref.path, ref.split_part, dataset_config, split_config)
     if place not in opened:
-        opened[place] = open_dataset(
-            ref.path,
-            split_part=ref.split_part,
-            dataset_config=dataset_config,
-            split_config=split_config,
-            trust_remote_code=trust,
-        )
+        if ref.is_jsonl:
+            opened[place] = open_jsonl(ref.path)
+        else:
+            opened[place] = open_dataset(
+                ref.path,
+                split_part=ref.split_part,
+                dataset_config=dataset_config,
+                split_config=split_config,
+                trust_remote_code=trust,
+            )
     return opened[place]
 
 

@@ -7,9 +7,11 @@ from typing import Any
 
 from energon_bridge.format.dataset import PreparedDataset
 from energon_bridge.format.join import JoinedDataset
+from energon_bridge.format.jsonl import JsonlDataset
 from energon_bridge.plan.leaf import LeafOrder
 from energon_bridge.rng import fold
 from energon_bridge.stream.joined import JoinReader, JoinValues
+from energon_bridge.stream.lines import LineValues
 from energon_bridge.stream.reader import LeafReader, Reader, RoundBuffer
 from energon_bridge.stream.values import Values
 
@@ -38,7 +40,8 @@ class LeafSource:
             self.values = JoinValues(leaf.identity, dataset, reader, decoder)
         else:
             self.reader = LeafReader(dataset)
-            self.values = Values(leaf.identity, dataset, decoder)
+            values = LineValues if isinstance(dataset, JsonlDataset) else Values
+            self.values = values(leaf.identity, dataset, decoder)
         self.user_key = fold(leaf.order.key, _USER_CODE)
 
     def where(self, index: int) -> str:
