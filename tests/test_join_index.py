@@ -7,9 +7,11 @@ import logging
 import os
 import random
 import shutil
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -185,11 +187,22 @@ def test_the_first_folder_that_can_be_written_to_is_used(folder: Path) -> None:
     assert Path(index.path).parent == folder / "second"
 
 
-@pytest.mark.parametrize("damage", [lambda data: b"no database" * 500, lambda data: data[:5000]])
+def without_unique_keys(data: bytes) -> bytes:
+    """Return a key index as releases wrote it that did not look for keys that stand twice."""
+    with closing(sqlite3.connect(":memory:")) as database:
+        database.execute("CREATE TABLE samples (tar_file_id INTEGER, sample_key TEXT, sample_index INTEGER)")
+        return database.serialize()
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda data: b"no database" * 500, lambda data: data[:5000], lambda data: b"", without_unique_keys]
+)
 def test_a_damaged_key_index_is_refused_by_name(folder: Path, damage: Callable[[bytes], bytes]) -> None:
     path = folder / "b" / ".nv-meta" / "index.sqlite"
     path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(KeyIndexError, match=r"b/\.nv-meta/index\.sqlite: cannot read the key index.*energon prepare"):
+    with pytest.raises(
+        KeyIndexError, match=r"/b: cannot read the key index \.nv-meta/index\.sqlite: .*energon prepare"
+    ):
         index_of(folder)
 
 

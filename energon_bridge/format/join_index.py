@@ -70,7 +70,7 @@ def open_index(
 
     Raises:
         EmptyDatasetError: No row is left.
-        KeyIndexError, DuplicateKeyError, UnmatchedKeyError: The rows cannot be found.
+        KeyIndexError, UnmatchedKeyError: The rows cannot be found.
     """
     key = _key(parts)
     name = f"{_PREFIX}{key.hex()[:32]}.bin"

@@ -17,10 +17,10 @@ from pathlib import Path
 
 import numpy as np
 
-from energon_bridge.errors import DuplicateKeyError, KeyIndexError, UnmatchedKeyError
+from energon_bridge.errors import KeyIndexError, UnmatchedKeyError
 from energon_bridge.format.dataset import PreparedDataset
 from energon_bridge.format.join import JoinPart, Nonmatch
-from energon_bridge.format.key_lookup import find_keys, keys_at, local_key_index, matches
+from energon_bridge.format.key_lookup import KeyIndex, find_keys, keys_at, local_key_index, matches
 from energon_bridge.format.nvmeta import read_info
 from energon_bridge.format.parallel import map_shards
 from energon_bridge.rng import IntArray
@@ -37,8 +37,7 @@ class _Line:
     """Where the samples of one dataset lie on the line of its split part.
 
     Attributes:
-        path: The dataset, for messages.
-        index: Local path of its key index.
+        index: Its key index.
         nonmatch: What becomes of rows that it has no sample for.
         numbers: For each shard of the line its number in `.info.json`, which is that of the key index.
         firsts: For each shard of the line its place on it.
@@ -47,8 +46,7 @@ class _Line:
         excluded: Places of the excluded samples, sorted.
     """
 
-    path: str
-    index: str
+    index: KeyIndex
     nonmatch: Nonmatch
     numbers: IntArray
     firsts: IntArray
@@ -59,7 +57,7 @@ class _Line:
     def places(self, shards: IntArray, locals_: IntArray) -> IntArray:
         """Return the places of samples, -1 for those that are not there (-1, -1), excluded or in another part."""
         if shards.size and (shards.max() >= self.counts.size or (locals_ >= self.counts[shards]).any()):
-            raise _stale(self.path)
+            raise _stale(self.index)
         found = np.where((shards >= 0) & (self.starts[shards] >= 0), self.starts[shards] + locals_, -1)
         return np.where(np.isin(found, self.excluded), -1, found) if self.excluded.size else found
 
@@ -82,7 +80,6 @@ def find_rows(
 
     Raises:
         KeyIndexError: A key index is damaged or older than its dataset.
-        DuplicateKeyError: A key stands twice in a dataset.
         UnmatchedKeyError: A dataset with `nonmatch: error` lacks keys; some of them are named.
     """
     missing = [0] * len(parts)
@@ -126,7 +123,6 @@ def _line(part: JoinPart, scratch: str) -> _Line:
     starts[numbers[::-1]] = firsts[::-1]  # backwards, so that of a shard that is listed twice the first place counts
     index = local_key_index(dataset.store, scratch)
     return _Line(
-        path=dataset.path,
         index=index,
         nonmatch=part.nonmatch,
         numbers=numbers,
@@ -137,7 +133,7 @@ def _line(part: JoinPart, scratch: str) -> _Line:
     )
 
 
-def _excluded(dataset: PreparedDataset, index: str, numbers: IntArray, firsts: IntArray) -> IntArray:
+def _excluded(dataset: PreparedDataset, index: KeyIndex, numbers: IntArray, firsts: IntArray) -> IntArray:
     if not dataset.excluded:
         return np.empty(0, dtype=np.int64)
     excluded = sorted(dataset.excluded)
@@ -171,12 +167,7 @@ def _join_shard(lines: Sequence[_Line], shard: int) -> _Found:
     for place, line in enumerate(lines[1:], start=1):
         found = matches(primary.index, line.index, number)
         if not np.array_equal(found[:, 0], np.arange(count)):
-            if np.array_equal(np.unique(found[:, 0]), np.arange(count)):
-                raise DuplicateKeyError(
-                    f"{primary.path} or {line.path}: a key of the shard {shard} stands twice in the key index. Keys "
-                    f"must be unique in a dataset: rename the samples, and run `energon prepare` again."
-                )
-            raise _stale(primary.path)
+            raise _stale(primary.index)
         rows[:, place] = line.places(found[:, 1], found[:, 2])
     kept = ~np.isin(rows[:, 0], primary.excluded)
     for place, line in enumerate(lines):
@@ -193,8 +184,8 @@ def _join_shard(lines: Sequence[_Line], shard: int) -> _Found:
     return _Found(rows=rows[kept], missing=missing, keys=keys)
 
 
-def _stale(path: str) -> KeyIndexError:
+def _stale(index: KeyIndex) -> KeyIndexError:
     return KeyIndexError(
-        f"{path}: the key index has other samples than `.info.json` counts. Write both again: "
-        f"`energon prepare --tar-index-only {path}`."
+        f"{index.dataset}: the key index has other samples than `.info.json` counts. Write both again: "
+        f"`energon prepare --tar-index-only {index.dataset}`."
     )

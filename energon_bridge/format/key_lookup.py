@@ -7,11 +7,11 @@ processes can share it and nothing is left open. One behind a URL is copied to a
 from __future__ import annotations
 
 import itertools
-import os
 import sqlite3
 import urllib.parse
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
+from typing import NamedTuple
 
 import numpy as np
 
@@ -47,23 +47,39 @@ def key_index_version(store: Store) -> list[str | int]:
     return [store.read(uuid).decode(errors="replace").strip() if store.exists(uuid) else "", size]
 
 
-def local_key_index(store: Store, scratch: str) -> str:
-    """Return the path of the key index of a dataset, copied to the file `scratch` if it lies behind a URL."""
+class KeyIndex(NamedTuple):
+    """A key index as a local file, and the dataset that it belongs to."""
+
+    path: str
+    dataset: str
+
+
+def local_key_index(store: Store, scratch: str) -> KeyIndex:
+    """Return the key index of a dataset, copied to the file `scratch` if it lies behind a URL.
+
+    Raises:
+        KeyIndexError: It is damaged, or of an old release that did not check that keys are unique.
+    """
     rel = meta_path(INDEX_SQLITE)
     if isinstance(store, LocalStore):
-        return store.url(rel)
-    size = store.size(rel)
-    with open(scratch, "wb") as file:
-        for start in range(0, size, _COPY_BYTES):
-            file.write(store.read_range(rel, start, min(_COPY_BYTES, size - start)))
-    return scratch
+        index = KeyIndex(store.url(rel), store.root)
+    else:
+        index = KeyIndex(scratch, store.root)
+        size = store.size(rel)
+        with open(scratch, "wb") as file:
+            for start in range(0, size, _COPY_BYTES):
+                file.write(store.read_range(rel, start, min(_COPY_BYTES, size - start)))
+    with _connected(index) as connection:
+        if not any(is_unique for _, _, is_unique, *_ in connection.execute("PRAGMA index_list(samples)")):
+            raise sqlite3.DatabaseError("there is no table of samples with unique keys")
+    return index
 
 
-def matches(own: str, other: str, shard: int) -> IntArray:
+def matches(own: KeyIndex, other: KeyIndex, shard: int) -> IntArray:
     """Look the keys of a shard up in another key index.
 
     Args:
-        own, other: Paths of the two key indexes.
+        own, other: The two key indexes.
         shard: Number of the shard in the `.info.json` of `own`.
 
     Returns:
@@ -78,34 +94,35 @@ def matches(own: str, other: str, shard: int) -> IntArray:
         return np.fromiter(itertools.chain.from_iterable(rows), dtype=np.int64).reshape(-1, 3)
 
 
-def find_keys(path: str, keys: Sequence[str]) -> list[tuple[int, int] | None]:
+def find_keys(index: KeyIndex, keys: Sequence[str]) -> list[tuple[int, int] | None]:
     """Return (shard number, number in the shard) of each key, None for one that is not there."""
     query = "SELECT tar_file_id, sample_index FROM samples WHERE sample_key = ?"
-    with _connected(path) as connection:
+    with _connected(index) as connection:
         return [connection.execute(query, (key,)).fetchone() for key in keys]
 
 
-def keys_at(path: str, shard: int, indices: Sequence[int]) -> list[str]:
+def keys_at(index: KeyIndex, shard: int, indices: Sequence[int]) -> list[str]:
     """Return the keys of some samples of a shard."""
     query = "SELECT sample_key FROM samples WHERE tar_file_id = ? AND sample_index = ?"
-    with _connected(path) as connection:
-        return [str(connection.execute(query, (shard, index)).fetchone()[0]) for index in indices]
+    with _connected(index) as connection:
+        return [str(connection.execute(query, (shard, number)).fetchone()[0]) for number in indices]
 
 
 @contextmanager
-def _connected(path: str, other: str | None = None) -> Iterator[sqlite3.Connection]:
+def _connected(own: KeyIndex, other: KeyIndex | None = None) -> Iterator[sqlite3.Connection]:
+    """Open a key index, with another attached as `other`; what goes wrong inside is a KeyIndexError."""
     try:
-        with closing(sqlite3.connect(_uri(path), uri=True)) as connection:
+        with closing(sqlite3.connect(_uri(own), uri=True)) as connection:
             if other is not None:
                 connection.execute("ATTACH ? AS other", (_uri(other),))
             yield connection
     except (sqlite3.Error, ValueError, TypeError) as error:
-        both = path if other is None else f"{path} or {other}"
+        datasets = own.dataset if other is None else f"{own.dataset} or {other.dataset}"
         raise KeyIndexError(
-            f"{both}: cannot read the key index: {error}. Write it again with `energon prepare --tar-index-only "
-            f"{os.path.dirname(os.path.dirname(path))}`."
+            f"{datasets}: cannot read the key index {meta_path(INDEX_SQLITE)}: {error}. Write it again with `energon "
+            f"prepare --tar-index-only {own.dataset if other is None else 'PATH'}`."
         ) from error
 
 
-def _uri(path: str) -> str:
-    return f"file:{urllib.parse.quote(path)}?mode=ro&immutable=1"
+def _uri(index: KeyIndex) -> str:
+    return f"file:{urllib.parse.quote(index.path)}?mode=ro&immutable=1"

@@ -62,8 +62,8 @@ def lint_parts(
 ) -> tuple[list[PreparedDataset], list[str]]:
     """Open the split parts to check (default: all that there are); returns them and the names of the empty ones.
 
-    A JSONL file has no parts: it is opened as a whole. Raises the errors of `open_dataset`, and EmptyDatasetError if all
-    parts are empty.
+    A JSONL file has no parts: it is opened as a whole. Raises the errors of `open_dataset`, and EmptyDatasetError if
+    all parts are empty.
     """
     if is_jsonl(path):
         return [open_jsonl(path)], []
