@@ -19,9 +19,10 @@ import numpy as np
 import pytest
 import yaml
 from click.testing import CliRunner
+from hypothesis import given, settings, strategies as st
 from keyed import join, keyed_dataset, shards, shuffled, write_mix
 
-from energon_bridge import KeyIndexError
+from energon_bridge import EmptyDatasetError, KeyIndexError
 from energon_bridge.cli.main import main
 from energon_bridge.format import open_dataset
 from energon_bridge.format.join import JoinPart
@@ -75,6 +76,55 @@ def test_skipped_rows_shorten_their_shards(folder: Path) -> None:
     expected = np.array([row for row in expected_rows(folder) if row[1] >= 0])
     assert np.array_equal(index.rows, expected)
     assert index.shard_counts.tolist() == np.histogram(expected[:, 0], [0, 20, 21, 60, 90])[0].tolist()
+
+
+ALL = [f"{number}" for number in range(12)]
+some_keys = st.lists(st.sampled_from(ALL), unique=True, min_size=1)
+
+
+@settings(max_examples=30)
+@given(
+    first=some_keys,
+    second=some_keys,
+    third=some_keys,
+    cuts=st.tuples(*[st.integers(1, 12)] * 3),
+    excluded=st.tuples(*[st.sets(st.sampled_from(ALL), max_size=3)] * 3),
+    modes=st.tuples(*[st.sampled_from(["skip", "none"])] * 2),
+)
+def test_rows_are_those_found_one_by_one(
+    tmp_path_factory: pytest.TempPathFactory,
+    first: list[str],
+    second: list[str],
+    third: list[str],
+    cuts: tuple[int, ...],
+    excluded: tuple[set[str], ...],
+    modes: tuple[Any, ...],
+) -> None:
+    folder = tmp_path_factory.mktemp("any")
+    lines = [first, second, third]
+    parts = []
+    for number, (keys, cut, out) in enumerate(zip(lines, cuts, excluded, strict=True)):
+        pieces = [keys[:cut], keys[cut:]] if cut < len(keys) else [keys]
+        excludes = [f"train/{shard}.tar/{key}" for shard, piece in enumerate(pieces) for key in piece if key in out]
+        keyed_dataset(folder / str(number), train=pieces, exclude=sorted(excludes))
+        dataset = open_dataset(folder / str(number), split_part="train")
+        parts.append(JoinPart(dataset=dataset, nonmatch=("error", *modes)[number]))
+    expected = []
+    for key in [key for key in first if key not in excluded[0]]:
+        row = [
+            keys.index(key) if key in keys and key not in out else -1 for keys, out in zip(lines, excluded, strict=True)
+        ]
+        if not any(place < 0 and mode == "skip" for place, mode in zip(row[1:], modes, strict=True)):
+            expected.append(row)
+    if not expected:
+        with pytest.raises(EmptyDatasetError):
+            open_index(parts, [str(folder / "cache")])
+        return
+    index = open_index(parts, [str(folder / "cache")])
+    assert index.rows.tolist() == expected
+    ends = np.cumsum(parts[0].dataset.shard_counts)
+    places = np.searchsorted(ends, [row[0] for row in expected], side="right")
+    assert index.shard_counts.tolist() == np.bincount(places, minlength=ends.size).tolist()
 
 
 def prepare_again(folder: Path) -> None:
@@ -238,6 +288,15 @@ def test_prepare_builds_the_joins_of_all_splits(folder: Path) -> None:
     assert len(list(cache.iterdir())) == 3
     write_mix(mix, val=skip)
     assert prepare(mix).count("Removed join_rows_") == 1
+
+
+def test_prepare_writes_beside_the_file_that_has_the_join(folder: Path) -> None:
+    (folder / "inner").mkdir()
+    skip = {"join": [{"path": "../a"}, {"path": "../b", "nonmatch": "skip"}], "joiner": join()["joiner"]}
+    inner = write_mix(folder / "inner" / "mix.yaml", val=skip)
+    outer = write_mix(folder / "mix.yaml", train={"path": "inner/mix.yaml", "split_part": "val"})
+    assert "train: Joined 2 of 2" in prepare(outer)
+    assert [path.parent for path in folder.rglob("join_rows_*")] == [Path(f"{inner}.cache")]
 
 
 def test_prepare_of_a_mix_without_joins(folder: Path) -> None:

@@ -109,7 +109,7 @@ def test_a_missing_match_is_an_error_that_names_keys(tmp_path: Path) -> None:
         texts(write_mix(tmp_path / "mix.yaml", train=join()))
 
 
-def test_three_datasets_with_a_mode_each(tmp_path: Path) -> None:
+def test_three_datasets_with_a_mode_each(tmp_path: Path, cache: Path) -> None:
     keyed_dataset(tmp_path / "a", train=[KEYS])
     keyed_dataset(tmp_path / "b", train=[shuffled(KEYS[2:])])
     keyed_dataset(tmp_path / "c", train=shards(shuffled(KEYS[:10]), 5, 5))
@@ -117,6 +117,7 @@ def test_three_datasets_with_a_mode_each(tmp_path: Path) -> None:
     document["join"].append({"path": "./c", "nonmatch": "none"})
     source = {"__class__": "MetadatasetV2", "splits": {"train": in_folder(document, tmp_path)}}
     assert texts(source) == [f"a {key}|b {key}|{f'c {key}' if key in KEYS[:10] else None}" for key in KEYS[2:]]
+    assert len(list((cache / "energon_bridge" / "joins").iterdir())) == 1  # a dict has no folder of its own
 
 
 def collected(*samples: TextSample | None) -> TextSample:
