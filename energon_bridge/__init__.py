@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         FatalSampleError as FatalSampleError,
         FieldAccessError as FieldAccessError,
         FieldMapError as FieldMapError,
+        KeyIndexError as KeyIndexError,
         LoaderError as LoaderError,
         MaskedMicrobatchesError as MaskedMicrobatchesError,
         MetadataError as MetadataError,
@@ -62,12 +63,17 @@ if TYPE_CHECKING:
         TooManyRanksError as TooManyRanksError,
         UnknownArgumentError as UnknownArgumentError,
         UnknownSplitError as UnknownSplitError,
+        UnmatchedKeyError as UnmatchedKeyError,
         UnsupportedShardError as UnsupportedShardError,
         UntrustedCodeError as UntrustedCodeError,
         WorkerDiedError as WorkerDiedError,
     )
     from energon_bridge.loader import SavableDataLoader as SavableDataLoader
-    from energon_bridge.mix import Blender as Blender, WeightSchedule as WeightSchedule
+    from energon_bridge.mix import (
+        Blender as Blender,
+        WeightSchedule as WeightSchedule,
+        register_joiner as register_joiner,
+    )
     from energon_bridge.samples import (
         Batch as Batch,
         CaptioningSample as CaptioningSample,
@@ -120,6 +126,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
         "FatalSampleError",
         "FieldAccessError",
         "FieldMapError",
+        "KeyIndexError",
         "LoaderError",
         "MaskedMicrobatchesError",
         "MetadataError",
@@ -144,12 +151,13 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
         "TooManyRanksError",
         "UnknownArgumentError",
         "UnknownSplitError",
+        "UnmatchedKeyError",
         "UnsupportedShardError",
         "UntrustedCodeError",
         "WorkerDiedError",
     ),
     "loader": ("SavableDataLoader",),
-    "mix": ("Blender", "WeightSchedule"),
+    "mix": ("Blender", "WeightSchedule", "register_joiner"),
     "samples": (
         "Batch",
         "CaptioningSample",

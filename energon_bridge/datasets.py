@@ -65,8 +65,8 @@ def get_train_dataset(
     """Open a prepared dataset for training: an endless, shuffled stream of microbatches.
 
     Args:
-        path: Folder of a dataset prepared by `energon prepare`, or its URL; or a mix: a metadataset file, the same as
-            a dict, a `Blender`, a list of (path, weight) pairs, or Megatron's `(prefixes, weights)`.
+        path: Folder of a dataset prepared by `energon prepare`, or its URL; a `.jsonl` file; or a mix: a metadataset
+            file, the same as a dict, a `Blender`, a list of (path, weight) pairs, or Megatron's `(prefixes, weights)`.
         split_part: Part of the split to read.
         worker_config: Who loads what; default: `WorkerConfig.default_worker_config()`.
         batch_size: Samples in a microbatch; None delivers samples.

@@ -13,6 +13,8 @@
     │   ├── ShardMissingError           a shard or its index is listed but not there
     │   ├── CorruptShardError           a tar is truncated or has a broken header; names the offset
     │   ├── DuplicateKeyError           two samples share a key
+    │   ├── KeyIndexError               there is no index.sqlite to look keys up in, or a damaged one
+    │   ├── UnmatchedKeyError           a sample has no match in another dataset of a join
     │   ├── UnknownSplitError           the split part is not in split.yaml
     │   ├── EmptyDatasetError           the split part has no samples
     │   ├── MetadataError               a file in .nv-meta cannot be parsed or has wrong types
@@ -93,6 +95,14 @@ class UnsupportedShardError(DatasetError):
 
 class DuplicateKeyError(DatasetError):
     """Two samples of one dataset share a key."""
+
+
+class KeyIndexError(DatasetError):
+    """The dataset has no key index, or one that cannot be read."""
+
+
+class UnmatchedKeyError(DatasetError):
+    """A sample has no match in another dataset of a join."""
 
 
 class UnknownSplitError(DatasetError):

@@ -15,7 +15,15 @@ import pytest
 import torch
 from conftest import FIXTURES
 
-from energon_bridge import DefaultTaskEncoder, WorkerConfig, get_loader, get_train_dataset, get_val_dataset
+from energon_bridge import (
+    DefaultTaskEncoder,
+    TextSample,
+    WorkerConfig,
+    get_loader,
+    get_train_dataset,
+    get_val_dataset,
+    register_joiner,
+)
 from energon_bridge.samples import META_FIELDS, CrudeSample
 from energon_bridge.task_encoder import SampleDecoder
 
@@ -67,6 +75,17 @@ def validation(path: str | Path, split_part: str, num_workers: int) -> list[dict
 def test_samples_are_those_of_megatron_energon(leaf: str, num_workers: int) -> None:
     name, _, split_part = leaf.partition(":")
     assert validation(FIXTURES / name, split_part, num_workers) == EXPECTED[leaf]
+
+
+@register_joiner("joiners.join_caption_and_text")
+def join_caption_and_text(image: Any, extra: Any) -> TextSample:
+    """Join as the joiner did that expected.json was made with."""
+    return TextSample.derive_from(image, text=f"{image.caption} + {extra.text}")
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_joined_samples_are_those_of_megatron_energon(fixtures: Path, num_workers: int) -> None:
+    assert validation(fixtures / "joined.yaml", "train", num_workers) == EXPECTED["joined.yaml:train"]
 
 
 def test_every_plain_dataset_was_compared() -> None:

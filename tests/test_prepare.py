@@ -29,6 +29,7 @@ from energon_bridge.errors import (
     UnsupportedShardError,
 )
 from energon_bridge.format import open_dataset
+from energon_bridge.format.parallel import map_shards
 from energon_bridge.prepare import (
     parse_ratio,
     prepare_dataset,
@@ -36,7 +37,6 @@ from energon_bridge.prepare import (
     render_dataset_yaml,
     summarize_dataset,
 )
-from energon_bridge.prepare.parallel import map_shards
 from energon_bridge.prepare.staging import STAGING_FOLDER, Staging
 from energon_bridge.storage import open_store
 

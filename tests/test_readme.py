@@ -37,6 +37,7 @@ def dataset(tmp_path: Path) -> Path:
 def test_python_block(line, code, dataset, tmp_path, monkeypatch, capsys):
     assert DATA in code, "a block that loads nothing proves nothing"
     monkeypatch.chdir(tmp_path)  # blocks may write files
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     code = "\n" * (line - 1) + code.replace(DATA, str(dataset)).replace(MORE, str(dataset.parent / "more"))
     exec(compile(code, str(README), "exec"), {"__name__": "__main__"})
 

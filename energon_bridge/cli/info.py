@@ -14,10 +14,12 @@ from energon_bridge.prepare.summary import DatasetSummary, summarize_dataset
 @click.option("--split-config", default="split.yaml", show_default=True, help="Split file in .nv-meta.")
 @click.option("--dataset-config", default="dataset.yaml", show_default=True, help="Dataset file in .nv-meta.")
 def command(path: str, split_config: str, dataset_config: str) -> None:
-    """Show samples, shards, size, sample type and splits of the prepared dataset at PATH (a folder or URL)."""
+    """Show samples, shards, size, sample type and splits of the dataset at PATH (a folder, a .jsonl file, or a URL)."""
     summary = summarize_dataset(path, split_config=split_config, dataset_config=dataset_config)
     for name, value in _rows(summary):
         click.echo(f"{name + ':':<14}{value}")
+    if not summary.parts:
+        return
     table = Table("split part", "samples", "share", "shards", "excluded samples")
     for column in table.columns[1:]:
         column.justify = "right"
@@ -38,10 +40,11 @@ def _rows(summary: DatasetSummary) -> list[tuple[str, str]]:
     ]
     rows += [("field", f"{field} = {access}") for field, access in summary.field_map.items()]
     rows += [("subflavor", f"{name} = {value}") for name, value in summary.subflavors.items()]
-    rows += [
-        ("prepared by", f"energon {summary.energon_version or 'unknown'}"),
-        ("key index", "yes" if summary.has_key_index else "no"),
-    ]
+    if summary.parts:
+        rows += [
+            ("prepared by", f"energon {summary.energon_version or 'unknown'}"),
+            ("key index", "yes" if summary.has_key_index else "no"),
+        ]
     rows += [("MISSING", shard) for shard in summary.missing_shards]
     return rows
 

@@ -29,7 +29,7 @@ def command(
     trust_remote_code: bool,
     progress: bool,
 ) -> None:
-    """Check the dataset at PATH (a folder or URL) sample by sample.
+    """Check the dataset at PATH (a folder, a .jsonl file, or a URL of one) sample by sample.
 
     Every index is compared with .info.json, every sample is read and decoded as in training; excluded samples are left
     out. Whatever does not load is named with dataset, split part, shard, key and part, and the exit code is 1.
@@ -47,7 +47,7 @@ def command(
     bad: set[tuple[str, str | None, str]] = set()
     shown = 0
     for dataset in datasets:
-        with shard_progress(f"Checking {dataset.split_part}", enabled=progress) as advance:
+        with shard_progress(f"Checking {dataset.split_part or path}", enabled=progress) as advance:
             for number, report in enumerate(lint_dataset(dataset, num_workers=parallel), start=1):
                 checked += report.num_checked
                 for problem in report.problems:

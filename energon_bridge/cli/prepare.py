@@ -9,6 +9,7 @@ import click
 from energon_bridge.cli.assistant import ask_dataset_yaml, ask_field_map, ask_ratio, show_first_samples
 from energon_bridge.cli.progress import shard_progress
 from energon_bridge.errors import ConfigurationError, MetadataError, NotPreparedError
+from energon_bridge.format.jsonl import index_jsonl, is_jsonl
 from energon_bridge.format.nvmeta import meta_path, read_info
 from energon_bridge.prepare.dataset_yaml import parse_field_map, render_dataset_yaml
 from energon_bridge.prepare.discover import find_shards
@@ -44,6 +45,7 @@ _DEFAULT_WORKERS = min(16, os.cpu_count() or 1)
 @click.option("--skip-dataset-yaml", is_flag=True, help="Write no dataset.yaml.")
 @click.option("--dataset-yaml-name", default="dataset.yaml", show_default=True, help="Name of the file to write.")
 @click.option("--non-interactive", is_flag=True, help="Never ask.")
+@click.option("--trust-remote-code", is_flag=True, help="Of a mix: open datasets that bring code of their own.")
 def command(
     path: str,
     progress: bool,
@@ -60,12 +62,25 @@ def command(
     skip_dataset_yaml: bool,
     dataset_yaml_name: str,
     non_interactive: bool,
+    trust_remote_code: bool,
 ) -> None:
-    """Prepare the WebDataset tars below PATH (a folder or URL) for training.
+    """Prepare the WebDataset tars below PATH (a folder or URL) for training, or the joins of the mix PATH (a .yaml).
 
     Writes a .tar.idx next to every tar, and .nv-meta with the samples per shard, the split, the sample type and the
     key index, in the formats of Megatron Energon. Either all of it is written or nothing changes.
+
+    Of a .jsonl file, its index is written beside it. Of a mix (a .yaml), the joins of all splits are looked up once,
+    and kept in PATH.cache.
     """
+    if is_jsonl(path) or path.endswith(".yaml"):
+        if split_ratio or split_parts or sample_type or tar_index_only:
+            what = "a JSONL file" if is_jsonl(path) else "a mix"
+            raise ConfigurationError(f"{path} is {what}: these options go with the folder of a dataset.")
+        if is_jsonl(path):
+            click.echo(f"Indexed {index_jsonl(path):,} samples.")
+            return
+        _prepare_mix(path, num_workers=num_workers, trust=trust_remote_code, progress=progress)
+        return
     if tar_index_only:
         with shard_progress("Indexing shards", enabled=progress) as advance:
             prepared = rebuild_index(path, num_workers=num_workers, key_index=key_index, progress=advance)
@@ -96,6 +111,24 @@ def command(
             progress=advance,
         )
     _report(store, prepared, dataset_yaml_name)
+
+
+def _prepare_mix(path: str, *, num_workers: int, trust: bool, progress: bool) -> None:
+    from energon_bridge.prepare.joins import mix_joins, prepare_join, remove_unused  # imports torch
+
+    joins = mix_joins(path)
+    indexes = set()
+    for split_part, join in joins:
+        with shard_progress(f"Joining {split_part}", enabled=progress) as advance:
+            prepared = prepare_join(join, num_workers=num_workers, trust_remote_code=trust, progress=advance)
+        click.echo(
+            f"{split_part}: Joined {prepared.num_rows:,} of {prepared.num_samples:,} samples of {prepared.primary}."
+        )
+        indexes.add(prepared.index)
+    for name in remove_unused(path, indexes):
+        click.echo(f"Removed {name}, which no split uses any more.")
+    if not joins:
+        click.echo(f"{path} has no joins: nothing to prepare.")
 
 
 def _check_combinations(

@@ -1,4 +1,4 @@
-"""What is on disk: tar members, `.tar.idx`, the files of `.nv-meta`, the field map.
+"""What is on disk: tar members, `.tar.idx`, the files of `.nv-meta`, the field map, JSONL files, the index of a join.
 
 Reading needs the index only, never a walk of a tar. The formats are those of Megatron Energon 7.4, read and written so
 that both packages can share a dataset.

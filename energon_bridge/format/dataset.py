@@ -52,6 +52,11 @@ class PreparedDataset:
     fingerprint: str
     num_samples: int
 
+    @property
+    def index_remedy(self) -> str:
+        """What to do about a wrong index of a shard."""
+        return "Rebuild it with `energon prepare --tar-index-only`."
+
 
 def open_dataset(
     path: str | os.PathLike[str],
@@ -108,6 +113,7 @@ def read_index(dataset: PreparedDataset, shard: int) -> np.ndarray:
         dataset.shard_names[shard],
         count=int(dataset.shard_counts[shard]),
         size=int(dataset.shard_sizes[shard]),
+        remedy=dataset.index_remedy,
     )
 
 

@@ -33,7 +33,7 @@ PartFilter = frozenset[str] | Callable[[str], bool]
 
 _STANDARD_CLASS = "StandardWebdatasetFactory"
 _CODE_KEYS = ("field_map", "sample_loader", "part_filter", "subflavors")
-_OWN_PACKAGES = ("megatron.energon", "energon_bridge")
+OWN_PACKAGES = ("megatron.energon", "energon_bridge")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +94,7 @@ def _resolve(named: dict[str, Any], *, store: Store, where: str, field: str, tru
     dot = f"{field}." if field else ""
     module = expect_string(named["__module__"], where=where, field=f"{dot}__module__")
     name = expect_string(named["__class__"], where=where, field=f"{dot}__class__")
-    if any(module == package or module.startswith(package + ".") for package in _OWN_PACKAGES):
+    if any(module == package or module.startswith(package + ".") for package in OWN_PACKAGES):
         try:
             return sample_type_by_name(name)
         except (EnergonError, KeyError) as error:

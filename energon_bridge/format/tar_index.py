@@ -16,7 +16,6 @@ from energon_bridge.errors import CorruptShardError, ShardMissingError
 from energon_bridge.storage import Store
 
 _OFFSET = np.dtype("<u8")
-_REMEDY = "Rebuild it with `energon prepare --tar-index-only`."
 
 
 def index_name(shard: str) -> str:
@@ -29,8 +28,8 @@ def encode_index(offsets: Sequence[int] | array[int] | np.ndarray) -> bytes:
     return np.asarray(offsets, dtype=_OFFSET).tobytes()
 
 
-def load_index(store: Store, shard: str, *, count: int, size: int) -> np.ndarray:
-    """Read and check the index of a shard of `count` samples and `size` bytes.
+def load_index(store: Store, shard: str, *, count: int, size: int, remedy: str) -> np.ndarray:
+    """Read and check the index of a shard of `count` samples and `size` bytes; `remedy` says what to do if it is wrong.
 
     Returns uint64 offsets, shape (count + 1,). Raises ShardMissingError if the file is not there and CorruptShardError
     if it does not fit the shard.
@@ -40,23 +39,22 @@ def load_index(store: Store, shard: str, *, count: int, size: int) -> np.ndarray
     try:
         data = store.read(rel)
     except ShardMissingError as error:
-        raise ShardMissingError(f"{where}: the index of shard {shard!r} is missing. {_REMEDY}") from error
+        raise ShardMissingError(f"{where}: the index of shard {shard!r} is missing. {remedy}") from error
     if len(data) != 8 * (count + 1):
         raise CorruptShardError(
             f"{where}: {len(data)} bytes, expected {8 * (count + 1)} for the {count} samples that .info.json counts. "
-            f"{_REMEDY}"
+            f"{remedy}"
         )
     offsets = np.frombuffer(data, dtype=_OFFSET)
     # Compared as they are: a difference of unsigned numbers would wrap around.
     if count and bool((offsets[1:] <= offsets[:-1]).any()):
         sample = int(np.argmax(offsets[1:] <= offsets[:-1]))
         raise CorruptShardError(
-            f"{where}: sample {sample} starts at byte {offsets[sample]} and ends at {offsets[sample + 1]}. {_REMEDY}"
+            f"{where}: sample {sample} starts at byte {offsets[sample]} and ends at {offsets[sample + 1]}. {remedy}"
         )
     if int(offsets[-1]) > size:
         raise CorruptShardError(
             f"{where}: the last sample ends at byte {offsets[-1]}, but {store.url(shard)} has {size} bytes. "
-            f"The tar was cut off or replaced: copy it again, or rebuild the index with "
-            f"`energon prepare --tar-index-only`."
+            f"The file was cut off or replaced: copy it again, or: {remedy}"
         )
     return offsets

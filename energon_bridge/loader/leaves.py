@@ -8,14 +8,17 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 
 from energon_bridge.errors import ConfigurationError, EmptyDatasetError
 from energon_bridge.format.dataset import PreparedDataset, open_dataset
+from energon_bridge.format.join import JoinedDataset
+from energon_bridge.format.jsonl import JsonlDataset, open_jsonl
 from energon_bridge.format.nvmeta import DEFAULT_DATASET_CONFIG, DEFAULT_SPLIT_CONFIG
-from energon_bridge.mix import LeafRef, Mix, combine_multipliers, evaluate_subset
+from energon_bridge.loader.joins import open_join
+from energon_bridge.mix import JoinRef, LeafRef, Mix, combine_multipliers, evaluate_subset
 from energon_bridge.rng import IntArray
 from energon_bridge.task_encoder.images import IMAGE_EXTENSIONS
 
@@ -24,17 +27,17 @@ _NOT_YET = "cannot be read yet by this version of energon_bridge; leave it out o
 
 @dataclass(frozen=True, kw_only=True)
 class OpenLeaf:
-    """One dataset, or a part of one, in a mix.
+    """One dataset or join, or a part of one, in a mix.
 
     Args:
-        dataset: The opened dataset.
-        start, stop: The samples of it that the leaf has.
+        dataset: The opened dataset or join.
+        start, stop: The samples (rows of a join) of it that the leaf has.
         share: Its weight (mode "weights"), or how often a mix epoch goes through it.
         occurrence: Number among the leaves of the mix that have the same content.
         shuffle_epochs: Epochs that are shuffled as one, -1 without an end; None keeps the dataset's own order.
     """
 
-    dataset: PreparedDataset
+    dataset: PreparedDataset | JoinedDataset
     start: int
     stop: int
     share: Fraction = Fraction(1)
@@ -63,8 +66,17 @@ class OpenLeaf:
     @property
     def decodes_media(self) -> bool:
         """Whether decoding it is worth threads of its own: image decoders release the interpreter lock."""
-        field_map = self.dataset.field_map
-        return field_map is None or any(p.rpartition(".")[2].lower() in IMAGE_EXTENSIONS for p in field_map.parts)
+        dataset = self.dataset
+        if isinstance(dataset, JoinedDataset):
+            return any(_decodes_media(part.dataset) for part in dataset.parts)
+        return _decodes_media(dataset)
+
+
+def _decodes_media(dataset: PreparedDataset) -> bool:
+    if isinstance(dataset, JsonlDataset):
+        return False
+    field_map = dataset.field_map
+    return field_map is None or any(p.rpartition(".")[2].lower() in IMAGE_EXTENSIONS for p in field_map.parts)
 
 
 def open_leaves(mix: Mix, *, trust_remote_code: bool, shuffle_epochs: int | None) -> tuple[OpenLeaf, ...]:
@@ -79,30 +91,18 @@ def open_leaves(mix: Mix, *, trust_remote_code: bool, shuffle_epochs: int | None
     leaves: list[OpenLeaf] = []
     for entry in mix.leaves:
         ref = entry.leaf
-        if not isinstance(ref, LeafRef):
-            raise ConfigurationError(f"{ref.where}: a join {_NOT_YET}")
-        if ref.is_jsonl or ref.aux:
-            what = f"the JSONL file {ref.path}" if ref.is_jsonl else "an aux store"
-            raise ConfigurationError(f"{ref.where}: {what} {_NOT_YET}")
-        dataset_config = ref.dataset_config or DEFAULT_DATASET_CONFIG
-        split_config = ref.split_config or DEFAULT_SPLIT_CONFIG
-        place = (ref.path, ref.split_part, dataset_config, split_config)
-        if place not in opened:
-            opened[place] = open_dataset(
-                ref.path,
-                split_part=ref.split_part,
-                dataset_config=dataset_config,
-                split_config=split_config,
-                trust_remote_code=trust_remote_code,
-            )
-        dataset = opened[place]
+        dataset: PreparedDataset | JoinedDataset
+        if isinstance(ref, JoinRef):
+            dataset = open_join(ref, partial(open_prepared, opened, trust=trust_remote_code), trust=trust_remote_code)
+        else:
+            dataset = open_prepared(opened, ref, trust=trust_remote_code)
+            if ref.subflavors:
+                dataset = dataclasses.replace(dataset, subflavors=dataset.subflavors | ref.subflavors)
         start, stop = evaluate_subset(ref.subsets, dataset.num_samples)
         if start == stop:
             raise EmptyDatasetError(
-                f"{ref.where}: the subset of {ref.path} has none of its {dataset.num_samples} samples"
+                f"{ref.where}: the subset of {dataset.path} has none of its {dataset.num_samples} samples"
             )
-        if ref.subflavors:
-            dataset = dataclasses.replace(dataset, subflavors=dataset.subflavors | ref.subflavors)
         share = entry.weight if entry.repetitions is None else entry.repetitions
         leaves.append(
             OpenLeaf(
@@ -114,6 +114,29 @@ def open_leaves(mix: Mix, *, trust_remote_code: bool, shuffle_epochs: int | None
             )
         )
     return _numbered(leaves)
+
+
+def open_prepared(
+    opened: dict[tuple[str, str, str, str], PreparedDataset], ref: LeafRef, *, trust: bool
+) -> PreparedDataset:
+    """Open the prepared dataset or JSONL file of a reference, or take it from those opened before."""
+    if ref.aux:
+        raise ConfigurationError(f"{ref.where}: an aux store {_NOT_YET}")
+    dataset_config = ref.dataset_config or DEFAULT_DATASET_CONFIG
+    split_config = ref.split_config or DEFAULT_SPLIT_CONFIG
+    place = (ref.path, ref.split_part, dataset_config, split_config)
+    if place not in opened:
+        if ref.is_jsonl:
+            opened[place] = open_jsonl(ref.path)
+        else:
+            opened[place] = open_dataset(
+                ref.path,
+                split_part=ref.split_part,
+                dataset_config=dataset_config,
+                split_config=split_config,
+                trust_remote_code=trust,
+            )
+    return opened[place]
 
 
 def _numbered(leaves: Sequence[OpenLeaf]) -> tuple[OpenLeaf, ...]:

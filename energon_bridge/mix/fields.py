@@ -12,9 +12,10 @@ from typing import Any, get_args
 
 from energon_bridge.errors import MetadataError
 from energon_bridge.format.documents import expect_keys, expect_mapping, expect_string, wrong_type
+from energon_bridge.format.join import Nonmatch
 from energon_bridge.mix.paths import resolve_path
 from energon_bridge.mix.schedule import exact_number
-from energon_bridge.mix.tree import AuxRef, Joiner, Nonmatch
+from energon_bridge.mix.tree import AuxRef, Joiner
 
 _RESERVED_AUX_NAMES = ("primary", "cache")
 _FILESYSTEM = re.compile(r"filesystem(?:\+([a-z][a-z0-9.-]*))?://", re.IGNORECASE)

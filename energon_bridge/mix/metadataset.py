@@ -133,6 +133,13 @@ def read_metadataset_dict(document: Mapping[str, Any], *, split_part: str, base:
     return _read_document(dict(document), scope=Scope(where="mix given as a dict", base=base, split_part=split_part))
 
 
+def metadataset_splits(path: str) -> list[str]:
+    """Return the names of the splits of the metadataset at an absolute path or URL."""
+    folder, name = split_path(path)
+    document = expect_mapping(parse_document(open_store(folder).read(name), where=path), where=path)
+    return list(expect_mapping(document.get("splits"), where=path, field="splits"))
+
+
 def _read_document(document: Any, *, scope: Scope) -> Node:
     mapping = expect_mapping(document, where=scope.where)
     is_v2 = _is_v2(mapping, where=scope.where)
@@ -289,6 +296,7 @@ def _read_join(item: dict[str, Any], *, field: str, scope: Scope) -> JoinRef:
             scope.multiplier, read_multiplier(item, where=where, field=field)
         ),
         subsets=_within(scope, subset).subsets,
+        file=scope.chain[-1][0] if scope.chain else "",
         where=f"{where}, field `{field}`",
     )
     # Defaults for entries that do not say it themselves.

@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any, Literal
+from typing import Any
 
+from energon_bridge.format.join import Nonmatch
 from energon_bridge.format.nvmeta import DEFAULT_DATASET_CONFIG, DEFAULT_SPLIT_CONFIG
 from energon_bridge.mix.schedule import WeightSchedule
 from energon_bridge.mix.subset import SubsetRange, merge_subsets
-
-Nonmatch = Literal["error", "skip", "none"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +81,8 @@ class JoinRef:
     """Several datasets joined by sample key; the first is the primary, whose samples say which rows there are.
 
     `subflavors` and the multiplier are those of the join and of what is around it; subsets count rows of the join.
-    The entries' leaves carry their own settings, with the join's and the outer subflavors already over them.
+    The entries' leaves carry their own settings, with the join's and the outer subflavors already over them. `file` is
+    the metadataset that has the join, empty if it was given as a dict.
     """
 
     entries: tuple[JoinEntry, ...]
@@ -91,6 +91,7 @@ class JoinRef:
     subflavors: dict[str, Any] = field(default_factory=dict)
     shuffle_over_epochs_multiplier: int | None = 1
     subsets: tuple[SubsetRange, ...] = ()
+    file: str = field(default="", compare=False)
     where: str = field(default="", compare=False)
 
     @property

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from energon_bridge.errors import EmptyDatasetError, EnergonError, UnknownSplitError
+from energon_bridge.errors import DecodeError, EmptyDatasetError, EnergonError, UnknownSplitError
 from energon_bridge.format.dataset import PreparedDataset, open_dataset, read_index
+from energon_bridge.format.jsonl import PART, JsonlDataset, is_jsonl, open_jsonl, parse_line
 from energon_bridge.format.nvmeta import DEFAULT_DATASET_CONFIG, DEFAULT_SPLIT_CONFIG, read_splits
+from energon_bridge.format.parallel import map_shards
 from energon_bridge.format.tar import parse_sample
-from energon_bridge.prepare.parallel import map_shards
 from energon_bridge.storage import open_store
 
 _READ_AHEAD = 8 << 20
@@ -37,7 +38,8 @@ class Problem:
     def __str__(self) -> str:
         key = f", key {self.key!r}" if self.key is not None else ""
         part = f", part {self.part!r}" if self.part is not None else ""
-        return f"{self.dataset}, {self.split_part}: shard {self.shard!r}{key}{part}: {self.message}"
+        split_part = f", {self.split_part}" if self.split_part else ""
+        return f"{self.dataset}{split_part}: shard {self.shard!r}{key}{part}: {self.message}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,8 +62,11 @@ def lint_parts(
 ) -> tuple[list[PreparedDataset], list[str]]:
     """Open the split parts to check (default: all that there are); returns them and the names of the empty ones.
 
-    Raises the errors of `open_dataset`, and EmptyDatasetError if all parts are empty.
+    A JSONL file has no parts: it is opened as a whole. Raises the errors of `open_dataset`, and EmptyDatasetError if
+    all parts are empty.
     """
+    if is_jsonl(path):
+        return [open_jsonl(path)], []
     store = open_store(path)
     store.check_root()
     known = read_splits(store, split_config)
@@ -117,6 +122,13 @@ def _check_shard(dataset: PreparedDataset, decode: Callable[[str, memoryview], A
     checked = 0
     try:
         for index, data in _read_samples(dataset, shard):
+            if isinstance(dataset, JsonlDataset):
+                checked += 1
+                try:
+                    parse_line(data)
+                except DecodeError as error:
+                    report(error, key=str(index), part=PART)
+                continue
             try:
                 key, parts = parse_sample(data, where=f"{dataset.store.url(name)}, sample {index}")
             except EnergonError as error:

@@ -32,10 +32,10 @@ from energon_bridge.format.nvmeta import (
     render_info,
     render_splits,
 )
+from energon_bridge.format.parallel import map_shards
 from energon_bridge.format.tar_index import encode_index, index_name
 from energon_bridge.format.tar_scan import scan_tar
 from energon_bridge.prepare.discover import find_shards
-from energon_bridge.prepare.parallel import map_shards
 from energon_bridge.prepare.split import SplitRule, split_shards
 from energon_bridge.prepare.staging import Staging
 from energon_bridge.storage import LocalStore, Store, open_store

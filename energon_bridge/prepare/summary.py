@@ -8,6 +8,7 @@ from typing import Any
 
 from energon_bridge.errors import ShardMissingError
 from energon_bridge.format.documents import expect_mapping, read_document
+from energon_bridge.format.jsonl import is_jsonl, open_jsonl
 from energon_bridge.format.nvmeta import (
     DEFAULT_DATASET_CONFIG,
     DEFAULT_SPLIT_CONFIG,
@@ -58,6 +59,8 @@ def summarize_dataset(
 
     Raises DatasetNotFoundError, NotPreparedError or MetadataError.
     """
+    if is_jsonl(path):
+        return _summarize_jsonl(path)
     store = open_store(path)
     store.check_root()
     info = read_info(store)
@@ -96,6 +99,23 @@ def summarize_dataset(
         subflavors=subflavors if isinstance(subflavors, dict) else {},
         has_key_index=store.exists(meta_path(INDEX_SQLITE)),
         parts=tuple(parts),
+    )
+
+
+def _summarize_jsonl(path: str | os.PathLike[str]) -> DatasetSummary:
+    dataset = open_jsonl(path)
+    return DatasetSummary(
+        path=dataset.path,
+        num_samples=dataset.num_samples,
+        num_shards=1,
+        num_bytes=int(dataset.shard_sizes[0]),
+        missing_shards=(),
+        energon_version=None,
+        sample_type=dataset.sample_type.__name__,
+        field_map={},
+        subflavors={},
+        has_key_index=False,
+        parts=(),
     )
 
 

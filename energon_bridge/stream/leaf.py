@@ -6,9 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from energon_bridge.format.dataset import PreparedDataset
+from energon_bridge.format.join import JoinedDataset
+from energon_bridge.format.jsonl import JsonlDataset
 from energon_bridge.plan.leaf import LeafOrder
 from energon_bridge.rng import fold
-from energon_bridge.stream.reader import LeafReader, RoundBuffer
+from energon_bridge.stream.joined import JoinReader, JoinValues
+from energon_bridge.stream.lines import LineValues
+from energon_bridge.stream.reader import LeafReader, Reader, RoundBuffer
 from energon_bridge.stream.values import Values
 
 _USER_CODE = 4
@@ -19,7 +23,7 @@ class Leaf:
     """One dataset of a stream: what it is and in which order it is read."""
 
     identity: str
-    dataset: PreparedDataset
+    dataset: PreparedDataset | JoinedDataset
     order: LeafOrder
 
 
@@ -28,8 +32,16 @@ class LeafSource:
 
     def __init__(self, leaf: Leaf, decoder: Any) -> None:
         self.leaf = leaf
-        self.reader = LeafReader(leaf.dataset)
-        self.values = Values(leaf.identity, leaf.dataset, decoder)
+        self.reader: Reader
+        self.values: Values | JoinValues
+        dataset = leaf.dataset
+        if isinstance(dataset, JoinedDataset):
+            self.reader = reader = JoinReader(dataset)
+            self.values = JoinValues(leaf.identity, dataset, reader, decoder)
+        else:
+            self.reader = LeafReader(dataset)
+            values = LineValues if isinstance(dataset, JsonlDataset) else Values
+            self.values = values(leaf.identity, dataset, decoder)
         self.user_key = fold(leaf.order.key, _USER_CODE)
 
     def where(self, index: int) -> str:

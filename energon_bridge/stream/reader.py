@@ -10,6 +10,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -19,6 +20,16 @@ from energon_bridge.rng import IntArray, UIntArray
 
 _INDEX_CACHE_BYTES = 64 << 20
 _SLOW_READ_SECONDS = 0.005
+
+
+class Reader(Protocol):
+    """Reads a leaf by the indices of its samples, whatever it is made of."""
+
+    @property
+    def slow(self) -> bool: ...
+    def shards_of(self, indices: IntArray) -> IntArray: ...
+    def place_of(self, index: int) -> tuple[str, int]: ...
+    def read(self, indices: IntArray) -> Sequence[Any]: ...
 
 
 class LeafReader:
@@ -102,27 +113,27 @@ class RoundBuffer:
 
     __slots__ = ("_lock", "_raw", "_was_read", "epochs", "first", "indices", "reader", "shards")
 
-    def __init__(self, reader: LeafReader, of: Round) -> None:
+    def __init__(self, reader: Reader, of: Round) -> None:
         self.reader = reader
         self.first = of.first
         self.indices = of.indices
         self.epochs = of.epochs
         self.shards = reader.shards_of(of.indices)
-        self._raw: list[memoryview | None] = [None] * of.indices.size
+        self._raw: list[Any] = [None] * of.indices.size
         self._was_read = np.zeros(of.indices.size, dtype=bool)
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return self.indices.size
 
-    def fetch(self, low: int, high: int, *, ahead: bool) -> Sequence[memoryview]:
-        """Return the bytes of the draws [low, high) of the round; with `ahead`, read the rest of the round as well."""
+    def fetch(self, low: int, high: int, *, ahead: bool) -> list[Any]:
+        """Return what was read for the draws [low, high) of the round; with `ahead`, read the rest of it as well."""
         with self._lock:
             if not self._was_read[low]:
                 self._read(low, len(self) if ahead else high)
             out = self._raw[low:high]
             self._raw[low:high] = [None] * (high - low)
-        return out  # type: ignore[return-value]  # every place in it has been read, and is fetched once
+        return out
 
     def read_ahead(self) -> None:
         """Read what has not been read yet."""

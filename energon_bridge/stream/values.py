@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from energon_bridge.errors import FatalSampleError
@@ -45,15 +46,25 @@ class Values:
 
     def load(self, buffer: RoundBuffer, low: int, high: int, *, ahead: bool) -> Columns:
         """Return for each draw [low, high) of a round its key, and its sample or the `Problem` in its place."""
-        raws = buffer.fetch(low, high, ahead=ahead)
+        raws: list[memoryview] = buffer.fetch(low, high, ahead=ahead)
         indices = buffer.indices[low:high].tolist()
         epochs = buffer.epochs[low:high].tolist()
-        shards = buffer.shards[low:high].tolist()
+        identity = self._identity
+        keys = [(identity, index, epoch, 0) for index, epoch in zip(indices, epochs, strict=True)]
+        samples = self.make(raws, indices, buffer.shards[low:high].tolist(), keys)
+        return keys, samples, list(map(len, raws))
+
+    def make(
+        self,
+        raws: Sequence[memoryview],
+        indices: Sequence[int],
+        shards: Sequence[int],
+        restore_keys: Sequence[RestoreKey],
+    ) -> list[Any]:
+        """Return for the bytes of each sample, with its index and shard, the sample or the `Problem` in its place."""
         dataset = self._dataset
         path, names, excluded = dataset.path, dataset.shard_names, dataset.excluded
         wanted, decode = self._parts, self._decode
-        identity = self._identity
-        restore_keys = [(identity, index, epoch, 0) for index, epoch in zip(indices, epochs, strict=True)]
         out: list[Any] = []
         for raw, index, shard, restore_key in zip(raws, indices, shards, restore_keys, strict=True):
             key = ""
@@ -75,7 +86,7 @@ class Values:
                 raise
             except Exception as error:  # the policy of the stream decides what becomes of it
                 out.append(Problem(error, self._where(shard, index, key)))
-        return restore_keys, out, list(map(len, raws))
+        return out
 
     def _sample(self, key: str, restore_key: RestoreKey, source: SourceInfo, values: dict[str, Any]) -> Any:
         dataset = self._dataset

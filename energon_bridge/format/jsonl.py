@@ -1,0 +1,166 @@
+"""JSONL files: a JSON object per line, each line a crude sample with the part `json`.
+
+Beside `x.jsonl` lies its index `x.jsonl.idx`, in the format of a `.tar.idx`: the offset of each sample, and the size of
+the file. Blank lines belong to the sample before them, those at the start to the first. There is no `.nv-meta` and no
+split; the key of a sample is its number. Source: reference section 1.11.
+
+A file without an index gets one when it is opened. One that no longer fits its index is refused: which sample is which
+would have changed under a run. The fingerprint hashes name, number of samples and size.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from array import array
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from energon_bridge.errors import CorruptShardError, DecodeError, EmptyDatasetError, NotPreparedError, StorageError
+from energon_bridge.format.dataset import PreparedDataset
+from energon_bridge.format.tar_index import encode_index, index_name
+from energon_bridge.samples import CrudeSample
+from energon_bridge.storage import Store, open_store
+
+PART = "json"
+
+_CHUNK_BYTES = 16 << 20
+_SHOWN_BYTES = 60
+
+_log = logging.getLogger(__name__)
+
+
+class JsonlDataset(PreparedDataset):
+    """A JSONL file as a dataset of one shard, whose samples are lines."""
+
+    __slots__ = ()
+
+    @property
+    def index_remedy(self) -> str:
+        """What to do about a wrong index."""
+        return f"Write it again with `energon prepare {self.path}`."
+
+
+def is_jsonl(path: str | os.PathLike[str]) -> bool:
+    """Tell whether a path names a JSONL file, by its name alone."""
+    return os.fspath(path).endswith(".jsonl")
+
+
+def open_jsonl(path: str | os.PathLike[str]) -> JsonlDataset:
+    """Open a JSONL file by path or URL; its index is written if there is none.
+
+    Raises DatasetNotFoundError or ShardMissingError if there is no such file, EmptyDatasetError, CorruptShardError if
+    it is no JSONL or changed after it was indexed, and NotPreparedError if the index cannot be written.
+    """
+    store, name = _locate(path)
+    where = store.url(name)
+    size = store.size(name)
+    if not store.exists(index_name(name)):
+        _log.info("%s has no index; writing it", where)
+        try:
+            index_jsonl(path)
+        except StorageError as error:
+            raise NotPreparedError(
+                f"{where}: has no index, and none can be written beside it ({error}). Run `energon prepare {where}` "
+                f"where that is possible."
+            ) from error
+    count = _check_index(store, name, size=size)
+    content = json.dumps([1, "jsonl", name, count, size], separators=(",", ":"))
+    return JsonlDataset(
+        path=where,
+        store=store,
+        split_part="",
+        shard_names=(name,),
+        shard_counts=np.array([count], dtype=np.int64),
+        shard_sizes=np.array([size], dtype=np.int64),
+        excluded=frozenset(),
+        sample_type=CrudeSample,
+        field_map=None,
+        sample_loader=None,
+        part_filter=None,
+        subflavors={},
+        fingerprint=hashlib.sha256(content.encode()).hexdigest(),
+        num_samples=count,
+    )
+
+
+def index_jsonl(path: str | os.PathLike[str]) -> int:
+    """Write the index of a JSONL file, replacing an old one; returns the number of samples.
+
+    Raises EmptyDatasetError, or CorruptShardError naming the first line that is no JSON object.
+    """
+    store, name = _locate(path)
+    offsets = _offsets(store, name)
+    store.write(index_name(name), encode_index(offsets))
+    return len(offsets) - 1
+
+
+def parse_line(data: bytes | memoryview) -> Any:
+    """Return the object of a sample; raises DecodeError."""
+    try:
+        return json.loads(str(data, "utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise DecodeError(f"no JSON: {error}") from error
+
+
+def _locate(path: str | os.PathLike[str]) -> tuple[Store, str]:
+    text = os.fspath(path)
+    if "://" not in text:
+        text = os.path.abspath(os.path.expanduser(text))
+    folder, _, name = text.rpartition("/")
+    return open_store(folder or "/"), name
+
+
+def _check_index(store: Store, name: str, *, size: int) -> int:
+    """Return the number of samples that the index has, if it is one of this file."""
+    rel = index_name(name)
+    length = store.size(rel)
+    found = None
+    if length >= 16 and length % 8 == 0:
+        found = int.from_bytes(store.read_range(rel, length - 8, 8), "little")
+    if found != size:
+        what = "is damaged" if found is None else f"is one of a file of {found} bytes"
+        raise CorruptShardError(
+            f"{store.url(name)}: has {size} bytes, but its index {store.url(rel)} {what}: the file changed after it "
+            f"was indexed, or the index came from elsewhere. Write it again with `energon prepare {store.url(name)}`."
+        )
+    return length // 8 - 1
+
+
+def _offsets(store: Store, name: str) -> array[int]:
+    """Find where each sample starts; the last entry is the size of the file."""
+    where = store.url(name)
+    offsets = array("Q")
+    position = 0
+    for number, line in enumerate(_lines(store, name), start=1):
+        text = line.strip()
+        if text:
+            if not (text.startswith(b"{") and text.endswith(b"}")):
+                shown = text[:_SHOWN_BYTES].decode(errors="replace") + ("…" if len(text) > _SHOWN_BYTES else "")
+                raise CorruptShardError(
+                    f"{where}: line {number} is no JSON object: {shown!r}. Expected one object {{...}} on each line."
+                )
+            offsets.append(position if offsets else 0)
+        position += len(line)
+    if not offsets:
+        raise EmptyDatasetError(f"{where}: the file has no samples. Expected one JSON object on each line.")
+    offsets.append(position)
+    return offsets
+
+
+def _lines(store: Store, name: str) -> Iterator[bytes]:
+    """Yield the lines of a file with their ends, reading a bounded part of it at a time."""
+    size = store.size(name)
+    begun: list[bytes] = []  # the pieces of a line that goes on
+    for start in range(0, size, _CHUNK_BYTES):
+        lines = store.read_range(name, start, min(_CHUNK_BYTES, size - start)).split(b"\n")
+        begun.append(lines[0])
+        for following in lines[1:]:
+            yield b"".join(begun) + b"\n"
+            begun = [following]
+    if rest := b"".join(begun):
+        yield rest

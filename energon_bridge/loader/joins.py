@@ -1,0 +1,69 @@
+"""Opening the joins of a mix: their datasets, the index of their rows, and what makes one sample of several."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+
+from energon_bridge.format.dataset import PreparedDataset
+from energon_bridge.format.join import JoinedDataset, JoinPart, joined_dataset
+from energon_bridge.format.join_index import open_index
+from energon_bridge.mix import JoinRef, LeafRef, resolve_joiner
+
+_PARALLEL_SAMPLES = 50_000
+_MAX_WORKERS = 16
+
+_log = logging.getLogger(__name__)
+
+
+def open_join(join: JoinRef, open_part: Callable[[LeafRef], PreparedDataset], *, trust: bool) -> JoinedDataset:
+    """Open a join; its index is read, or built if there is none that fits.
+
+    `open_part` opens one of its datasets. Raises the errors of `open_index` and `resolve_joiner`.
+    """
+    parts = join_parts(join, open_part)
+    joiner = resolve_joiner(join, [part.dataset.sample_type for part in parts], trust=trust)
+    index = open_index(parts, index_folders(join), num_workers=_num_workers(parts))
+    counted = parts[0].dataset.num_samples
+    if len(index.rows) < counted:
+        _log.info("%s: joined %s of %s samples", join.where, f"{len(index.rows):,}", f"{counted:,}")
+    return joined_dataset(
+        parts,
+        index.rows,
+        split_part=join.split_part,
+        joiner=joiner,
+        joiner_name=f"{join.joiner.module}.{join.joiner.name}",
+        shard_counts=index.shard_counts,
+        checksum=index.checksum,
+    )
+
+
+def join_parts(join: JoinRef, open_part: Callable[[LeafRef], PreparedDataset]) -> tuple[JoinPart, ...]:
+    """Open the datasets of a join."""
+    parts = []
+    for entry in join.entries:
+        dataset = open_part(entry.leaf)
+        if entry.leaf.subflavors:
+            dataset = dataclasses.replace(dataset, subflavors=dataset.subflavors | entry.leaf.subflavors)
+        parts.append(JoinPart(dataset=dataset, name=entry.name, nonmatch=entry.nonmatch))
+    return tuple(parts)
+
+
+def index_folders(join: JoinRef) -> list[str]:
+    """Return where the index of a join may lie: beside the file of the mix, or in the user's cache."""
+    cache = os.environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(cache):
+        cache = os.path.expanduser("~/.cache")
+    own = [f"{join.file}.cache"] if join.file and "://" not in join.file else []
+    return [*own, os.path.join(cache, "energon_bridge", "joins")]
+
+
+def _num_workers(parts: Sequence[JoinPart]) -> int:
+    """Return how many processes build an index; one where forking is unsafe or the work is small."""
+    if threading.active_count() > 1 or parts[0].dataset.num_samples < _PARALLEL_SAMPLES:
+        return 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(_MAX_WORKERS, cores)

@@ -1,0 +1,59 @@
+"""Building the join indexes of a mix ahead of training, for all its splits."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import partial
+
+from energon_bridge.format.join_index import open_index, remove_others
+from energon_bridge.format.join_rows import Progress
+from energon_bridge.loader.joins import index_folders, join_parts
+from energon_bridge.loader.leaves import open_prepared
+from energon_bridge.mix import JoinRef, load_mix, metadataset_splits, resolve_path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedJoin:
+    """A join that was looked up: its rows of how many samples of the primary, and the file that has them."""
+
+    primary: str
+    num_rows: int
+    num_samples: int
+    index: str | None
+
+
+def mix_joins(path: str) -> list[tuple[str, JoinRef]]:
+    """Return the joins of all splits of a metadataset file, each with its split, nested files included."""
+    path = resolve_path(path, base=os.getcwd(), where="PATH")
+    return [
+        (split_part, leaf.leaf)
+        for split_part in metadataset_splits(path)
+        for leaf in load_mix(path, split_part=split_part).leaves
+        if isinstance(leaf.leaf, JoinRef)
+    ]
+
+
+def prepare_join(
+    join: JoinRef,
+    *,
+    num_workers: int = 1,
+    trust_remote_code: bool = False,
+    progress: Progress = lambda done, total: None,
+) -> PreparedJoin:
+    """Look up the rows of a join, unless a file has them already; its joiner is not needed.
+
+    `progress` gets the numbers of shards done and in all. Raises the errors of `open_dataset` and `open_index`.
+    """
+    parts = join_parts(join, partial(open_prepared, {}, trust=trust_remote_code))
+    index = open_index(parts, index_folders(join), num_workers=num_workers, progress=progress)
+    primary = parts[0].dataset
+    return PreparedJoin(
+        primary=primary.path, num_rows=len(index.rows), num_samples=primary.num_samples, index=index.path
+    )
+
+
+def remove_unused(path: str, indexes: set[str | None]) -> list[str]:
+    """Remove the join indexes beside a metadataset file that are not among `indexes`; returns their names."""
+    path = resolve_path(path, base=os.getcwd(), where="PATH")
+    return [] if "://" in path else remove_others(f"{path}.cache", {index for index in indexes if index is not None})

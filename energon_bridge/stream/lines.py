@@ -1,0 +1,43 @@
+"""Lines of a JSONL file become crude samples: `json` is the parsed object, the key is the number of the sample."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from energon_bridge.errors import DecodeError
+from energon_bridge.format.jsonl import PART, parse_line
+from energon_bridge.samples import CrudeSample, SourceInfo
+from energon_bridge.stream.values import Problem, RestoreKey, Values
+
+
+class LineValues(Values):
+    """Makes samples of one JSONL file; runs on any thread. The decoder has no say: a line is JSON."""
+
+    def make(
+        self,
+        raws: Sequence[memoryview],
+        indices: Sequence[int],
+        shards: Sequence[int],
+        restore_keys: Sequence[RestoreKey],
+    ) -> list[Any]:
+        """Return for each line, with its index, the sample or the `Problem` in its place."""
+        path, (shard_name,), subflavors = self._dataset.path, self._dataset.shard_names, self._dataset.subflavors
+        out: list[Any] = []
+        for raw, index, shard, restore_key in zip(raws, indices, shards, restore_keys, strict=True):
+            key = str(index)
+            try:
+                value = parse_line(raw)
+            except DecodeError as error:
+                out.append(Problem(error, self._where(shard, index, key)))
+                continue
+            sample: dict[str, Any] = {
+                "__key__": key,
+                "__shard__": shard_name,
+                "__restore_key__": restore_key,
+                "__subflavors__": dict(subflavors),
+                "__sources__": (SourceInfo(path, index, shard_name, (f"{key}.{PART}",)),),
+                PART: value,
+            }
+            out.append(CrudeSample(sample))
+        return out
