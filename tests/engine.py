@@ -125,7 +125,68 @@ class RefusingEncoder(TensorEncoder):
         return batch
 
 
+class PackingEncoder(SkippingEncoder):
+    """Packs samples whose tensors fit into 6 numbers, first fit, and leaves the others over."""
+
+    def select_samples_to_pack(self, samples: list[Any]) -> list[list[Any]]:
+        packs: list[list[Any]] = []
+        for sample in samples[: 2 * len(samples) // 3]:
+            size = len(sample.noise)
+            fitting = (pack for pack in packs if sum(len(one.noise) for one in pack) + size <= 6)
+            pack = next(fitting, None)
+            if pack is None:
+                packs.append([sample])
+            else:
+                pack.append(sample)
+        random.shuffle(packs)
+        return packs
+
+    def pack_selected_samples(self, samples: list[Any]) -> Any:
+        numbers = torch.cat([sample.number for sample in samples])
+        noise = torch.cat([sample.noise for sample in samples]) + torch.rand(())
+        return Numbers.derive_from(samples[0], text=" ".join(s.text for s in samples), number=numbers, noise=noise)
+
+
+class PrePostEncoder(DefaultTaskEncoder):
+    """Packs what `preencode_sample` gives, and draws after the packs have been selected."""
+
+    select_samples_to_pack = PackingEncoder.select_samples_to_pack
+
+    def preencode_sample(self, sample: TextSample) -> Any:
+        return SkippingEncoder().encode_sample(sample)
+
+    def postencode_sample(self, sample: Any) -> Any:
+        if random.random() < 0.1:
+            raise SkipSample
+        sample.noise = sample.noise + torch.rand(sample.noise.shape)
+        return sample
+
+    def pack_selected_samples(self, samples: list[Any]) -> Iterator[Any]:
+        yield PackingEncoder().pack_selected_samples(samples)
+        if random.random() < 0.5:
+            yield PackingEncoder().pack_selected_samples(samples[:1])
+
+
+class GroupingEncoder(SeveralEncoder):
+    """Batches samples of equal length, of each length another number."""
+
+    def batch_group_criterion(self, sample: Any) -> tuple[Any, int | None]:
+        return len(sample.noise), 1 + len(sample.noise)
+
+
+class BatchesEncoder(SkippingEncoder):
+    """Makes up to three batches of the samples of one."""
+
+    def encode_batch(self, batch: Any) -> Iterator[Any]:
+        for _ in range(random.randrange(4)):
+            yield dataclasses.replace(batch, noise=batch.noise + torch.rand(batch.noise.shape))
+
+
 ENCODERS: dict[str, type[DefaultTaskEncoder]] = {
+    "packing": PackingEncoder,
+    "prepost": PrePostEncoder,
+    "grouping": GroupingEncoder,
+    "batches": BatchesEncoder,
     "default": DefaultTaskEncoder,
     "tensors": TensorEncoder,
     "skipping": SkippingEncoder,
@@ -230,6 +291,10 @@ def train_dataset(path: Path, encoder: str = "tensors", **kwargs: Any) -> Datase
     """Open a dataset for training with small slices and buffers, so that few samples exercise the whole order."""
     settings: dict[str, Any] = {"batch_size": 2, "shuffle_buffer_size": 5, "max_samples_per_sequence": 4}
     settings |= {"parallel_shard_iters": 3, "worker_config": config_of(1, 0), "task_encoder": ENCODERS[encoder]()}
+    if encoder in ("packing", "prepost"):
+        settings["packing_buffer_size"] = 11
+    if encoder == "grouping":
+        settings["batch_size"] = None
     return get_train_dataset(path, **(settings | kwargs))
 
 

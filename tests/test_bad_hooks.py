@@ -246,9 +246,10 @@ def test_validation_without_batches_loses_no_output_of_a_generator(dataset: Path
 
 class GeneratorBatch(DefaultTaskEncoder):
     def batch(self, samples: list[Any]) -> Any:
-        yield samples
+        yield super().batch(samples[:1])
+        yield super().batch(samples[1:])
 
 
-def test_a_generator_in_place_of_a_batch_is_refused(dataset: Path) -> None:
-    with pytest.raises(FatalSampleError, match="batch and encode_batch of GeneratorBatch must return one batch"):
+def test_several_batches_of_one_are_refused_where_all_ranks_make_the_same_steps(dataset: Path) -> None:
+    with pytest.raises(FatalSampleError, match="batch or encode_batch yields 2 batches of one"):
         list(validation(dataset, GeneratorBatch()))

@@ -39,6 +39,7 @@ TOPOLOGIES = list(itertools.product([1, 2, 3, 4, 6, 8], range(4)))
 UNEVEN = [5, 7, 9, 10, 11, 13, 16, 20, 23]
 SHARDS = [5, 9, 1, 14, 8]  # 37 samples, 24 lanes: an epoch ends in nearly every step
 ENCODERS = ["default", "tensors", "skipping", "several", "refusing", "images"]
+ENCODERS += ["packing", "prepost", "grouping", "batches"]
 
 # DataLoader counts the cores and warns of more workers than these; here their number is the point.
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
@@ -108,13 +109,23 @@ def test_saved_anywhere_resumed_anywhere(data: Path, encoder: str, world_size: i
         check_resume(data, encoder, saved[choose.choice(odd)], other, workers, -(-24 // other))
 
 
-def test_a_state_may_cross_as_json(data: Path) -> None:
-    saved = check_topology(data, "several", 3, 2, 10, [7])[7]
-    check_resume(data, "several", (saved[0], json.loads(json.dumps(saved[1]))), 4, 1, 8)
+@pytest.mark.parametrize("encoder", ["several", "prepost", "grouping", "batches"])
+def test_a_state_may_cross_as_json(data: Path, encoder: str) -> None:
+    saved = check_topology(data, encoder, 3, 2, 10, [7])[7]
+    check_resume(data, encoder, (saved[0], json.loads(json.dumps(saved[1]))), 4, 1, 8)
+
+
+@pytest.mark.parametrize("encoder", ENCODERS)
+def test_restore_sample_gives_the_identical_batch(data: Path, encoder: str) -> None:
+    (loader,) = loaders_of(dataset_of(data, encoder), 1, 2)
+    other = get_savable_loader(dataset_of(data, encoder))
+    for batch in itertools.islice(loader, 40):
+        key = json.loads(json.dumps(batch.__restore_key__))  # as a log would have it
+        assert digest(other.restore_sample(key)) == digest(batch)
 
 
 @pytest.mark.parametrize("seed", range(40 if LONG else 12))
-@pytest.mark.parametrize("encoder", ["skipping", "several", "refusing"])
+@pytest.mark.parametrize("encoder", ["skipping", "several", "refusing", "packing", "prepost", "grouping", "batches"])
 def test_chains_of_resumes_also_on_ranks_that_do_not_divide_the_lanes(data: Path, encoder: str, seed: int) -> None:
     choose = random.Random(seed)
     expected, m, state = reference(data, encoder), 0, None

@@ -127,9 +127,8 @@ class Lane:
             samples = [row.content for row in rows]
             keys = [row.key(pipeline) for row in rows]
             leaves = [ref.leaf for row in rows for ref in row.members]
-            self._batches.extend(
-                pipeline.batches(samples, keys, leaves, self.number, self._microbatches, counts)[skip:]
-            )
+            batches = pipeline.batches(samples, keys, leaves, self.number, self._microbatches - skip, counts)
+            self._batches.extend(batches[skip:])
         self._batched = rows if self._batches else []
         self._batches_taken = skip if self._batches else 0
         for row in rows:
