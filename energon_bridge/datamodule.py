@@ -70,7 +70,7 @@ class EnergonMultiModalDataModule(_Base):
         task_encoder: Encodes samples; default: `MultiModalTaskEncoder(tokenizer, image_processor, …)`.
         decoder_seq_length: Longest sequence of the decoder of an encoder-decoder model; where given, it takes the place
             of `seq_length` in the default task encoder, whose tokens the decoder reads.
-        packing_buffer_size: Not available yet.
+        packing_buffer_size: Encoded samples from which the task encoder selects packs; None: nothing is packed.
         validation_task_encoder: Encodes the validation samples; default: `task_encoder`.
         pg_collection: megatron-core's `ProcessGroupCollection`; its `dp` group says which data to load.
         seed: Seed of the order.
@@ -119,10 +119,6 @@ class EnergonMultiModalDataModule(_Base):
         **kwargs: Any,
     ) -> None:
         super().__init__()
-        if packing_buffer_size is not None:
-            raise ConfigurationError(
-                f"packing_buffer_size={packing_buffer_size}: packing is not available yet; leave it at None"
-            )
         _check_names(kwargs)
         self.path = path
         self.tokenizer = tokenizer
@@ -194,6 +190,7 @@ class EnergonMultiModalDataModule(_Base):
                 split_part="train",
                 worker_config=worker_config,
                 batch_size=self.micro_batch_size,
+                packing_buffer_size=self.packing_buffer_size,
                 shuffle_buffer_size=self.shuffle_buffer_size,
                 max_samples_per_sequence=self.max_samples_per_sequence,
                 task_encoder=self.task_encoder,
@@ -206,6 +203,7 @@ class EnergonMultiModalDataModule(_Base):
                 split_part="val",
                 worker_config=worker_config,
                 batch_size=self.micro_batch_size,
+                packing_buffer_size=self.packing_buffer_size,
                 task_encoder=self.validation_task_encoder,
                 **{name: value for name, value in self.dataset_kwargs.items() if name in accepted},
             )

@@ -132,6 +132,7 @@ def get_val_dataset(
     worker_config: WorkerConfig | None = None,
     batch_size: int | None,
     batch_drop_last: bool = False,
+    packing_buffer_size: int | None = None,
     limit: int | None = None,
     task_encoder: Any = None,
     image_decode: str | None = None,
@@ -145,6 +146,8 @@ def get_val_dataset(
     Args:
         limit: Steps after which a pass ends, on every rank.
         batch_drop_last: Leave out a last microbatch that is not full.
+        packing_buffer_size: Samples in a block from which packs are selected; the ranks select all packs of a pass
+            before its first step, and agree on their number.
 
     The others are those of `get_train_dataset`. All ranks make the same number of steps; rows that do not exist are
     marked in `batch.__valid__`.
@@ -161,6 +164,7 @@ def get_val_dataset(
         task_encoder=_encoder(task_encoder, image_decode),
         batch_drop_last=batch_drop_last,
         limit=_positive("limit", limit),
+        packing_buffer_size=_positive("packing_buffer_size", packing_buffer_size),
     )
 
 

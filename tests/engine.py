@@ -6,6 +6,7 @@ and ahead of need as DataLoader asks its processes. So a matrix of hundreds of t
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import hashlib
 import itertools
@@ -266,8 +267,9 @@ def _items(loader: InProcessLoader, worker: int) -> Iterator[Any]:
     """Yield what `WorkerTicks` yields in a worker process, which sees the loader as it was when it was forked."""
     schedule = loader._schedule()
     started = [unit for unit in [next(schedule, None)] if unit is not None]
-    position = loader._position
-    stream = loader.spec.stream(position.units, loader.config, dict(position.lanes), position.epoch)
+    position = copy.copy(loader._position)
+    position.lanes = dict(position.lanes)
+    stream = loader.spec.stream(loader.config, position)
     outbox = Outbox(loader._arenas[worker], kept=0)
     units = ticks(itertools.chain(started, schedule), loader.config.num_workers, worker)
 

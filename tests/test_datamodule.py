@@ -204,9 +204,11 @@ def test_without_an_encoder_tokenizer_and_processor_are_needed(dataset: Path) ->
         EnergonMultiModalDataModule(str(dataset), None, None)
 
 
-def test_packing_is_refused_until_it_is_there(dataset: Path) -> None:
-    with pytest.raises(ConfigurationError, match="packing_buffer_size=10"):
-        module(dataset, packing_buffer_size=10)
+def test_packing_is_for_both_splits(dataset: Path) -> None:
+    with pytest.raises(ConfigurationError, match="does not override select_samples_to_pack"):
+        module(dataset, packing_buffer_size=10).train_dataloader()
+    with pytest.raises(ConfigurationError, match="does not override select_samples_to_pack"):
+        module(dataset, packing_buffer_size=10).val_dataloader()
 
 
 # State ---------------------------------------------------------------------------------------------------------------

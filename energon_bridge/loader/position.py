@@ -15,10 +15,11 @@ import torch
 
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.loader import document as doc
+from energon_bridge.loader.packs import packs_of_pass
 from energon_bridge.loader.weights import ChangedWeights, GivenWeights, read_changes, write_changes
 from energon_bridge.mix import parse_weight
 from energon_bridge.plan.leaf import ORDER_VERSION
-from energon_bridge.stream.state import COUNTERS, Held, LaneState, Produced
+from energon_bridge.stream.state import COUNTERS, Counts, Held, LaneState, Produced, Ref
 from energon_bridge.topology import Ownership, WorkerConfig
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ class Position:
         self.epoch_steps = 0
         self.lanes: dict[int, LaneState] = {}
         self._ends: tuple[int, int] = (-1, 0)
+        self._packs: tuple[int, Sequence[Sequence[Ref]]] | None = None
         self._counts = [[0] * len(COUNTERS) for _ in self.units.leaves]
         self._changes: ChangedWeights = ()
         self._parked: list[doc.State] = []
@@ -67,8 +69,22 @@ class Position:
     def end(self) -> int:
         """The microbatch at which the pass of a finite stream ends."""
         if self._ends[0] != self.epoch:
-            self._ends = self.epoch, self._spec.end(self.units, self.epoch, self._config.dp_size)
+            packs = self.packs
+            rows = self._spec.plan(self.units, self.epoch).num_draws if packs is None else len(packs)
+            self._ends = self.epoch, self._spec.end(rows, self._config.dp_size)
         return self._ends[1]
+
+    @property
+    def packs(self) -> Sequence[Sequence[Ref]] | None:
+        """The packs of the pass, None where it is not packed; all ranks make the list together, once in a pass."""
+        if not self._spec.finite or self._spec.packing_buffer_size is None:
+            return None
+        epoch = self.epoch if self._spec.shuffled else 0
+        if self._packs is None or self._packs[0] != epoch:
+            packs, counts = packs_of_pass(self._spec, self.units, self._config, epoch)
+            self._packs = epoch, packs
+            self._add(counts)
+        return self._packs[1]
 
     def advance(self) -> None:
         """Move on by one step."""
@@ -82,8 +98,11 @@ class Position:
 
     def count(self, item: Produced) -> None:
         """Add what a microbatch counted."""
-        for leaf, counts in item.counts.items():
-            self._counts[leaf] = [a + b for a, b in zip(self._counts[leaf], counts, strict=True)]
+        self._add(item.counts)
+
+    def _add(self, counts: Counts) -> None:
+        for leaf, counted in counts.items():
+            self._counts[leaf] = [a + b for a, b in zip(self._counts[leaf], counted, strict=True)]
 
     def lane_state(self, lane: int) -> LaneState:
         """Return where a lane stands."""

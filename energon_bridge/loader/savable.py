@@ -88,7 +88,9 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
             in_order = not self.spec.shuffled  # validation starts again, training goes on
             if position.microbatches >= position.end or (in_order and not self._resumed):
                 self._rewind()
-                if not self._workers.another_pass(self):
+                # Workers that run on have the packs of the pass that they were started in.
+                repacked = self.spec.shuffled and self.spec.packing_buffer_size is not None
+                if repacked or not self._workers.another_pass(self):
                     self._stop()
             self._resumed = False
             self._pass += 1
@@ -198,7 +200,7 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
 
     def _stream(self) -> Stream:
         """Build what makes the units in this process."""
-        return self.spec.stream(self._position.units, self.config, self._position.lanes, self._position.epoch)
+        return self.spec.stream(self.config, self._position)
 
     def _rewind(self) -> None:
         """Go to the beginning of a finite stream, or of its next pass."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.loader.leaves import OpenLeaf
@@ -16,12 +16,15 @@ from energon_bridge.plan.blend import Blend, ChangedBlend, EpochizedBlend, Weigh
 from energon_bridge.plan.leaf import LeafOrder
 from energon_bridge.plan.scheduled import ScheduledBlend
 from energon_bridge.rng import key_of
-from energon_bridge.stream.finite import InOrder, Shuffled, num_microbatches
+from energon_bridge.stream.finite import DrawnRows, PackedRows, num_microbatches
 from energon_bridge.stream.leaf import Leaf
+from energon_bridge.stream.passes import FinitePlan, InOrder, Shuffled
 from energon_bridge.stream.pipeline import Pipeline, StreamSettings
-from energon_bridge.stream.state import LaneState
 from energon_bridge.stream.user_code import UserCode
 from energon_bridge.topology import WorkerConfig, default_num_lanes
+
+if TYPE_CHECKING:
+    from energon_bridge.loader.position import Position
 
 _READ_BYTES = 256 << 20
 """Bytes that the rounds of all lanes of one process may take; beyond it draws are read one microbatch at a time."""
@@ -75,8 +78,6 @@ class DatasetSpec:
 
     def __post_init__(self) -> None:
         UserCode(self.task_encoder, packs=self.packing_buffer_size is not None)  # refuses what cannot be
-        if self.finite and self.packing_buffer_size is not None:
-            raise ConfigurationError("packing_buffer_size: a stream that ends is not packed by this version")
         if not (self.finite and self.shuffled):
             return
         if self.mix.mode == "weights" and len(self.leaves) > 1:
@@ -108,13 +109,16 @@ class DatasetSpec:
         """Samples of all leaves, each once."""
         return sum(leaf.num_samples for leaf in self.leaves)
 
-    def num_draws(self, units: Units, epoch: int) -> int:
-        """Return the samples of pass number `epoch` of a finite stream, all ranks together."""
-        return self._plan(units, epoch).num_draws
+    def plan(self, units: Units, epoch: int) -> FinitePlan:
+        """Return which samples the draws of pass number `epoch` of a finite stream are."""
+        if not self.shuffled:
+            return InOrder(units.leaves)
+        assert units.blend is None or isinstance(units.blend, EpochizedBlend)
+        return Shuffled(units.leaves, units.blend, epoch)
 
-    def end(self, units: Units, epoch: int, world_size: int) -> int:
-        """Return the microbatch at which a pass of a finite stream ends for every rank."""
-        end = num_microbatches(self.num_draws(units, epoch), self.rows, drop_last=self.batch_drop_last)
+    def end(self, num_rows: int, world_size: int) -> int:
+        """Return the microbatch at which a pass of so many draws or packs ends for every rank."""
+        end = num_microbatches(num_rows, self.rows, drop_last=self.batch_drop_last)
         return end if self.limit is None else min(end, self.limit * world_size)
 
     @cached_property
@@ -258,18 +262,15 @@ class DatasetSpec:
         means = (int(leaf.dataset.shard_sizes.sum()) // leaf.dataset.num_samples for leaf in self.leaves)
         return sum(mean * rows for mean in means)
 
-    def stream(self, units: Units, config: WorkerConfig, lanes: dict[int, LaneState], epoch: int) -> Stream:
-        """Build what makes the units of one process: the lanes, or the microbatches of a pass."""
+    def stream(self, config: WorkerConfig, position: Position) -> Stream:
+        """Build what makes the units of one process from a position on: the lanes, or the microbatches of a pass."""
+        units = position.units
         pipeline = self.pipeline(units, config)
-        if self.finite:
-            return FiniteStreams(pipeline, self._plan(units, epoch), drop_last=self.batch_drop_last)
-        return LaneStreams(pipeline, units.blend, lanes)
-
-    def _plan(self, units: Units, epoch: int) -> InOrder | Shuffled:
-        if not self.shuffled:
-            return InOrder(units.leaves)
-        assert units.blend is None or isinstance(units.blend, EpochizedBlend)
-        return Shuffled(units.leaves, units.blend, epoch)
+        if not self.finite:
+            return LaneStreams(pipeline, units.blend, position.lanes)
+        packs = position.packs
+        rows = DrawnRows(pipeline, self.plan(units, position.epoch)) if packs is None else PackedRows(pipeline, packs)
+        return FiniteStreams(pipeline, rows, drop_last=self.batch_drop_last)
 
 
 def _weighted_blend(weights: LeafWeights, start: int, lanes: int, key: int) -> Blend:

@@ -19,7 +19,7 @@ import torch.utils.data
 
 from energon_bridge.loader.transport import Arena, Outbox
 from energon_bridge.plan.blend import Blend
-from energon_bridge.stream.finite import FinitePlan, FiniteStream
+from energon_bridge.stream.finite import FiniteStream, PassRows
 from energon_bridge.stream.lane import Lane
 from energon_bridge.stream.pipeline import Pipeline
 from energon_bridge.stream.state import LaneState, Produced
@@ -66,9 +66,9 @@ class LaneStreams:
 class FiniteStreams:
     """The microbatches of one pass of a finite stream in one process."""
 
-    def __init__(self, pipeline: Pipeline, plan: FinitePlan, *, drop_last: bool) -> None:
+    def __init__(self, pipeline: Pipeline, rows: PassRows, *, drop_last: bool) -> None:
         self._pipeline = pipeline
-        self._stream = FiniteStream(pipeline, plan, drop_last=drop_last)
+        self._stream = FiniteStream(pipeline, rows, drop_last=drop_last)
 
     def prepare(self, unit: int, count: int) -> None:
         if self._pipeline.threaded:

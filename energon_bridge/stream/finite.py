@@ -1,10 +1,9 @@
 """A finite stream: a pass over all samples, with the same step count on every rank.
 
-Microbatch m is draws `[mB, (m+1)B)` of the pass; nothing depends on what was delivered before, so there is no state but
-m and the number of the pass. Every rank makes `ceil(ceil(N/B)/R)` steps. A microbatch beyond the end does not exist: it
-repeats real rows, with the mask all false.
-
-Validation goes through its leaves `InOrder`; training that ends goes through them `Shuffled`, anew in every pass.
+Microbatch m is rows `[mB, (m+1)B)` of the pass; nothing depends on what was delivered before, so there is no state but
+m and the number of the pass. Rows are draws, or the packs of a list that all ranks have agreed on before the pass.
+Every rank makes `ceil(ceil(N/B)/R)` steps. A microbatch beyond the end does not exist: it repeats real rows, with the
+mask all false.
 """
 
 from __future__ import annotations
@@ -17,136 +16,55 @@ import numpy as np
 import torch
 
 from energon_bridge.errors import EmptyDatasetError, FatalSampleError
-from energon_bridge.plan.blend import EpochizedBlend
-from energon_bridge.plan.leaf import Round
-from energon_bridge.rng import IntArray
-from energon_bridge.stream.leaf import Leaf
+from energon_bridge.stream.packing import pack_rows, select_packs
+from energon_bridge.stream.passes import FinitePlan
 from energon_bridge.stream.pipeline import Ahead, Pipeline, Segment, attach
 from energon_bridge.stream.reader import RoundBuffer
-from energon_bridge.stream.state import COUNTERS, Counts, Produced
-from energon_bridge.stream.values import RestoreKey
+from energon_bridge.stream.rows import SAMPLE, Row, make_again
+from energon_bridge.stream.state import COUNTERS, Counts, Produced, Ref
+
+_SKIPPED = COUNTERS.index("skipped")
 
 
-def num_microbatches(num_samples: int, batch_size: int, *, drop_last: bool) -> int:
+def num_microbatches(num_rows: int, batch_size: int, *, drop_last: bool) -> int:
     """Return the microbatches of a finite stream, all ranks together."""
-    return num_samples // batch_size if drop_last else math.ceil(num_samples / batch_size)
+    return num_rows // batch_size if drop_last else math.ceil(num_rows / batch_size)
 
 
-def num_steps(num_samples: int, batch_size: int, world_size: int, *, drop_last: bool, limit: int | None) -> int:
+def num_steps(num_rows: int, batch_size: int, world_size: int, *, drop_last: bool, limit: int | None) -> int:
     """Return the steps that every rank makes over a finite stream; `limit` is a number of steps."""
-    steps = math.ceil(num_microbatches(num_samples, batch_size, drop_last=drop_last) / world_size)
+    steps = math.ceil(num_microbatches(num_rows, batch_size, drop_last=drop_last) / world_size)
     return steps if limit is None else min(steps, limit)
 
 
-class FinitePlan(Protocol):
-    """Which samples the draws of a pass are."""
+class PassRows(Protocol):
+    """The rows of a pass."""
 
-    @property
-    def num_draws(self) -> int:
-        """Draws in the pass."""
+    count: int
+
+    def prepare(self, start: int, stop: int) -> None:
+        """Start loading rows [start, stop)."""
         ...
 
-    def runs(self, start: int, stop: int) -> list[tuple[int, Round, IntArray]]:
-        """Return draws [start, stop) by leaf: its number, the samples, and their places among these draws."""
+    def take(self, start: int, stop: int, counts: Counts) -> list[Row]:
+        """Return rows [start, stop) without those that hooks leave out, which are counted."""
         ...
 
 
-class InOrder:
-    """The leaves one after the other, each in its own order."""
+class DrawnRows:
+    """Rows that are the samples of a plan, encoded."""
 
-    def __init__(self, leaves: Sequence[Leaf]) -> None:
-        self._leaves = leaves
-        self._ends = np.cumsum([leaf.order.num_samples for leaf in leaves])
-        self.num_draws = int(self._ends[-1])
-
-    def runs(self, start: int, stop: int) -> list[tuple[int, Round, IntArray]]:
-        """Return draws [start, stop) by leaf."""
-        runs = []
-        at = start
-        while at < stop:
-            leaf = int(np.searchsorted(self._ends, at, side="right"))
-            end = min(stop, int(self._ends[leaf]))
-            order = self._leaves[leaf].order
-            first = order.first_sample + at - (int(self._ends[leaf]) - order.num_samples)
-            indices = np.arange(first, first + end - at, dtype=np.int64)
-            runs.append((leaf, Round(first, indices, np.zeros_like(indices)), np.arange(at - start, end - start)))
-            at = end
-        return runs
-
-
-class Shuffled:
-    """One pass over the leaves as their orders and the blend lay them out for a single lane.
-
-    Args:
-        leaves: The leaves, cut for one lane.
-        blend: How they are merged; None where there is one.
-        epoch: Number of the pass.
-    """
-
-    def __init__(self, leaves: Sequence[Leaf], blend: EpochizedBlend | None, epoch: int) -> None:
-        self._leaves = leaves
-        self._blend = blend
-        if blend is None:
-            ends = [leaves[0].order.num_samples * number for number in (epoch, epoch + 1)]
-        else:
-            ends = [int(blend.drawn(0, number).sum()) for number in (epoch, epoch + 1)]
-        self._first = ends[0]
-        self.num_draws = ends[1] - ends[0]
-        self._rounds: dict[int, Round] = {}
-
-    def runs(self, start: int, stop: int) -> list[tuple[int, Round, IntArray]]:
-        """Return draws [start, stop) by leaf."""
-        first, count = self._first + start, stop - start
-        if self._blend is None:
-            return [(0, self._draws(0, first, count), np.arange(count))]
-        leaves = self._blend.leaves(0, first, count)
-        before = self._blend.counts(0, first)
-        runs = []
-        for leaf in np.unique(leaves).tolist():
-            places = np.flatnonzero(leaves == leaf)
-            runs.append((leaf, self._draws(leaf, int(before[leaf]), places.size), places))
-        return runs
-
-    def _draws(self, leaf: int, first: int, count: int) -> Round:
-        """Return consecutive draws of a leaf."""
-        order = self._leaves[leaf].order
-        indices: list[IntArray] = []
-        epochs: list[IntArray] = []
-        at = first
-        while at < first + count:
-            part = self._rounds.get(leaf)
-            if part is None or not part.first <= at < part.first + part.indices.size:
-                part = self._rounds[leaf] = order.round_at(0, at)
-            low, high = at - part.first, min(first + count - part.first, part.indices.size)
-            indices.append(part.indices[low:high])
-            epochs.append(part.epochs[low:high])
-            at += high - low
-        return Round(first, np.concatenate(indices), np.concatenate(epochs))
-
-
-class FiniteStream:
-    """The microbatches of one pass, by number.
-
-    Args:
-        pipeline: Loads and encodes.
-        plan: Which samples the draws are.
-        drop_last: Leave out a last microbatch that is not full.
-    """
-
-    def __init__(self, pipeline: Pipeline, plan: FinitePlan, *, drop_last: bool) -> None:
+    def __init__(self, pipeline: Pipeline, plan: FinitePlan) -> None:
         self._pipeline = pipeline
         self._plan = plan
-        self._microbatches = num_microbatches(plan.num_draws, pipeline.rows, drop_last=drop_last)
+        self.count = plan.num_draws
         self._ahead: dict[int, Ahead] = {}
 
-    def prepare(self, number: int) -> None:
-        """Start loading a microbatch."""
-        number %= self._microbatches
-        if number in self._ahead:
+    def prepare(self, start: int, stop: int) -> None:
+        """Start loading draws [start, stop)."""
+        if start in self._ahead:
             return
-        ahead = self._ahead[number] = Ahead(self._pipeline)
-        start = number * self._pipeline.rows
-        stop = min(start + self._pipeline.rows, self._plan.num_draws)
+        ahead = self._ahead[start] = Ahead(self._pipeline)
         runs = [
             (leaf, RoundBuffer(self._pipeline.source(leaf).reader, draws), places)
             for leaf, draws, places in self._plan.runs(start, stop)
@@ -158,6 +76,79 @@ class FiniteStream:
                 if begin < end:
                     segments.append(Segment(leaf, buffer, begin, end, (places[begin:end] - low).tolist()))
             ahead.schedule(segments, ahead=True)
+
+    def take(self, start: int, stop: int, counts: Counts) -> list[Row]:
+        """Return the encoded samples of draws [start, stop)."""
+        self.prepare(start, stop)
+        ahead = self._ahead.pop(start)
+        rows = []
+        while len(ahead):
+            loaded = ahead.take()
+            columns = zip(loaded.leaves, loaded.samples, loaded.keys, loaded.sizes, strict=True)
+            for leaf, sample, key, size in columns:
+                counts.of(leaf)[COUNTERS.index("bytes")] += size
+                for (_, index, epoch, output), encoded in self._pipeline.encode(leaf, sample, key, counts):
+                    rows.append(Row((Ref(leaf, index, epoch, output),), SAMPLE, encoded, 0))
+        return rows
+
+
+class PackedRows:
+    """Rows that are the packs of a list, encoded when they are needed."""
+
+    def __init__(self, pipeline: Pipeline, packs: Sequence[Sequence[Ref]]) -> None:
+        self._pipeline = pipeline
+        self._packs = packs
+        self.count = len(packs)
+
+    def prepare(self, start: int, stop: int) -> None:
+        """Do nothing: packs are read when they are needed."""
+
+    def take(self, start: int, stop: int, counts: Counts) -> list[Row]:
+        """Return the outputs of packs [start, stop)."""
+        packs = [[Row((ref,), SAMPLE, None, 0) for ref in pack] for pack in self._packs[start:stop]]
+        make_again(self._pipeline, [row for pack in packs for row in pack], counts)
+        whole = ([row for row in pack if row.content is not None] for pack in packs)
+        return [row for pack in whole for row in pack_rows(self._pipeline, pack, counts)]
+
+
+def packs_of(pipeline: Pipeline, plan: FinitePlan, start: int, stop: int, counts: Counts) -> list[list[Ref]]:
+    """Return the packs that the encoder makes of draws [start, stop); what it never selects is counted as skipped."""
+    packs = []
+    with pipeline.user_code():
+        rows = DrawnRows(pipeline, plan).take(start, stop, counts)
+        while rows:
+            selected = select_packs(pipeline, rows)
+            if not selected:
+                break
+            packs += [[row.members[0] for row in pack] for pack in selected]
+            gone = {id(row) for pack in selected for row in pack}
+            rows = [row for row in rows if id(row) not in gone]
+    for row in rows:
+        counts.of(row.members[0].leaf)[_SKIPPED] += 1
+    return packs
+
+
+class FiniteStream:
+    """The microbatches of one pass, by number.
+
+    Args:
+        pipeline: Loads and encodes.
+        rows: The rows of the pass.
+        drop_last: Leave out a last microbatch that is not full.
+    """
+
+    def __init__(self, pipeline: Pipeline, rows: PassRows, *, drop_last: bool) -> None:
+        self._pipeline = pipeline
+        self._rows = rows
+        self._microbatches = num_microbatches(rows.count, pipeline.rows, drop_last=drop_last)
+
+    def _span(self, number: int) -> tuple[int, int]:
+        start = number * self._pipeline.rows
+        return start, min(start + self._pipeline.rows, self._rows.count)
+
+    def prepare(self, number: int) -> None:
+        """Start loading a microbatch."""
+        self._rows.prepare(*self._span(number % self._microbatches))
 
     def produce(self, number: int) -> Produced:
         """Return microbatch `number`; one that does not exist, or has no sample left, is masked.
@@ -171,48 +162,36 @@ class FiniteStream:
             counted = counts if real and not attempt else Counts()
             # Two numbers that fall on one microbatch differ in their mask only.
             unit = (number + attempt) % self._microbatches
-            samples, keys, leaves = self._encoded(unit, counted)
             with self._pipeline.user_code():
-                batches = self._pipeline.batches(samples, keys, leaves, -1, unit, counted) if samples else []
+                rows = self._rows.take(*self._span(unit), counted)
+                batches = self._batched(rows, unit, counted) if rows else []
             if len(batches) > 1:
                 raise FatalSampleError(
-                    f"{keys[0]}: batch or encode_batch yields {len(batches)} batches of one; where all ranks make the "
-                    "same number of steps it must return one"
+                    f"{rows[0].key(self._pipeline)}: batch or encode_batch yields {len(batches)} batches of one; where "
+                    "all ranks make the same number of steps it must return one"
                 )
             if batches:
-                if self._pipeline.settings.batch_size is None and len(samples) > 1:
+                if self._pipeline.settings.batch_size is None and len(rows) > 1:
                     raise FatalSampleError(
-                        f"{keys[0]}: encode_sample yields {len(samples)} samples where a pass without batches "
-                        "delivers one a step: give a batch_size"
+                        f"{rows[0].key(self._pipeline)}: encode_sample yields {len(rows)} samples where a "
+                        "pass without batches delivers one a step: give a batch_size"
                     )
                 break
         else:
             paths = ", ".join(leaf.dataset.path for leaf in self._pipeline.leaves[:3])
-            draws = self._plan.num_draws
-            raise EmptyDatasetError(f"{paths}: every one of the {draws} samples of the split was skipped")
+            what = "packs" if isinstance(self._rows, PackedRows) else "samples"
+            raise EmptyDatasetError(f"{paths}: every one of the {self._rows.count} {what} of the split was skipped")
         exists = real and not attempt
         if not exists:
-            attach(batches[0], "__valid__", torch.zeros(len(samples), dtype=torch.bool))
+            attach(batches[0], "__valid__", torch.zeros(len(rows), dtype=torch.bool))
             mask_loss(batches[0])
-        return Produced(batches[0], len(samples) if exists else 0, None, counts)
+        return Produced(batches[0], len(rows) if exists else 0, None, counts)
 
-    def _encoded(self, number: int, counts: Counts) -> tuple[list[Any], list[RestoreKey], list[int]]:
-        self.prepare(number)
-        ahead = self._ahead.pop(number)
-        samples: list[Any] = []
-        keys: list[RestoreKey] = []
-        leaves: list[int] = []
-        with self._pipeline.user_code():
-            while len(ahead):
-                loaded = ahead.take()
-                columns = zip(loaded.leaves, loaded.samples, loaded.keys, loaded.sizes, strict=True)
-                for leaf, sample, key, size in columns:
-                    counts.of(leaf)[COUNTERS.index("bytes")] += size
-                    for output_key, encoded in self._pipeline.encode(leaf, sample, key, counts):
-                        samples.append(encoded)
-                        keys.append(output_key)
-                        leaves.append(leaf)
-        return samples, keys, leaves
+    def _batched(self, rows: list[Row], number: int, counts: Counts) -> list[Any]:
+        samples = [row.content for row in rows]
+        keys = [row.key(self._pipeline) for row in rows]
+        leaves = [ref.leaf for row in rows for ref in row.members]
+        return self._pipeline.batches(samples, keys, leaves, -1, number, counts)
 
 
 def mask_loss(batch: Any) -> None:

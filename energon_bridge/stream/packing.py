@@ -119,8 +119,7 @@ class Packing:
             if not rows:
                 self._buffer, self._waits = [], []
                 continue
-            groups = self._pipeline.code.select([row.content for row in rows], *self._pipeline.seed_of(rows[0]))
-            packs = _as_rows(groups, rows, type(self._pipeline.code.encoder).__name__)
+            packs = select_packs(self._pipeline, rows)
             selected = {id(row) for pack in packs for row in pack}
             self._packs.extend(_Pack(pack) for pack in packs)
             self._buffer = [row for row in rows if id(row) not in selected]
@@ -150,43 +149,14 @@ class Packing:
         """Return the rows of a pack, none where the encoder makes none of it."""
         rows = self._with_contents(pack.members, counts)
         self._pipeline.held_bytes -= sum(row.size for row in rows)
-        return self._pack(rows, counts)
-
-    def _pack(self, rows: list[Row], counts: Counts) -> list[Row]:
-        code = self._pipeline.code
-        members: list[Row] = []
-        samples: list[Any] = []
-        for row in rows:
-            ref = row.members[0]
-            content, row.content = row.content, None
-            try:
-                samples.append(code.post(content, *self._pipeline.seed_of(row)))
-            except Exception as error:  # the policy decides
-                where = self._pipeline.source(ref.leaf).where(ref.sample)
-                counts.of(ref.leaf)[COUNTERS.index(code.failed(error, where))] += 1
-                continue
-            members.append(row)
-        if not members:
-            return []
-        refs = tuple(row.members[0] for row in members)
-        try:
-            outputs = code.pack(samples, *self._pipeline.seed_of(members[0]))
-        except Exception as error:  # the policy decides
-            where = f"the pack of {', '.join(self._pipeline.source(r.leaf).where(r.sample) for r in refs[:4])}"
-            name = COUNTERS.index(code.failed(error, where))
-            for ref in refs:
-                counts.of(ref.leaf)[name] += 1
-            return []
-        code.succeeded()
-        size = sum(row.size for row in members)
-        return [Row(refs, number, output, size) for number, output in enumerate(outputs)]
+        return pack_rows(self._pipeline, rows, counts)
 
     def made_again(self, rows: list[Row], counts: Counts) -> list[Row]:
         """Return the rows of a state with their contents, without those that the encoder no longer makes."""
         out = []
         for row in rows:
             members = make_again(self._pipeline, [Row((ref,), SAMPLE, None, 0) for ref in row.members], counts)
-            packed = self._pack(members, counts)
+            packed = pack_rows(self._pipeline, members, counts)
             if row.output < len(packed):
                 out.append(packed[row.output])
         return out
@@ -205,6 +175,43 @@ class Packing:
                 if row.content is not None:
                     pipeline.held_bytes -= row.size
                     row.content = None
+
+
+def select_packs(pipeline: Pipeline, rows: list[Row]) -> list[list[Row]]:
+    """Return the packs that the encoder selects from some rows."""
+    groups = pipeline.code.select([row.content for row in rows], *pipeline.seed_of(rows[0]))
+    return _as_rows(groups, rows, type(pipeline.code.encoder).__name__)
+
+
+def pack_rows(pipeline: Pipeline, rows: list[Row], counts: Counts) -> list[Row]:
+    """Return the rows that the encoder makes of a pack, none where it makes none; takes the contents of the members."""
+    code = pipeline.code
+    members: list[Row] = []
+    samples: list[Any] = []
+    for row in rows:
+        ref = row.members[0]
+        content, row.content = row.content, None
+        try:
+            samples.append(code.post(content, *pipeline.seed_of(row)))
+        except Exception as error:  # the policy decides
+            where = pipeline.source(ref.leaf).where(ref.sample)
+            counts.of(ref.leaf)[COUNTERS.index(code.failed(error, where))] += 1
+            continue
+        members.append(row)
+    if not members:
+        return []
+    refs = tuple(row.members[0] for row in members)
+    try:
+        outputs = code.pack(samples, *pipeline.seed_of(members[0]))
+    except Exception as error:  # the policy decides
+        where = f"the pack of {', '.join(pipeline.source(r.leaf).where(r.sample) for r in refs[:4])}"
+        name = COUNTERS.index(code.failed(error, where))
+        for ref in refs:
+            counts.of(ref.leaf)[name] += 1
+        return []
+    code.succeeded()
+    size = sum(row.size for row in members)
+    return [Row(refs, number, output, size) for number, output in enumerate(outputs)]
 
 
 def _as_rows(groups: Any, rows: list[Row], encoder: str) -> list[list[Row]]:

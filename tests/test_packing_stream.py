@@ -1,0 +1,300 @@
+"""Packing in the engine: nothing lost, even work, cheap resumes, small states, and passes that end."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from collections import Counter
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine import (
+    NUM_LANES,
+    Numbers,
+    PackingEncoder,
+    PrePostEncoder,
+    TensorEncoder,
+    config_of,
+    counts_of,
+    deliver,
+    digest,
+    is_masked,
+    loaders_of,
+    text_dataset,
+    train_dataset,
+)
+from forked import run_forked
+
+from energon_bridge import ConfigurationError, DefaultTaskEncoder, FatalSampleError, get_savable_loader, get_val_dataset
+from energon_bridge.loader.document import read_lanes
+from energon_bridge.loader.spec import DatasetSpec
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return text_dataset(tmp_path_factory.mktemp("packing") / "text", train=[50, 31, 19], val=[13, 24])
+
+
+def members(batch: Any) -> list[tuple[Any, ...]]:
+    """Return the restore keys of the samples in a batch of packs."""
+    return [key for pack in batch.__restore_key__[3] for key in pack[2]]
+
+
+class Pairs(DefaultTaskEncoder):
+    """Packs two samples each, in the order in which they come, and counts what it encodes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoded = 0
+        self.selections: list[int] = []
+
+    def preencode_sample(self, sample: Any) -> Any:
+        self.encoded += 1
+        return Numbers.derive_from(sample, text=sample.text, number=torch_of(sample), noise=torch_of(sample))
+
+    def select_samples_to_pack(self, samples: list[Any]) -> list[list[Any]]:
+        self.selections.append(len(samples))
+        return [samples[i : i + 2] for i in range(0, len(samples) - 1, 2)]
+
+    def pack_selected_samples(self, samples: list[Any]) -> Any:
+        return samples[0]
+
+
+def torch_of(sample: Any) -> torch.Tensor:
+    return torch.tensor([int(sample.__key__)])
+
+
+def test_what_is_left_over_comes_later(data: Path) -> None:
+    (loader,) = loaders_of(train_dataset(data, "packing"), 1, 0)
+    drawn = Counter(key[:3] for batch in islice(loader, 30 * NUM_LANES) for key in members(batch))
+    assert set(drawn.values()) == {1}, "every draw once, skipped ones aside"
+    expected: set[Any] = set()
+    (plain,) = loaders_of(train_dataset(data, "skipping"), 1, 0)
+    for batch in islice(plain, 30 * NUM_LANES):
+        expected |= {key[:3] for key in batch.__restore_key__[3]}
+    # What is drawn and not packed yet waits in the lanes.
+    held = {
+        (leaf.identity, ref.sample, ref.epoch)
+        for leaf in loader.spec.ordered
+        for state in read_lanes(loader.save_state_rank()).values()
+        for _, refs, _ in state.held.entries()
+        for ref in refs
+    }
+    assert not held & set(drawn)
+    early = {key for key in expected if key[2] < 3}
+    assert early <= set(drawn) | held
+
+
+def test_work_is_spread_evenly_over_the_microbatches(data: Path) -> None:
+    encoder = Pairs()
+    dataset = train_dataset(data, "default", task_encoder=encoder, packing_buffer_size=40, batch_size=2)
+    (loader,) = loaders_of(dataset, 1, 0)
+    batches = iter(loader)
+    costs = []
+    for _ in range(40 * NUM_LANES):
+        before = encoder.encoded
+        next(batches)
+        costs.append(encoder.encoded - before)
+    # The second buffers make up for what the first were spared.
+    first, later = costs[:NUM_LANES], costs[20 * NUM_LANES :]
+    assert max(first) <= 2 * 40
+    assert len(set(first)) > NUM_LANES / 3, "lanes fill their first buffers differently far"
+    assert np.mean(later) == pytest.approx(4, rel=0.02), "two packs of two samples"
+    assert np.quantile(later, 0.99) <= 2 * np.mean(later)
+    assert set(encoder.selections[NUM_LANES:]) == {40}
+
+
+def test_a_resume_encodes_what_is_in_its_first_microbatch(data: Path) -> None:
+    encoder = Pairs()
+    dataset = train_dataset(data, "default", task_encoder=encoder, packing_buffer_size=40, batch_size=2)
+    (loader,) = loaders_of(dataset, 1, 0)
+    for steps in (1, 24, 25, 100, 333):
+        sum(1 for _ in islice(loader, steps))
+        state = loader.save_state_rank()
+        (resumed,) = loaders_of(dataset, 1, 0, state=state)
+        before = encoder.encoded
+        lane = state["microbatches"] % NUM_LANES
+        fresh = read_lanes(state)[lane].draw == 0
+        batch = next(iter(resumed))
+        assert encoder.encoded - before <= (2 * 40 if fresh else len(members(batch)))
+
+
+def test_states_hold_references_in_few_bytes(data: Path) -> None:
+    dataset = train_dataset(data, "default", task_encoder=Pairs(), packing_buffer_size=200, batch_size=2)
+    (loader,) = loaders_of(dataset, 1, 0)
+    sum(1 for _ in islice(loader, 3 * NUM_LANES))
+    state = loader.save_state_rank()
+    held = sum(len(lane.held.members) for lane in read_lanes(state).values())
+    assert held > 150 * NUM_LANES
+    plain = get_savable_loader(train_dataset(data, "default"))
+    sum(1 for _ in islice(plain, 3 * NUM_LANES))
+    assert len(json.dumps(state)) - len(json.dumps(plain.save_state_rank())) <= 12 * held
+
+
+@pytest.mark.parametrize("budget", [0, 2000])
+def test_dropping_contents_changes_nothing(data: Path, budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset = train_dataset(data, "prepost")
+    expected = deliver(loaders_of(dataset, 1, 0), 100).digests
+    original = DatasetSpec.pipeline
+
+    def pipeline(self: DatasetSpec, *args: Any, **kwargs: Any) -> Any:
+        made = original(self, *args, **kwargs)
+        made.settings = dataclasses.replace(made.settings, held_bytes=budget)
+        return made
+
+    monkeypatch.setattr(DatasetSpec, "pipeline", pipeline)
+    assert deliver(loaders_of(dataset, 1, 0), 100).digests == expected
+
+
+class Picky(Pairs):
+    """Never packs samples whose number is a multiple of 10."""
+
+    def select_samples_to_pack(self, samples: list[Any]) -> list[list[Any]]:
+        return super().select_samples_to_pack([sample for sample in samples if int(sample.__key__) % 10])
+
+
+def test_samples_that_never_fit_are_given_up_and_counted(data: Path, caplog: pytest.LogCaptureFixture) -> None:
+    dataset = train_dataset(data, "default", task_encoder=Picky(), packing_buffer_size=8, batch_size=2)
+    (loader,) = loaders_of(dataset, 1, 0, num_lanes=2)
+    with caplog.at_level(logging.WARNING):
+        sum(1 for _ in islice(loader, 300))
+    counts = counts_of(loader.save_state_rank())
+    assert counts["skipped"] > 20
+    assert "left over by 33 selections and given up" in caplog.text
+
+
+class Copies(Pairs):
+    def select_samples_to_pack(self, samples: list[Any]) -> list[list[Any]]:
+        return [[Numbers.derive_from(s, text=s.text, number=s.number, noise=s.noise) for s in samples]]
+
+
+class Nothing(Pairs):
+    def select_samples_to_pack(self, samples: list[Any]) -> list[list[Any]]:
+        return []
+
+
+class Twice(Pairs):
+    def select_samples_to_pack(self, samples: list[Any]) -> list[list[Any]]:
+        return [samples[:2], samples[1:3]]
+
+
+@pytest.mark.parametrize(
+    ("encoder", "message"),
+    [
+        (Copies, "returned a Numbers that it was not given"),
+        (Twice, "or one twice"),
+        (Nothing, "made no pack of"),
+    ],
+)
+def test_selections_that_cannot_be_are_refused(data: Path, encoder: type[Pairs], message: str) -> None:
+    dataset = train_dataset(data, "default", task_encoder=encoder(), packing_buffer_size=8)
+    with pytest.raises(FatalSampleError, match=message):
+        next(iter(get_savable_loader(dataset)))
+
+
+class Breaking(Pairs):
+    """Fails for some samples after they were selected, and for some packs."""
+
+    def postencode_sample(self, sample: Any) -> Any:
+        if int(sample.__key__) % 7 == 0:
+            raise ValueError("no")
+        return sample
+
+    def pack_selected_samples(self, samples: list[Any]) -> Any:
+        if int(samples[0].__key__) % 11 == 0:
+            raise ValueError("neither")
+        return samples[0]
+
+
+def test_members_and_packs_that_fail_are_counted(data: Path) -> None:
+    dataset = train_dataset(data, "default", task_encoder=Breaking(), packing_buffer_size=8, batch_size=2)
+    (loader,) = loaders_of(dataset, 1, 0)
+    batches = list(islice(loader, 100))
+    counts = counts_of(loader.save_state_rank())
+    assert counts["samples"] == sum(len(members(batch)) for batch in batches)
+    assert counts["errors"] > 20
+    assert not any(key[1] % 7 == 0 for batch in batches for key in members(batch))
+
+
+# Passes that end -----------------------------------------------------------------------------------------------------
+
+
+def validation(data: Path, encoder: Any = None, **kwargs: Any) -> DatasetSpec:
+    settings: dict[str, Any] = {"batch_size": 2, "packing_buffer_size": 10, "worker_config": config_of(1, 0)}
+    return get_val_dataset(data, task_encoder=encoder or PrePostEncoder(), **(settings | kwargs))
+
+
+def delivered(spec: DatasetSpec, ranks: int, workers: int = 0) -> list[str]:
+    columns = [list(loader) for loader in loaders_of(spec, ranks, workers)]
+    assert len({len(column) for column in columns}) == 1
+    return [digest(batch) for step in zip(*columns, strict=True) for batch in step if not is_masked(batch)]
+
+
+def test_packed_validation_is_the_same_on_every_topology(data: Path) -> None:
+    spec = validation(data)
+    expected = delivered(spec, 1)
+    assert len(expected) >= 4
+    for ranks, workers in ((2, 0), (3, 2), (4, 1), (8, 0)):
+        assert delivered(spec, ranks, workers) == expected
+    (loader,) = loaders_of(spec, 1, 2)
+    assert [digest(batch) for batch in loader] == [digest(batch) for batch in loader] == expected
+
+
+def test_a_packed_pass_has_every_sample_once(data: Path) -> None:
+    spec = validation(data, Pairs())
+    (loader,) = loaders_of(spec, 1, 0)
+    batches = list(loader)
+    drawn = Counter(key[1] for batch in batches for key in members(batch))
+    # Blocks of 10, 10, 10 and 7 samples: the odd one of the last finds no partner, and is counted.
+    assert set(drawn.values()) == {1}
+    assert len(drawn) == 36
+    counts = counts_of(loader.save_state_rank())
+    assert (counts["samples"], counts["skipped"]) == (36, 1)
+    assert len(loader) == len(batches) == 9
+    limited = get_savable_loader(validation(data, Pairs(), limit=2))
+    assert [digest(batch) for batch in limited] == [digest(batch) for batch in batches[:2]]
+
+
+def test_packed_training_that_ends(data: Path) -> None:
+    spec = train_dataset(data, "packing", repeat=False)
+    first = [[digest(batch) for batch in loader] for loader in loaders_of(spec, 1, 0) for _ in range(2)]
+    (workers,) = loaders_of(spec, 1, 2)
+    assert [[digest(batch) for batch in workers] for _ in range(2)] == first
+    assert first[0] != first[1]
+
+
+def test_ranks_share_the_work_of_packing(data: Path, tmp_path: Path) -> None:
+    def rank_main(rank: int) -> tuple[list[str], int]:
+        torch.distributed.init_process_group(
+            "gloo", init_method=f"file://{tmp_path / 'rendezvous'}", rank=rank, world_size=2
+        )
+        encoder = Pairs()
+        loader = get_savable_loader(validation(data, encoder), worker_config=config_of(2, 0, rank))
+        iter(loader)
+        planned = encoder.encoded
+        batches = [digest(batch) for batch in loader if not is_masked(batch)]
+        torch.distributed.destroy_process_group()
+        return batches, planned
+
+    (one, first), (other, second) = run_forked(2, rank_main)
+    whole = delivered(validation(data, Pairs()), 1)
+    assert [entry for pair in zip(one, [*other, ""], strict=False) for entry in pair if entry] == whole
+    assert first + second == 37
+
+
+def test_encoders_that_cannot_pack_are_refused(data: Path) -> None:
+    with pytest.raises(ConfigurationError, match="does not override select_samples_to_pack"):
+        train_dataset(data, "tensors", packing_buffer_size=8)
+
+    class Both(PackingEncoder):
+        def postencode_sample(self, sample: Any) -> Any:
+            return sample
+
+    with pytest.raises(ConfigurationError, match="take the place of the first"):
+        train_dataset(data, "tensors", task_encoder=Both(), packing_buffer_size=8)
+    assert TensorEncoder().select_samples_to_pack.__func__.__default_hook__  # type: ignore[attr-defined]
