@@ -12,12 +12,15 @@ from energon_bridge.task_encoder.collate import batch_list, batch_pad_stack, bat
 from energon_bridge.task_encoder.conversation import ImageToken, MultiModalSampleConfig
 from energon_bridge.task_encoder.decoder import SampleDecoder
 from energon_bridge.task_encoder.multimodal import MultiModalTaskEncoder
+from energon_bridge.task_encoder.packing import OverLong, Packer
 
 __all__ = [
     "DefaultTaskEncoder",
     "ImageToken",
     "MultiModalSampleConfig",
     "MultiModalTaskEncoder",
+    "OverLong",
+    "Packer",
     "SampleDecoder",
     "TaskEncoder",
     "batch_list",
