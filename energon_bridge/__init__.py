@@ -96,6 +96,7 @@ if TYPE_CHECKING:
     from energon_bridge.task_encoder import (
         DefaultTaskEncoder as DefaultTaskEncoder,
         ImageToken as ImageToken,
+        LengthGrouper as LengthGrouper,
         MultiModalSampleConfig as MultiModalSampleConfig,
         MultiModalTaskEncoder as MultiModalTaskEncoder,
         OverLong as OverLong,
@@ -183,6 +184,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "task_encoder": (
         "DefaultTaskEncoder",
         "ImageToken",
+        "LengthGrouper",
         "MultiModalSampleConfig",
         "MultiModalTaskEncoder",
         "OverLong",

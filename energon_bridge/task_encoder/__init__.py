@@ -11,12 +11,14 @@ from energon_bridge.task_encoder.base import DefaultTaskEncoder, TaskEncoder, de
 from energon_bridge.task_encoder.collate import batch_list, batch_pad_stack, batch_samples, batch_stack, generic_batch
 from energon_bridge.task_encoder.conversation import ImageToken, MultiModalSampleConfig
 from energon_bridge.task_encoder.decoder import SampleDecoder
+from energon_bridge.task_encoder.grouping import LengthGrouper
 from energon_bridge.task_encoder.multimodal import MultiModalTaskEncoder
 from energon_bridge.task_encoder.packing import OverLong, Packer
 
 __all__ = [
     "DefaultTaskEncoder",
     "ImageToken",
+    "LengthGrouper",
     "MultiModalSampleConfig",
     "MultiModalTaskEncoder",
     "OverLong",
