@@ -10,7 +10,8 @@ may be padded to its group's name and the model sees as many shapes as there are
         def batch_group_criterion(self, sample):
             return grouper.group(sample)
 
-With boundaries that grow by a factor g a row, above the first group, is padded to less than g times its length; more groups mean less padding, and more samples that wait in each lane for their batch to fill.
+With boundaries that grow by a factor g a row, above the first group, is padded to less than g times its length; more
+groups mean less padding, and more samples that wait in each lane for their batch to fill.
 """
 
 from __future__ import annotations
