@@ -52,8 +52,12 @@ def process_image(image_processor: Any, image: Any) -> dict[str, Tensor]:
 
 
 def concat_visual(rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Join what the processor returned for each row along dimension 0, padding the other dimensions with zeros."""
-    return {name: _concat([row[name] for row in rows if name in row]) for name in rows[0]}
+    """Join what the processor returned for each row along dimension 0, padding the other dimensions with zeros.
+
+    Rows without an image add nothing; without any image there is nothing at all.
+    """
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: _concat([row[name] for row in rows if name in row]) for name in names}
 
 
 def _concat(tensors: Sequence[Tensor]) -> Tensor:
