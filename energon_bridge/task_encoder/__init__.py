@@ -9,27 +9,54 @@ from __future__ import annotations
 
 from energon_bridge.task_encoder.base import DefaultTaskEncoder, TaskEncoder, default_hook, stateless
 from energon_bridge.task_encoder.collate import batch_list, batch_pad_stack, batch_samples, batch_stack, generic_batch
-from energon_bridge.task_encoder.conversation import ImageToken, MultiModalSampleConfig
+from energon_bridge.task_encoder.concat import concat_pad, generic_concat, homogeneous_concat_mix
+from energon_bridge.task_encoder.conversation import (
+    Conversation,
+    ConversationTemplateConfig,
+    Document,
+    ImageToken,
+    MultiModalSampleConfig,
+    Piece,
+    Turn,
+    TurnLayout,
+    chatml_template,
+    llava_template,
+)
 from energon_bridge.task_encoder.decoder import SampleDecoder
 from energon_bridge.task_encoder.grouping import LengthGrouper
 from energon_bridge.task_encoder.multimodal import MultiModalTaskEncoder
+from energon_bridge.task_encoder.packed_sequences import batch_packs, pack_sequences, packed_seq_params
 from energon_bridge.task_encoder.packing import OverLong, Packer
 
 __all__ = [
+    "Conversation",
+    "ConversationTemplateConfig",
     "DefaultTaskEncoder",
+    "Document",
     "ImageToken",
     "LengthGrouper",
     "MultiModalSampleConfig",
     "MultiModalTaskEncoder",
     "OverLong",
     "Packer",
+    "Piece",
     "SampleDecoder",
     "TaskEncoder",
+    "Turn",
+    "TurnLayout",
     "batch_list",
+    "batch_packs",
     "batch_pad_stack",
     "batch_samples",
     "batch_stack",
+    "chatml_template",
+    "concat_pad",
     "default_hook",
     "generic_batch",
+    "generic_concat",
+    "homogeneous_concat_mix",
+    "llava_template",
+    "pack_sequences",
+    "packed_seq_params",
     "stateless",
 ]
