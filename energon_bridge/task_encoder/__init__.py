@@ -1,8 +1,10 @@
 """Task encoders: what becomes of raw samples on their way to a batch.
 
-`base` has the hooks, `decoder` and `images` turn bytes into values, `collate` and `convert` turn samples into batches
-and records of one kind into another; the multimodal encoder makes tokens, labels and pixel values of captions and
-questions.
+`base` has the hooks, `decoder` and `images` turn bytes into values, `collate`, `convert` and `concat` turn samples into
+batches, records of one kind into another, and batches into one. `packing` (with `bins`) and `grouping` are ready-made
+choices of what shares a pack or a batch. The `multimodal` encoder makes tokens, labels and pixel values of images and
+texts: `sample_encoders` say what a sample has to say, `conversation` how that is written, `sequences` and
+`packed_sequences` what the model is given.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Joining batches: several of one type as one batch with the rows of all.
 
 Tensors are joined along dimension 0 and zero-padded in the others, lists are joined; dicts, dataclasses and named
-tuples are joined field by field; anything else stays a list with one entry for each batch. The meta fields of a batch keep
-their meaning: one key, restore key and mask entry for each row.
+tuples are joined field by field; anything else stays a list with one entry for each batch. The meta fields of a batch
+keep their meaning: one key, restore key and mask entry for each row.
 """
 
 from __future__ import annotations
