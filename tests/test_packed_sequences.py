@@ -46,7 +46,7 @@ def test_every_sample_stands_in_its_place_as_it_was(sizes, multiple, spare, fixe
     needed = sum(size + -size % multiple for size in sizes)
     row = needed + spare if fixed else None
     pack = pack_sequences(samples, FILLING, multiple_of=multiple, length=row)
-    batch = batch_packs([pack])
+    batch = batch_packs([pack], FILLING)
     starts, ends = batch.cu_seqlens_padded[:-1].tolist(), batch.cu_seqlens_padded[1:].tolist()
     assert batch.tokens.shape == (1, row or needed) == (1, ends[-1])
     assert batch.cu_seqlens.diff().tolist() == sizes
@@ -66,7 +66,7 @@ def test_every_sample_stands_in_its_place_as_it_was(sizes, multiple, spare, fixe
 
 
 def test_no_label_is_a_token_of_the_next_sample() -> None:
-    batch = batch_packs([pack_sequences([sample(3, 1), sample(4, 2)], FILLING)])
+    batch = batch_packs([pack_sequences([sample(3, 1), sample(4, 2)], FILLING)], FILLING)
     assert batch.tokens.tolist() == [[101, 102, 103, 201, 202, 203, 204]]
     assert batch.labels.tolist() == [[-100, 103, 104, -100, -100, 204, 205]]
 
@@ -76,13 +76,25 @@ def test_what_a_pack_says_of_its_samples() -> None:
     assert packs[0].__key__ == "s1,s2"
     assert packs[0].__restore_key__ == (("k", 1), ("k", 2))
     assert [source.index for source in packs[0].__sources__] == [1, 2]
-    batch = batch_packs(packs)
+    batch = batch_packs(packs, FILLING)
     assert batch.__key__ == ["s1,s2", "s3"]
     assert batch.answers == ["answer 1", "answer 2", "answer 3"]
     assert batch.num_images == [1, 1, 1]
     assert batch.cu_seqlens.tolist() == [0, 2, 5, 9]
     assert batch.cu_seqlens.dtype == torch.int32
-    assert batch.position_ids.tolist() == [[0, 1, 0, 1, 2, 0, 1, 2, 3]]
+
+
+def test_packs_of_unequal_length_are_rows_of_one_batch() -> None:
+    packs = [pack_sequences([sample(2, 1)], FILLING), pack_sequences([sample(2, 2), sample(2, 3)], FILLING)]
+    batch = batch_packs(packs, FILLING)
+    assert batch.tokens.tolist() == [[101, 102, 0, 0], [201, 202, 301, 302]]
+    assert batch.labels[0, 2:].tolist() == [-100, -100]
+    assert batch.loss_mask[0, 2:].tolist() == [0, 0]
+    assert batch.attention_mask.tolist() == [[1, 1, 0, 0], [1, 1, 1, 1]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 3], [0, 1, 0, 1]]
+    assert batch.cu_seqlens.tolist() == [0, 2, 4, 6]
+    assert batch.cu_seqlens_padded.tolist() == [0, 4, 6, 8]
+    assert batch.max_seqlen == 4
 
 
 @given(lengths)
@@ -107,7 +119,7 @@ def test_the_parameters_of_megatron_core(multiple: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what megatron-core says about packages that are not there
         pytest.importorskip("megatron.core.packed_seq_params")
-    batch = batch_packs([pack_sequences([sample(3, 1), sample(4, 2)], FILLING, multiple_of=multiple)])
+    batch = batch_packs([pack_sequences([sample(3, 1), sample(4, 2)], FILLING, multiple_of=multiple)], FILLING)
     params: Any = packed_seq_params(batch)
     assert params.qkv_format == "thd"
     for side in ("q", "kv"):
@@ -119,7 +131,7 @@ def test_the_parameters_of_megatron_core(multiple: int) -> None:
 
 def test_without_megatron_core_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "megatron.core.packed_seq_params", None)
-    batch = batch_packs([pack_sequences([sample(3, 1)], FILLING)])
+    batch = batch_packs([pack_sequences([sample(3, 1)], FILLING)], FILLING)
     with pytest.raises(ConfigurationError, match="pip install megatron-core"):
         packed_seq_params(batch)
 

@@ -107,7 +107,7 @@ packers = st.builds(
     ),
     st.sampled_from(METHODS),
     st.sampled_from([0.0, 0.5, 0.99, 1.0]),
-    st.integers(1, 70),
+    st.integers(1, 32),
 )
 
 
@@ -249,6 +249,7 @@ def test_a_sample_that_came_past_admit_is_named() -> None:
         ({"method": "worst_fit"}, "method='worst_fit' of a Packer must be one of best_fit, first_fit_decreasing"),
         ({"min_fill": 1.5}, "min_fill=1.5"),
         ({"max_wait": 0}, "max_wait=0"),
+        ({"max_wait": 33}, "max_wait=33 of a Packer must be 1 to 32 selections"),
         ({"over_long": "keep"}, "over_long='keep' of a Packer must be one of drop, truncate, split, raise"),
         ({"over_long": "truncate"}, "over_long='truncate' needs `cut`"),
     ],

@@ -45,7 +45,7 @@ ImageTokenCount = int | Callable[[Mapping[str, Tensor]], int]
 """Image tokens per image: a number, or a function of what the image processor returned for the image."""
 
 
-class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample, MultiModalBatch, MultiModalBatch]):
+class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, MultiModalBatch, MultiModalBatch]):
     """Encode samples of images and text with any tokenizer and image processor of the transformers interface.
 
     Args:
@@ -148,19 +148,19 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample, MultiModalBatch, 
         """Return how many tokens a sample takes in a pack."""
         return len(sample.tokens) + -len(sample.tokens) % self.pad_to_multiple_of
 
-    def select_samples_to_pack(self, samples: list[MultiModalSample]) -> list[list[MultiModalSample]]:
-        """Return the packs that leave the packing buffer now."""
+    def select_samples_to_pack(self, samples: Sequence[Any]) -> list[list[Any]]:
+        """Return the packs of encoded samples that leave the packing buffer now."""
         return self.packer.select(samples)
 
-    def pack_selected_samples(self, samples: list[MultiModalSample]) -> MultiModalPack:
-        """Put the samples of a pack into one sequence."""
+    def pack_selected_samples(self, samples: Sequence[Any]) -> MultiModalPack:
+        """Put the encoded samples of a pack into one sequence."""
         length = self._row_length if self.pad_to_max_length else None
         return pack_sequences(samples, self._filling, multiple_of=self.pad_to_multiple_of, length=length)
 
     def batch(self, samples: Sequence[MultiModalSample | MultiModalPack]) -> MultiModalBatch:
-        """Pad the sequences to a common length, or put packs into one row, and join the images."""
+        """Pad the sequences, or the packs, to a common length and join the images."""
         if isinstance(samples[0], MultiModalPack):
-            return batch_packs(cast(Sequence[MultiModalPack], samples))
+            return batch_packs(cast(Sequence[MultiModalPack], samples), self._filling)
         sequences = cast(Sequence[MultiModalSample], samples)
         length = self._row_length if self.pad_to_max_length else max(map(self.padded_length, sequences))
         return batch_sequences(sequences, length, self._filling)

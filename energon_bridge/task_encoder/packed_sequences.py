@@ -1,8 +1,9 @@
 """Packed sequences: several samples in one row, without attention, positions, labels or loss across their borders.
 
-`pack_sequences` makes one sample of a pack, `batch_packs` a microbatch of packs: all their samples in one row, the form
-that variable-length attention kernels take (`thd` in Megatron). Labels are shifted before packing, so the label of a
-sample's last token is its own; `position_ids` begin at 0 in every sample; images stand in the order of their samples.
+`pack_sequences` makes one row of a pack, `batch_packs` a microbatch of packs. Its rows laid end to end are the form
+that variable-length attention kernels take (`thd` in Megatron, which trains on one row at a time). Labels are shifted
+before packing, so the label of a sample's last token is its own; `position_ids` begin at 0 in every sample; images
+stand in the order of their samples.
 
 A sample may be padded to a multiple (context parallelism splits every sample into 2 * cp equal chunks), and the last
 one up to a fixed length of the row. Padding carries no loss, continues the positions of its sample, and is not counted
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from energon_bridge.errors import ConfigurationError, OverLongSampleError
 from energon_bridge.samples import Sample, batch_meta, edataclass
-from energon_bridge.task_encoder.sequences import Filling, MultiModalBatch, MultiModalSample
+from energon_bridge.task_encoder.sequences import Filling, MultiModalBatch, MultiModalSample, pad_rows
 from energon_bridge.task_encoder.visual import concat_visual
 
 if TYPE_CHECKING:
@@ -86,27 +87,28 @@ def pack_sequences(
     )
 
 
-def batch_packs(packs: Sequence[MultiModalPack]) -> MultiModalBatch:
-    """Put the samples of all packs into one row."""
-    lengths = [size for pack in packs for size in pack.lengths]
-    padded = [size for pack in packs for size in pack.padded_lengths]
+def batch_packs(packs: Sequence[MultiModalPack], filling: Filling) -> MultiModalBatch:
+    """Make a microbatch with one row for each pack, the last sample of a shorter row padded to the longest row."""
+    length = max(len(pack.tokens) for pack in packs)
+    padded: list[int] = []
+    positions: list[Tensor] = []
+    for pack in packs:
+        spare = length - len(pack.tokens)
+        padded += [*pack.padded_lengths[:-1], pack.padded_lengths[-1] + spare]
+        positions.append(torch.cat([pack.position_ids, pack.position_ids[-1] + 1 + torch.arange(spare)]))
     visual = concat_visual([pack.visual for pack in packs])
-
-    def row(name: str) -> Tensor:
-        return torch.cat([getattr(pack, name) for pack in packs])[None]
-
     return MultiModalBatch.from_samples(
         packs,
-        tokens=row("tokens"),
-        labels=row("labels"),
-        loss_mask=row("loss_mask"),
-        position_ids=row("position_ids"),
-        attention_mask=row("attention_mask"),
+        tokens=pad_rows([pack.tokens for pack in packs], length, filling.pad_id),
+        labels=pad_rows([pack.labels for pack in packs], length, filling.ignore),
+        loss_mask=pad_rows([pack.loss_mask for pack in packs], length, 0.0),
+        position_ids=torch.stack(positions),
+        attention_mask=pad_rows([pack.attention_mask for pack in packs], length, 0),
         pixel_values=visual.pop("pixel_values", None),
         visual_inputs=visual,
         answers=[answer for pack in packs for answer in pack.answers],
         num_images=[count for pack in packs for count in pack.num_images],
-        cu_seqlens=cu_seqlens(lengths),
+        cu_seqlens=cu_seqlens([size for pack in packs for size in pack.lengths]),
         cu_seqlens_padded=cu_seqlens(padded),
         max_seqlen=max(padded),
     )

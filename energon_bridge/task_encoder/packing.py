@@ -46,6 +46,8 @@ Sizes = Mapping[str, int]
 SAMPLES = "samples"
 """The limit under which every sample counts one; `size_of` need not say so."""
 
+LONGEST_WAIT = 32
+"""Selections after which lanes give up a sample that was left over by all of them."""
 _LEAST_SHARE = 3
 """One in so many samples of the buffer leaves in any case (rule 2)."""
 
@@ -72,7 +74,7 @@ class Packer(Generic[T]):
         size_of: The size of a sample under each limit; with one limit besides `samples`, a number will do.
         method: `best_fit` or `first_fit_decreasing`; both take the largest samples first.
         min_fill: A pack is full enough with this share of the binding limit, from 0 (deliver everything) to 1.
-        max_wait: Selections after which a sample leaves whatever pack it is in.
+        max_wait: Selections after which a sample leaves whatever pack it is in, at most 32.
         over_long: What `admit` does with a sample that exceeds a limit by itself.
         cut: Makes of an over-long sample, and the limits, what fits: one sample to truncate, several to split.
         counts: What `admit` did, by policy: in this process, so far. `pieces` are what samples were split into.
@@ -85,7 +87,7 @@ class Packer(Generic[T]):
     size_of: Callable[[T], Sizes | int]
     method: Literal["best_fit", "first_fit_decreasing"] = "best_fit"
     min_fill: float = 0.99
-    max_wait: int = 32
+    max_wait: int = LONGEST_WAIT
     over_long: OverLong | Literal["drop", "truncate", "split", "raise"] = OverLong.RAISE
     cut: Callable[[T, Mapping[str, int]], T | Iterable[T]] | None = None
     counts: Counter[str] = field(default_factory=Counter, init=False, compare=False)
@@ -100,8 +102,11 @@ class Packer(Generic[T]):
             raise ConfigurationError(f"method={self.method!r} of a Packer must be one of {', '.join(ALGORITHMS)}")
         if not 0 <= self.min_fill <= 1:
             raise ConfigurationError(f"min_fill={self.min_fill} of a Packer must lie between 0 and 1")
-        if self.max_wait < 1:
-            raise ConfigurationError(f"max_wait={self.max_wait} of a Packer must be at least 1 selection")
+        if not 1 <= self.max_wait <= LONGEST_WAIT:
+            raise ConfigurationError(
+                f"max_wait={self.max_wait} of a Packer must be 1 to {LONGEST_WAIT} selections: what waits longer is "
+                "given up"
+            )
         if self.over_long not in list(OverLong):
             raise ConfigurationError(f"over_long={self.over_long!r} of a Packer must be one of {', '.join(OverLong)}")
         if self.cut is None and self.over_long in (OverLong.TRUNCATE, OverLong.SPLIT):

@@ -42,9 +42,10 @@ class MultiModalBatch(Batch):
     image processor returned, joined likewise. `answers`: the text that each sample should produce first;
     `num_images`: how many images each has.
 
-    Packed sequences are one row (B = 1) of all samples. Sample i stands from `cu_seqlens_padded[i]` on and has
-    `cu_seqlens[i + 1] - cu_seqlens[i]` tokens; the two, int32 (samples + 1,), differ only where samples are padded one
-    by one. `max_seqlen` is the length of the longest, padding included. `position_ids` begin at 0 in every sample.
+    A pack is one row. Of the rows laid end to end, `tensor.reshape(1, -1)`, sample i has the positions from
+    `cu_seqlens_padded[i]` on and `cu_seqlens[i + 1] - cu_seqlens[i]` tokens; the two, int32 (samples + 1,), differ only
+    where something is padded. `max_seqlen` is the length of the longest sample, padding included. `position_ids` begin
+    at 0 in every sample. `answers` and `num_images` have an entry for each sample, not for each row.
     """
 
     tokens: Tensor
@@ -110,18 +111,19 @@ def batch_sequences(samples: Sequence[MultiModalSample], length: int, filling: F
     visual = concat_visual([sample.visual for sample in samples])
     return MultiModalBatch.from_samples(
         samples,
-        tokens=_padded([sample.tokens for sample in samples], length, filling.pad_id),
-        labels=_padded([sample.labels for sample in samples], length, filling.ignore),
-        loss_mask=_padded([sample.loss_mask for sample in samples], length, 0.0),
+        tokens=pad_rows([sample.tokens for sample in samples], length, filling.pad_id),
+        labels=pad_rows([sample.labels for sample in samples], length, filling.ignore),
+        loss_mask=pad_rows([sample.loss_mask for sample in samples], length, 0.0),
         position_ids=torch.arange(length).repeat(len(samples), 1),
-        attention_mask=_padded([torch.ones_like(sample.tokens) for sample in samples], length, 0),
+        attention_mask=pad_rows([torch.ones_like(sample.tokens) for sample in samples], length, 0),
         pixel_values=visual.pop("pixel_values", None),
         visual_inputs=visual,
         answers=[sample.answer for sample in samples],
     )
 
 
-def _padded(rows: Sequence[Tensor], length: int, value: float) -> Tensor:
+def pad_rows(rows: Sequence[Tensor], length: int, value: float) -> Tensor:
+    """Stack n tensors of shape (…) into (n, length), a value where they are shorter."""
     out = rows[0].new_full((len(rows), length), value)
     for i, row in enumerate(rows):
         out[i, : len(row)] = row
