@@ -12,6 +12,7 @@ from multimodal import IMAGE, CharacterTokenizer, caption, encoder, picture
 from energon_bridge.errors import SampleError
 from energon_bridge.samples import (
     CaptioningSample,
+    CrudeSample,
     InterleavedSample,
     MultiChoiceVQASample,
     OCRSample,
@@ -200,6 +201,19 @@ def test_types_of_ones_own_are_registered(kind: type[Song]) -> None:
     expected = "<s>USER: t ASSISTANT:[ la</s>]USER: go on ASSISTANT:[ lo</s>]"
     assert text_of(task_encoder, kind(__key__="k", title="t", lines=["la", "lo"])) == expected
     assert task_encoder.encode_sample(kind(__key__="k", title="t", lines=["la", "lo"])).answer == "la"
+
+
+def test_crude_samples_can_be_registered_too() -> None:
+    def read(sample: CrudeSample, config: MultiModalSampleConfig) -> Document:
+        return Document(pieces=[Piece(sample["txt"], learned=True)])
+
+    task_encoder = build()
+    task_encoder.register_encoder(CrudeSample, read)
+    crude = CrudeSample({"__key__": "k", "txt": "abc"})
+    assert text_of(task_encoder, crude) == "<s>[abc</s>]"
+    assert task_encoder.encode_sample(crude).__key__ == "k"
+    with pytest.raises(SampleError, match="sample 'k': .*contains the image placeholder"):
+        task_encoder.encode_sample(CrudeSample({"__key__": "k", "txt": "<image>"}))
 
 
 def test_a_registered_encoder_takes_the_place_of_the_ready_made_one_in_its_encoder_only() -> None:

@@ -132,7 +132,7 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
                     f"nothing to learn: seq_length={self.seq_length} cuts before the first of the learned tokens"
                 )
         except SampleError as error:
-            raise SampleError(f"sample {sample.__key__!r}: {error}") from error
+            raise SampleError(f"sample {_key(sample)!r}: {error}") from error
         tokens, labels, loss_mask = finished
         return MultiModalSample.derive_from(
             sample,
@@ -172,7 +172,7 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
         known = ", ".join(sorted(kind.__name__ for kind in self._encoders))
         raise ConfigurationError(
             f"MultiModalTaskEncoder encodes {known}, not {type(sample).__name__} (sample "
-            f"{getattr(sample, '__key__', '?')!r}): set sample_type in dataset.yaml, call register_encoder, or "
+            f"{_key(sample)!r}): set sample_type in dataset.yaml, call register_encoder, or "
             "pass your own task_encoder"
         )
 
@@ -238,6 +238,10 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
 
     def _encode_text(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(text, add_special_tokens=False)) if text else []
+
+
+def _key(sample: Any) -> Any:
+    return sample.get("__key__") if isinstance(sample, dict) else getattr(sample, "__key__", None)
 
 
 def _first_answer(content: Conversation | Document) -> str:
