@@ -212,7 +212,7 @@ def test_crude_samples_can_be_registered_too() -> None:
     crude = CrudeSample({"__key__": "k", "txt": "abc"})
     assert text_of(task_encoder, crude) == "<s>[abc</s>]"
     assert task_encoder.encode_sample(crude).__key__ == "k"
-    with pytest.raises(SampleError, match="sample 'k': .*contains the image placeholder"):
+    with pytest.raises(SampleError, match=r"sample 'k': .*contains the image placeholder"):
         task_encoder.encode_sample(CrudeSample({"__key__": "k", "txt": "<image>"}))
 
 
