@@ -26,6 +26,7 @@
     │   ├── DecodeError                 a part cannot be decoded
     │   └── FieldAccessError            a field cannot be found in the parts of a sample
     ├── FatalSampleError                a sample error that must stop the run
+    │   └── OverLongSampleError         a sample exceeds a limit of its pack by itself
     ├── StateError                      a saved state does not fit this run
     │   ├── StateFormatError            not a state of this package, or damaged
     │   ├── StateVersionError           written by a newer version of the state format
@@ -149,6 +150,10 @@ class FieldAccessError(SampleError, KeyError):
 
 class FatalSampleError(EnergonError):
     """A sample error that must stop the run."""
+
+
+class OverLongSampleError(FatalSampleError):
+    """A sample exceeds a limit of its pack by itself, and the policy is not to leave it out."""
 
 
 class StateError(EnergonError):

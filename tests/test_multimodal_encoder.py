@@ -7,95 +7,38 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from multimodal import (
+    BOS,
+    EOS,
+    IMAGE,
+    PAD,
+    GridProcessor,
+    PixelProcessor,
+    WordTokenizer,
+    caption,
+    encoder,
+    question,
+    trained_text,
+)
 from PIL import Image
 
 from energon_bridge.errors import ConfigurationError, SampleError
-from energon_bridge.samples import CaptioningSample, TextSample, VQASample
+from energon_bridge.samples import CaptioningSample, VidQASample
 from energon_bridge.task_encoder.conversation import (
+    Conversation,
     ConversationTemplateConfig,
     ImageToken,
     MultiModalSampleConfig,
-    place_image,
-    render_question,
+    Turn,
+    place_images,
+    render,
 )
-from energon_bridge.task_encoder.multimodal import MultiModalSample, MultiModalTaskEncoder
+from energon_bridge.task_encoder.multimodal import MultiModalTaskEncoder
 from energon_bridge.task_encoder.visual import as_pil, concat_visual
 from energon_bridge.training.config import DataConfig
 from energon_bridge.training.encoder import ShuffledImagesTaskEncoder, training_task_encoder
 from energon_bridge.training.generation import prompts_of
 from energon_bridge.training.presets import ModelBundle
-
-PAD, BOS, EOS, IMAGE = 0, 1, 2, 3
-
-
-class WordTokenizer:
-    """One token per word, numbered as they come: the least that the interface asks for."""
-
-    pad_token_id, bos_token_id, eos_token_id = PAD, BOS, EOS
-    chat_template: str | None = None
-
-    def __init__(self) -> None:
-        self.words = ["<pad>", "<s>", "</s>", "<image>"]
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        assert not add_special_tokens
-        for word in text.split():
-            if word not in self.words:
-                self.words.append(word)
-        return [self.words.index(word) for word in text.split()]
-
-    def convert_tokens_to_ids(self, token: str) -> int | None:
-        return self.words.index(token) if token in self.words else None
-
-    def decode(self, ids: Any) -> str:
-        return " ".join(self.words[int(i)] for i in ids)
-
-    def apply_chat_template(
-        self, turns: list[dict[str, str]], *, chat_template: str, tokenize: bool, add_generation_prompt: bool = False
-    ) -> str:
-        assert not tokenize
-        text = "".join(f"[{turn['role']}] {turn['content']} </s> " for turn in turns)
-        return text + (f"{chat_template} " if add_generation_prompt else "")
-
-
-class PixelProcessor:
-    """Images as they are, in [0, 1]."""
-
-    def __call__(self, images: list[Image.Image], return_tensors: str) -> dict[str, Any]:
-        assert return_tensors == "pt"
-        pixels = torch.stack([torch.from_numpy(np.array(image)).permute(2, 0, 1) / 255 for image in images])
-        return {"pixel_values": pixels, "names": ["not a tensor"]}
-
-
-class GridProcessor(PixelProcessor):
-    """Patches and their grid, in the manner of Qwen."""
-
-    merge_size = 2
-
-    def __call__(self, images: list[Image.Image], return_tensors: str) -> dict[str, Any]:
-        return {"pixel_values": torch.zeros(24, 8), "image_grid_thw": torch.tensor([[1, 4, 6]])}
-
-
-def encoder(seq_length: int = 32, *, processor: Any = None, token_id: int | None = IMAGE, **kwargs: Any) -> Any:
-    config = kwargs.pop("config", MultiModalSampleConfig(image_token=ImageToken(token_id=token_id)))
-    kind = kwargs.pop("kind", MultiModalTaskEncoder)
-    return kind(WordTokenizer(), processor or PixelProcessor(), config, seq_length, **kwargs)
-
-
-def picture(value: int = 100) -> Image.Image:
-    return Image.new("RGB", (4, 4), (value, value, value))
-
-
-def caption(text: str = "the digit seven", key: str = "a", value: int = 100) -> CaptioningSample:
-    return CaptioningSample(__key__=key, __restore_key__=("k", key), image=picture(value), caption=text)
-
-
-def question(text: str, **values: Any) -> VQASample:
-    return VQASample(__key__="q", image=picture(), context=text, **values)
-
-
-def trained_text(task_encoder: Any, sample: MultiModalSample) -> str:
-    return task_encoder.tokenizer.decode(sample.labels[sample.loss_mask.bool()])
 
 
 def test_only_the_caption_carries_loss_and_labels_are_shifted() -> None:
@@ -151,6 +94,7 @@ def test_the_answer_of_most_weight_is_learned(answers: Any, weights: Any, expect
     ("sample", "complaint"),
     [
         (question("q", answers=[]), "without answers"),
+        (question(["q", "r"], answers=["a"]), "2 questions need a list of as many answers"),
         (question("q", answers=["a", "b"], answer_weights=[1.0]), "2 answers but 1 answer weights"),
         (question("<image> and <image>", answers=["a"]), "2 placeholders"),
         (question("q", answers=["an <image>"]), "contains the image placeholder"),
@@ -164,8 +108,8 @@ def test_samples_that_cannot_be_learned_are_refused_by_name(sample: Any, complai
 
 
 def test_a_sample_type_without_a_meaning_here_is_a_configuration_error() -> None:
-    with pytest.raises(ConfigurationError, match="not TextSample"):
-        encoder().encode_sample(TextSample(__key__="a", text="x"))
+    with pytest.raises(ConfigurationError, match=r"encodes CaptioningSample, .* not VidQASample"):
+        encoder().encode_sample(VidQASample(__key__="a", video=None, context="x"))
 
 
 def test_system_prompt_and_stop_string() -> None:
@@ -186,8 +130,9 @@ def test_a_chat_template_brings_its_own_special_tokens() -> None:
 
 
 def test_a_chat_template_that_does_not_continue_its_prompt_is_refused() -> None:
+    config = MultiModalSampleConfig(conversation_template_config=ConversationTemplateConfig(chat_template="elsewhere"))
     with pytest.raises(ConfigurationError, match="add_generation_prompt"):
-        render_question("q", "a", ConversationTemplateConfig(chat_template="elsewhere"), WordTokenizer())
+        render(Conversation(turns=[Turn("user", "q"), Turn("assistant", "a")]), config, WordTokenizer())
 
 
 def test_a_long_answer_is_cut_on_the_right() -> None:
@@ -341,5 +286,5 @@ def test_a_row_without_loss_is_all_prompt() -> None:
 
 def test_a_question_keeps_its_own_placeholder() -> None:
     config = MultiModalSampleConfig()
-    assert place_image("see <image>?", config) == "see <image>?"
-    assert place_image("see?", config) == "see?\n<image>"
+    assert place_images("see <image>?", 1, config) == "see <image>?"
+    assert place_images("see?", 2, config) == "see?\n<image>\n<image>"

@@ -63,6 +63,31 @@ def batch_pad_stack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return batch
 
 
+def concat_pad(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Join tensors of one rank along dimension 0, each other dimension as large as its largest, the rest zero.
+
+    Rows of different dtypes are promoted as torch promotes them. Raises ConfigurationError if ranks differ or are 0.
+    """
+    _check_not_empty(tensors)
+    first = tensors[0]
+    for row, tensor in enumerate(tensors):
+        if tensor.ndim != first.ndim or not tensor.ndim:
+            raise ConfigurationError(
+                f"concat_pad needs tensors of one rank, at least 1, but number 0 has shape {tuple(first.shape)} and "
+                f"number {row} has {tuple(tensor.shape)}; make them equal where the batches are made"
+            )
+    if len({tensor.shape[1:] for tensor in tensors}) == 1:
+        return torch.cat(list(tensors))
+    largest = [max(sizes) for sizes in zip(*(tensor.shape[1:] for tensor in tensors), strict=True)]
+    dtype = reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
+    joined = torch.zeros([sum(map(len, tensors)), *largest], dtype=dtype, device=first.device)
+    start = 0
+    for tensor in tensors:
+        joined[(slice(start, start + len(tensor)), *map(slice, tensor.shape[1:]))] = tensor
+        start += len(tensor)
+    return joined
+
+
 def _stack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     first = tensors[0]
     order = None if first.is_contiguous() else _memory_order(first)

@@ -1,30 +1,64 @@
 """Task encoders: what becomes of raw samples on their way to a batch.
 
-`base` has the hooks, `decoder` and `images` turn bytes into values, `collate` and `convert` turn samples into batches
-and records of one kind into another; the multimodal encoder makes tokens, labels and pixel values of captions and
-questions.
+`base` has the hooks, `decoder` and `images` turn bytes into values, `collate`, `convert` and `concat` turn samples into
+batches, records of one kind into another, and batches into one. `packing` (with `bins`) and `grouping` are ready-made
+choices of what shares a pack or a batch. The `multimodal` encoder makes tokens, labels and pixel values of images and
+texts: `sample_encoders` say what a sample has to say, `conversation` how that is written, `sequences` and
+`packed_sequences` what the model is given.
 """
 
 from __future__ import annotations
 
 from energon_bridge.task_encoder.base import DefaultTaskEncoder, TaskEncoder, default_hook, stateless
 from energon_bridge.task_encoder.collate import batch_list, batch_pad_stack, batch_samples, batch_stack, generic_batch
-from energon_bridge.task_encoder.conversation import ImageToken, MultiModalSampleConfig
+from energon_bridge.task_encoder.concat import concat_pad, generic_concat, homogeneous_concat_mix
+from energon_bridge.task_encoder.conversation import (
+    Conversation,
+    ConversationTemplateConfig,
+    Document,
+    ImageToken,
+    MultiModalSampleConfig,
+    Piece,
+    Turn,
+    TurnLayout,
+    chatml_template,
+    llava_template,
+)
 from energon_bridge.task_encoder.decoder import SampleDecoder
+from energon_bridge.task_encoder.grouping import LengthGrouper
 from energon_bridge.task_encoder.multimodal import MultiModalTaskEncoder
+from energon_bridge.task_encoder.packed_sequences import batch_packs, pack_sequences, packed_seq_params
+from energon_bridge.task_encoder.packing import OverLong, Packer
 
 __all__ = [
+    "Conversation",
+    "ConversationTemplateConfig",
     "DefaultTaskEncoder",
+    "Document",
     "ImageToken",
+    "LengthGrouper",
     "MultiModalSampleConfig",
     "MultiModalTaskEncoder",
+    "OverLong",
+    "Packer",
+    "Piece",
     "SampleDecoder",
     "TaskEncoder",
+    "Turn",
+    "TurnLayout",
     "batch_list",
+    "batch_packs",
     "batch_pad_stack",
     "batch_samples",
     "batch_stack",
+    "chatml_template",
+    "concat_pad",
     "default_hook",
     "generic_batch",
+    "generic_concat",
+    "homogeneous_concat_mix",
+    "llava_template",
+    "pack_sequences",
+    "packed_seq_params",
     "stateless",
 ]

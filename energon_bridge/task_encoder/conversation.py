@@ -1,30 +1,56 @@
-"""Turning a question and an answer into text: what the model is shown, and what it must say.
+"""Turning questions and answers into text: what the model is shown, and what it must say.
 
-A conversation is rendered to two pieces, the prompt and the completion, that are tokenised separately. The border
-between them is therefore the border of the loss, exactly, and a prompt at generation time is tokenised as it was in
-training.
+A conversation is rendered to pieces of text, each shown or learned, that are tokenised separately. The borders between
+them are therefore the borders of the loss, exactly, and a prompt at generation time is tokenised as it was in training.
+An answer is learned together with what ends it (the stop string or the end-of-sequence token), and nothing else is.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
-from energon_bridge.errors import ConfigurationError
+from energon_bridge.errors import ConfigurationError, SampleError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageToken:
-    """The placeholder of an image in a text, and the token that stands for it.
+    """The placeholder of an image in a text, and the tokens that stand for it.
 
     Args:
         token_str: The placeholder in the texts of the dataset.
         token_id: Written to `tokens` once per image token. -200 is what LLaVA and megatron-core's `LLaVAModel` look
             for; models of transformers need an id of their vocabulary. None: the tokenizer's id of `token_str`.
+        before: Text in front of the image tokens, for example `<|vision_start|>` for models of the Qwen family.
+        after: Text behind them, for example `<|vision_end|>`.
     """
 
     token_str: str = "<image>"
     token_id: int | None = -200
+    before: str = ""
+    after: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TurnLayout:
+    """The text around the turns of a conversation; `{text}`, `{role}` and `{ROLE}` (in capitals) are filled in.
+
+    Args:
+        system: The system prompt.
+        question: A turn of who asks.
+        prompt: What an answer is written after.
+        answer: An answer that is not empty. It is learned, with the stop string behind it.
+        between: Between an answer and the next question; not learned.
+        has_special_tokens: The layout writes the tokens that begin and end a turn as text, so none are added.
+    """
+
+    system: str = "{text}\n"
+    question: str = "{ROLE}: {text} "
+    prompt: str = "{ROLE}:"
+    answer: str = " {text}"
+    between: str = ""
+    has_special_tokens: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,17 +58,52 @@ class ConversationTemplateConfig:
     """How questions and answers become text.
 
     Args:
-        system: Put in front of every conversation.
+        system: Put in front of every conversation that does not bring a system prompt of its own.
         roles: Names of who asks and who answers.
-        stop_string: Ends an answer, as text; None ends it with the tokenizer's end-of-sequence token.
-        chat_template: A Jinja template in the manner of transformers. None takes the tokenizer's own, and where it has
-            none `USER: question ASSISTANT: answer`.
+        stop_string: Ends an answer, as text; None ends it with the tokenizer's end-of-sequence token. A chat template
+            writes its own.
+        chat_template: A Jinja template in the manner of transformers.
+        layout: Texts around the turns instead of a template. With neither, the tokenizer's own chat template is taken,
+            and where it has none `USER: question ASSISTANT: answer`.
+
+    Raises:
+        ConfigurationError: Both a chat template and a layout are given.
     """
 
     system: str | None = None
     roles: tuple[str, str] = ("user", "assistant")
     stop_string: str | None = None
     chat_template: str | None = None
+    layout: TurnLayout | None = None
+
+    def __post_init__(self) -> None:
+        if self.chat_template is not None and self.layout is not None:
+            raise ConfigurationError("a ConversationTemplateConfig takes chat_template or layout, not both")
+
+
+LLAVA_SYSTEM = (
+    "A chat between a curious human and an artificial intelligence assistant. The assistant gives helpful, detailed, "
+    "and polite answers to the human's questions."
+)
+
+
+def llava_template(system: str | None = LLAVA_SYSTEM) -> ConversationTemplateConfig:
+    """Return the template of LLaVA 1.5: `SYSTEM USER: question ASSISTANT: answer</s>`, the end as the token's id."""
+    return ConversationTemplateConfig(system=system, layout=TurnLayout(system="{text} "))
+
+
+def chatml_template(system: str | None = None) -> ConversationTemplateConfig:
+    """Return the ChatML template: `<|im_start|>role`, a line break, the text, `<|im_end|>`, a line break."""
+    turn = "<|im_start|>{role}\n{text}<|im_end|>\n"
+    layout = TurnLayout(
+        system=turn.format(role="system", text="{text}"),
+        question=turn,
+        prompt="<|im_start|>{role}\n",
+        answer="{text}",
+        between="\n",
+        has_special_tokens=True,
+    )
+    return ConversationTemplateConfig(system=system, stop_string="<|im_end|>", layout=layout)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,8 +114,9 @@ class MultiModalSampleConfig:
         image_token: The image placeholder.
         ignore_place_holder: Label of every position that carries no loss.
         conversation_template_config: Rendering of question and answer.
-        image_following_text: Where a question has no placeholder, put the image after its text, else before it. An
-            image always precedes its caption.
+        image_following_text: Where a question has no placeholder, put its images after the text, else before it; so
+            too for the images of a similarity-interleaved sample and the texts they match. An image always precedes
+            its caption.
     """
 
     image_token: ImageToken = field(default_factory=ImageToken)
@@ -63,49 +125,129 @@ class MultiModalSampleConfig:
     image_following_text: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class Rendered:
-    """A conversation as text: what is shown, what must be said, and whether the special tokens are already in it."""
+class Turn(NamedTuple):
+    """One turn of a conversation."""
 
-    prompt: str
-    completion: str
+    role: Literal["system", "user", "assistant"]
+    text: str
+
+
+class Piece(NamedTuple):
+    """A piece of text that is tokenised by itself: shown or learned; `ends` puts the end-of-sequence token behind."""
+
+    text: str
+    learned: bool = False
+    ends: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Conversation:
+    """Questions and answers, to be rendered by the template; each placeholder in a question stands for an image."""
+
+    turns: Sequence[Turn]
+    images: Sequence[Any] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Document:
+    """Text as it is, shown or learned piece by piece; each placeholder in a shown piece stands for an image."""
+
+    pieces: Sequence[Piece]
+    images: Sequence[Any] = ()
+
+
+class Rendered(NamedTuple):
+    """A sample as text, and whether the tokens that begin and end it are already written there."""
+
+    pieces: list[Piece]
     has_special_tokens: bool
 
 
-def render_question(question: str, answer: str, config: ConversationTemplateConfig, tokenizer: Any) -> Rendered:
-    """Render one question with its answer.
+def render(content: Conversation | Document, config: MultiModalSampleConfig, tokenizer: Any) -> Rendered:
+    """Render a conversation by the template, or a document as it is.
 
     Raises:
-        ConfigurationError: The chat template does not put the answer behind its own generation prompt.
+        SampleError: There is nothing to learn.
+        ConfigurationError: The chat template cannot be used for training.
     """
-    template = config.chat_template or getattr(tokenizer, "chat_template", None)
-    if template is None:
-        system = f"{config.system}\n" if config.system else ""
-        asks, answers = (role.upper() for role in config.roles)
-        return Rendered(f"{system}{asks}: {question} {answers}:", f" {answer}{config.stop_string or ''}", False)
-    turns = [{"role": "system", "content": config.system}] if config.system else []
-    turns.append({"role": config.roles[0], "content": question})
-    render = tokenizer.apply_chat_template
-    prompt = render(turns, chat_template=template, tokenize=False, add_generation_prompt=True)
-    turns.append({"role": config.roles[1], "content": answer})
-    whole = render(turns, chat_template=template, tokenize=False)
-    if not whole.startswith(prompt) or answer not in whole[len(prompt) :]:
-        raise ConfigurationError(
-            "the chat template cannot be used for training: a conversation must begin with the rendering of its "
-            f"question with add_generation_prompt=True; that gives {prompt!r}, and the whole conversation {whole!r}"
-        )
-    return Rendered(prompt, whole[len(prompt) :], True)
-
-
-def render_caption(caption: str, config: MultiModalSampleConfig) -> Rendered:
-    """Render a caption: the image is shown, the caption must be said."""
     template = config.conversation_template_config
-    return Rendered(config.image_token.token_str, f"{caption}{template.stop_string or ''}", False)
+    if isinstance(content, Document):
+        pieces = list(content.pieces)
+        if not any(piece.learned for piece in pieces):
+            raise SampleError("the sample has no text to learn")
+        last = pieces.pop().text if pieces[-1].learned else ""
+        return Rendered([*pieces, _ended(last, template, has_special_tokens=False)], False)
+    turns = list(content.turns)
+    if not any(turn.role == "assistant" for turn in turns):
+        raise SampleError("the conversation has no answer to learn")
+    if template.system and turns[0].role != "system":
+        turns.insert(0, Turn("system", template.system))
+    chat_template = template.chat_template or getattr(tokenizer, "chat_template", None)
+    if chat_template is None or template.layout is not None:
+        layout = template.layout or TurnLayout()
+        return Rendered(list(_lay_out(turns, layout, template)), layout.has_special_tokens)
+    return Rendered(list(_render_chat(turns, chat_template, template, tokenizer)), True)
 
 
-def place_image(question: str, config: MultiModalSampleConfig) -> str:
-    """Put the image placeholder into a question that has none."""
+def place_images(question: str, count: int, config: MultiModalSampleConfig) -> str:
+    """Put the placeholders of images into a question that has none."""
     placeholder = config.image_token.token_str
-    if placeholder in question:
+    if placeholder in question or not count:
         return question
-    return f"{question}\n{placeholder}" if config.image_following_text else f"{placeholder}\n{question}"
+    lines = [placeholder] * count
+    return "\n".join([question, *lines] if config.image_following_text else [*lines, question])
+
+
+def _ended(text: str, template: ConversationTemplateConfig, *, has_special_tokens: bool) -> Piece:
+    if template.stop_string is not None:
+        return Piece(text + template.stop_string, learned=True)
+    return Piece(text, learned=True, ends=not has_special_tokens)
+
+
+def _lay_out(turns: Sequence[Turn], layout: TurnLayout, template: ConversationTemplateConfig) -> Iterator[Piece]:
+    shown = ""
+    for turn in turns:
+        if turn.role == "system":
+            shown += layout.system.format(text=turn.text)
+            continue
+        role = template.roles[turn.role == "assistant"]
+        names = {"role": role, "ROLE": role.upper()}
+        if turn.role == "user":
+            shown += layout.question.format(text=turn.text, **names)
+            continue
+        yield Piece(shown + layout.prompt.format(**names))
+        text = layout.answer.format(text=turn.text, **names) if turn.text else ""
+        yield _ended(text, template, has_special_tokens=layout.has_special_tokens)
+        shown = layout.between
+
+
+def _render_chat(
+    turns: Sequence[Turn], chat_template: str, template: ConversationTemplateConfig, tokenizer: Any
+) -> Iterator[Piece]:
+    """Find what the template makes of each answer: what a rendering up to it has more than the prompt for it."""
+    names = {"system": "system", "user": template.roles[0], "assistant": template.roles[1]}
+    messages = [{"role": names[turn.role], "content": turn.text} for turn in turns]
+
+    def text_of(end: int, **options: Any) -> str:
+        text: str = tokenizer.apply_chat_template(
+            messages[:end], chat_template=chat_template, tokenize=False, **options
+        )
+        return text
+
+    done = ""
+    for number, turn in enumerate(turns):
+        if turn.role != "assistant":
+            continue
+        prompt = text_of(number, add_generation_prompt=True)
+        whole = text_of(number + 1)
+        # A template ends its turns with a line break, which is no part of the answer.
+        answer = whole[len(prompt) :].rstrip()
+        if not (prompt.startswith(done) and whole.startswith(prompt) and turn.text.strip() in answer):
+            raise ConfigurationError(
+                "the chat template cannot be used for training: a conversation up to an answer must begin with the "
+                f"rendering of what comes before it with add_generation_prompt=True; that gives {prompt!r}, and the "
+                f"conversation {whole!r}"
+            )
+        yield Piece(prompt[len(done) :])
+        yield Piece(answer, learned=True)
+        done = prompt + answer

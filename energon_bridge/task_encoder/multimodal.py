@@ -1,74 +1,52 @@
-"""From captioning and VQA samples to what a vision-language model trains on.
+"""From samples with images and texts to what a vision-language model trains on.
 
-A sample becomes one token sequence: prompt (with its image placeholder expanded to as many image tokens as the model
-needs), completion, end. Of a sequence s of n tokens, `tokens` is s[:-1] and `labels` is s[1:]: labels are shifted here,
-once, and no model needs to shift them again. `loss_mask` is 1.0 exactly where the label is a token of the completion;
-everywhere else the label is `ignore_place_holder`.
+A sample is rendered to pieces of text (`sample_encoders`, `conversation`), its placeholders are expanded to as many
+image tokens as the model needs, and the whole becomes one token sequence with shifted labels (`sequences`), of which
+only what the model must say carries loss.
 
-Sequences longer than `seq_length` are cut on the right, but never inside the image tokens and never down to nothing
-that could be learned: such a sample is refused, and the failure policy of the run counts it and names it.
+Sequences longer than `seq_length` are cut on the right, but never inside the tokens of an image: it goes, with all that
+follows it. Where nothing that could be learned is left the sample is refused, and the failure policy of the run counts
+it and names it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
-import torch
 from torch import Tensor
 
 from energon_bridge.errors import ConfigurationError, SampleError
-from energon_bridge.samples import Batch, CaptioningSample, Sample, VQASample, edataclass
 from energon_bridge.task_encoder.base import TaskEncoder
 from energon_bridge.task_encoder.conversation import (
+    Conversation,
+    Document,
     MultiModalSampleConfig,
+    Piece,
     Rendered,
-    place_image,
-    render_caption,
-    render_question,
+    render,
 )
 from energon_bridge.task_encoder.decoder import SampleDecoder
+from energon_bridge.task_encoder.packed_sequences import MultiModalPack, batch_packs, pack_sequences
+from energon_bridge.task_encoder.packing import Packer
+from energon_bridge.task_encoder.sample_encoders import SAMPLE_ENCODERS, SampleEncoder
+from energon_bridge.task_encoder.sequences import (
+    Filling,
+    MultiModalBatch,
+    MultiModalSample,
+    Sequencer,
+    batch_sequences,
+)
 from energon_bridge.task_encoder.visual import concat_visual, process_image
+
+__all__ = ["ImageTokenCount", "MultiModalBatch", "MultiModalSample", "MultiModalTaskEncoder"]
 
 ImageTokenCount = int | Callable[[Mapping[str, Tensor]], int]
 """Image tokens per image: a number, or a function of what the image processor returned for the image."""
 
 
-@edataclass
-class MultiModalSample(Sample):
-    """One encoded sample, before batching.
-
-    `tokens`, `labels` (int64) and `loss_mask` (float32) have shape (n,); `visual` is what the image processor returned.
-    """
-
-    tokens: Tensor
-    labels: Tensor
-    loss_mask: Tensor
-    visual: dict[str, Tensor]
-    answer: str
-
-
-@edataclass
-class MultiModalBatch(Batch):
-    """A microbatch of B sequences, padded on the right to a common length S.
-
-    `tokens`, `labels`, `position_ids`, `attention_mask` (1 on real tokens): int64 (B, S); `loss_mask`: float32 (B, S).
-    `pixel_values`: the images of all rows, joined along dimension 0. `visual_inputs`: what else the image processor
-    returned, joined likewise. `answers`: the text that each row should produce.
-    """
-
-    tokens: Tensor
-    labels: Tensor
-    loss_mask: Tensor
-    position_ids: Tensor
-    attention_mask: Tensor
-    pixel_values: Tensor | None
-    visual_inputs: dict[str, Tensor]
-    answers: list[str]
-
-
-class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample, MultiModalBatch, MultiModalBatch]):
-    """Encode captioning and VQA samples with any tokenizer and image processor of the transformers interface.
+class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, MultiModalBatch, MultiModalBatch]):
+    """Encode samples of images and text with any tokenizer and image processor of the transformers interface.
 
     Args:
         tokenizer: Has `encode(text, add_special_tokens=False)` and the ids of its special tokens.
@@ -77,9 +55,10 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample, MultiModalBatch, 
         seq_length: Longest sequence, image tokens included.
         image_tokens_per_image: Tokens that stand for one image. None: computed from `image_grid_thw` where the image
             processor returns it, else 1 (the model itself makes room for the features, as megatron-core's does).
-        pad_to_multiple_of: Batches are padded to a multiple of this length.
-        pad_to_max_length: Pad every batch to `seq_length`: one shape for all batches.
+        pad_to_multiple_of: Batches, and the samples of packs, are padded to a multiple of this length.
+        pad_to_max_length: Pad every batch, and every pack, to `seq_length`: one shape for all batches.
         add_bos: Begin with the tokenizer's begin-of-sequence token where it has one.
+        packer: How samples are packed, where packing is on. None: by best fit into `seq_length` tokens.
 
     Raises:
         ConfigurationError: The image tokens alone fill `seq_length`, or the image token has no id.
@@ -98,6 +77,7 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample, MultiModalBatch, 
         pad_to_multiple_of: int = 1,
         pad_to_max_length: bool = False,
         add_bos: bool = True,
+        packer: Packer[MultiModalSample] | None = None,
     ) -> None:
         if tokenizer is None or image_processor is None:
             raise ConfigurationError(
@@ -112,12 +92,25 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample, MultiModalBatch, 
         self.pad_to_multiple_of = pad_to_multiple_of
         self.pad_to_max_length = pad_to_max_length
         self.add_bos = add_bos
+        # The longest row: a sample of seq_length tokens must fit when it is padded, too.
+        self._row_length = seq_length + -seq_length % pad_to_multiple_of
+        self.packer = packer or Packer(limits={"tokens": self._row_length}, size_of=self.padded_length)
+        self._encoders: dict[type, SampleEncoder] = dict(SAMPLE_ENCODERS)
         self._image_token_id = _image_token_id(tokenizer, self.config)
+        pad_id = _first_id(tokenizer, "pad_token_id", "eos_token_id") or 0
+        self._filling = Filling(pad_id=pad_id, ignore=self.config.ignore_place_holder)
         if isinstance(image_tokens_per_image, int) and image_tokens_per_image >= seq_length:
             raise ConfigurationError(
                 f"seq_length={seq_length} leaves no room for text: one image takes {image_tokens_per_image} tokens; "
                 f"set seq_length to more than {image_tokens_per_image}"
             )
+
+    def register_encoder(self, sample_type: type, encoder: SampleEncoder) -> None:
+        """Encode samples of a type, and of types derived from it, by a function of the sample and the configuration.
+
+        It returns a `Conversation` or a `Document`, and takes the place of an encoder registered before.
+        """
+        self._encoders[sample_type] = encoder
 
     def encode_sample(self, sample: Any) -> MultiModalSample:
         """Encode one sample.
@@ -126,51 +119,103 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample, MultiModalBatch, 
             SampleError: The sample cannot be trained on: no answer, a wrong number of placeholders, or an image that
                 does not fit into `seq_length`.
         """
-        answer, rendered = self._render(sample)
-        visual = process_image(self.image_processor, sample.image)
-        prompt = self._encode_prompt(rendered, self._count_image_tokens(visual), where=sample.__key__)
-        completion = self._encode_completion(rendered)
-        tokens, labels, loss_mask = self._assemble(prompt, completion, where=sample.__key__)
+        encoder = self._encoder_of(sample)
+        try:
+            content = encoder(sample, self.config)
+            rendered = render(content, self.config, self.tokenizer)
+            self._check_placeholders(rendered.pieces, len(content.images))
+            sequence = Sequencer(longest=self.seq_length)
+            visual = self._fill(sequence, rendered, content.images)
+            finished = sequence.finish(self.config.ignore_place_holder)
+            if finished is None:
+                raise SampleError(
+                    f"nothing to learn: seq_length={self.seq_length} cuts before the first of the learned tokens"
+                )
+        except SampleError as error:
+            raise SampleError(f"sample {_key(sample)!r}: {error}") from error
+        tokens, labels, loss_mask = finished
         return MultiModalSample.derive_from(
-            sample, tokens=tokens, labels=labels, loss_mask=loss_mask, visual=visual, answer=answer
+            sample,
+            tokens=tokens,
+            labels=labels,
+            loss_mask=loss_mask,
+            visual=concat_visual(visual),
+            answer=_first_answer(content),
+            num_images=len(visual),
         )
 
-    def batch(self, samples: list[MultiModalSample]) -> MultiModalBatch:
-        """Pad the sequences to a common length and join the images."""
-        length = self.seq_length if self.pad_to_max_length else max(len(s.tokens) for s in samples)
-        length += -length % self.pad_to_multiple_of
-        visual = concat_visual([s.visual for s in samples])
-        pad_id = _first_id(self.tokenizer, "pad_token_id", "eos_token_id") or 0
-        return MultiModalBatch.from_samples(
-            samples,
-            tokens=_pad([s.tokens for s in samples], length, pad_id),
-            labels=_pad([s.labels for s in samples], length, self.config.ignore_place_holder),
-            loss_mask=_pad([s.loss_mask for s in samples], length, 0.0),
-            position_ids=torch.arange(length).repeat(len(samples), 1),
-            attention_mask=_pad([torch.ones_like(s.tokens) for s in samples], length, 0),
-            pixel_values=visual.pop("pixel_values", None),
-            visual_inputs=visual,
-            answers=[s.answer for s in samples],
+    def padded_length(self, sample: MultiModalSample) -> int:
+        """Return how many tokens a sample takes in a pack."""
+        return len(sample.tokens) + -len(sample.tokens) % self.pad_to_multiple_of
+
+    def select_samples_to_pack(self, samples: Sequence[Any]) -> list[list[Any]]:
+        """Return the packs of encoded samples that leave the packing buffer now."""
+        return self.packer.select(samples)
+
+    def pack_selected_samples(self, samples: Sequence[Any]) -> MultiModalPack:
+        """Put the encoded samples of a pack into one sequence."""
+        length = self._row_length if self.pad_to_max_length else None
+        return pack_sequences(samples, self._filling, multiple_of=self.pad_to_multiple_of, length=length)
+
+    def batch(self, samples: Sequence[MultiModalSample | MultiModalPack]) -> MultiModalBatch:
+        """Pad the sequences, or the packs, to a common length and join the images."""
+        if isinstance(samples[0], MultiModalPack):
+            return batch_packs(cast(Sequence[MultiModalPack], samples), self._filling)
+        sequences = cast(Sequence[MultiModalSample], samples)
+        length = self._row_length if self.pad_to_max_length else max(map(self.padded_length, sequences))
+        return batch_sequences(sequences, length, self._filling)
+
+    def _encoder_of(self, sample: Any) -> SampleEncoder:
+        for kind in type(sample).__mro__:
+            if kind in self._encoders:
+                return self._encoders[kind]
+        known = ", ".join(sorted(kind.__name__ for kind in self._encoders))
+        raise ConfigurationError(
+            f"MultiModalTaskEncoder encodes {known}, not {type(sample).__name__} (sample "
+            f"{_key(sample)!r}): set sample_type in dataset.yaml, call register_encoder, or "
+            "pass your own task_encoder"
         )
 
-    def _render(self, sample: Any) -> tuple[str, Rendered]:
-        if isinstance(sample, CaptioningSample):
-            answer, rendered = sample.caption, render_caption(sample.caption, self.config)
-        elif isinstance(sample, VQASample):
-            answer = _best_answer(sample)
-            question = place_image(sample.context, self.config)
-            rendered = render_question(question, answer, self.config.conversation_template_config, self.tokenizer)
-        else:
-            raise ConfigurationError(
-                f"MultiModalTaskEncoder encodes CaptioningSample and VQASample, not {type(sample).__name__} (sample "
-                f"{getattr(sample, '__key__', '?')!r}): set sample_type in dataset.yaml, or pass your own task_encoder"
-            )
-        if self.config.image_token.token_str in rendered.completion:
-            raise SampleError(
-                f"sample {sample.__key__!r}: the answer {answer!r} contains the image placeholder "
-                f"{self.config.image_token.token_str!r}; only a question may"
-            )
-        return answer, rendered
+    def _check_placeholders(self, pieces: Sequence[Piece], num_images: int) -> None:
+        placeholder = self.config.image_token.token_str
+        for piece in pieces:
+            if piece.learned and placeholder in piece.text:
+                raise SampleError(
+                    f"the answer {piece.text!r} contains the image placeholder {placeholder!r}; only a question may"
+                )
+        found = sum(piece.text.count(placeholder) for piece in pieces)
+        if found != num_images:
+            images = "1 image" if num_images == 1 else f"{num_images} images"
+            raise SampleError(f"the text has {found} placeholders {placeholder!r} but the sample has {images}")
+
+    def _fill(self, sequence: Sequencer, rendered: Rendered, images: Sequence[Any]) -> list[dict[str, Tensor]]:
+        """Add all pieces to a sequence until it is full; return what the image processor made of the images in it."""
+        bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
+        if self.add_bos and not rendered.has_special_tokens and bos is not None:
+            sequence.add([bos], learned=False)
+        token = self.config.image_token
+        visual: list[dict[str, Tensor]] = []
+        for piece in rendered.pieces:
+            for number, text in enumerate(piece.text.split(token.token_str)):
+                if sequence.full:
+                    return visual
+                if number:
+                    image = process_image(self.image_processor, images[len(visual)])
+                    expanded = self._image_tokens(image)
+                    if not sequence.has_room(len(expanded)):
+                        self._check_something_learned(sequence, len(expanded))
+                        return visual
+                    visual.append(image)
+                    sequence.add(expanded, learned=False)
+                sequence.add(self._encode_text(text), learned=piece.learned)
+            if piece.ends and eos is not None:
+                sequence.add([eos], learned=True)
+        return visual
+
+    def _image_tokens(self, visual: Mapping[str, Tensor]) -> list[int]:
+        token = self.config.image_token
+        middle = [self._image_token_id] * self._count_image_tokens(visual)
+        return [*self._encode_text(token.before), *middle, *self._encode_text(token.after)]
 
     def _count_image_tokens(self, visual: Mapping[str, Tensor]) -> int:
         count = self.image_tokens_per_image
@@ -183,59 +228,26 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample, MultiModalBatch, 
             return 1
         return int(grid.prod(-1).sum()) // int(getattr(self.image_processor, "merge_size", 1)) ** 2
 
-    def _encode_prompt(self, rendered: Rendered, image_tokens: int, *, where: str) -> list[int]:
-        pieces = rendered.prompt.split(self.config.image_token.token_str)
-        if len(pieces) != 2:
+    def _check_something_learned(self, sequence: Sequencer, image_tokens: int) -> None:
+        before = len(sequence.tokens)
+        if not any(sequence.learned[1:]):
             raise SampleError(
-                f"sample {where!r}: the text has {len(pieces) - 1} placeholders {self.config.image_token.token_str!r} "
-                "but the sample has 1 image"
+                f"seq_length={self.seq_length} would cut into the image, which takes {image_tokens} tokens behind "
+                f"{before} tokens of text; set seq_length to at least {before + image_tokens + 1}"
             )
-        bos = self.tokenizer.bos_token_id if self.add_bos and not rendered.has_special_tokens else None
-        head = ([] if bos is None else [bos]) + self._encode_text(pieces[0])
-        if len(head) + image_tokens > self.seq_length:
-            raise SampleError(
-                f"sample {where!r}: seq_length={self.seq_length} would cut into the image, which takes {image_tokens} "
-                f"tokens behind {len(head)} tokens of text; set seq_length to at least {len(head) + image_tokens + 1}"
-            )
-        return head + [self._image_token_id] * image_tokens + self._encode_text(pieces[1])
-
-    def _encode_completion(self, rendered: Rendered) -> list[int]:
-        completion = self._encode_text(rendered.completion)
-        if rendered.has_special_tokens or self.config.conversation_template_config.stop_string is not None:
-            return completion
-        eos = self.tokenizer.eos_token_id
-        return completion if eos is None else [*completion, eos]
 
     def _encode_text(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(text, add_special_tokens=False)) if text else []
 
-    def _assemble(self, prompt: list[int], completion: list[int], *, where: str) -> tuple[Tensor, Tensor, Tensor]:
-        # One more token than seq_length is of use: it is the label of the last position.
-        if len(prompt) > self.seq_length or not completion:
-            raise SampleError(
-                f"sample {where!r}: nothing to learn: the prompt has {len(prompt)} tokens, the completion "
-                f"{len(completion)}, and seq_length={self.seq_length} cuts before the completion begins"
-            )
-        sequence = torch.tensor((prompt + completion)[: self.seq_length + 1], dtype=torch.int64)
-        labels = sequence[1:].clone()
-        labels[: max(0, len(prompt) - 1)] = self.config.ignore_place_holder
-        loss_mask = torch.ones(len(labels))
-        loss_mask[: max(0, len(prompt) - 1)] = 0.0
-        return sequence[:-1].clone(), labels, loss_mask
+
+def _key(sample: Any) -> Any:
+    return sample.get("__key__") if isinstance(sample, dict) else getattr(sample, "__key__", None)
 
 
-def _best_answer(sample: VQASample) -> str:
-    answers: Any = sample.answers  # a field map may give one text where the type has a list
-    if isinstance(answers, str):
-        return answers
-    if not sample.answers:
-        raise SampleError(f"sample {sample.__key__!r}: a VQASample without answers cannot be trained on")
-    weights = sample.answer_weights
-    if weights is None:
-        return sample.answers[0]
-    if len(weights) != len(sample.answers):
-        raise SampleError(f"sample {sample.__key__!r}: {len(sample.answers)} answers but {len(weights)} answer weights")
-    return sample.answers[max(range(len(weights)), key=lambda i: float(weights[i]))]
+def _first_answer(content: Conversation | Document) -> str:
+    if isinstance(content, Conversation):
+        return next(turn.text for turn in content.turns if turn.role == "assistant")
+    return next(piece.text for piece in content.pieces if piece.learned)
 
 
 def _image_token_id(tokenizer: Any, config: MultiModalSampleConfig) -> int:
@@ -253,10 +265,3 @@ def _image_token_id(tokenizer: Any, config: MultiModalSampleConfig) -> int:
 
 def _first_id(tokenizer: Any, *names: str) -> int | None:
     return next((value for name in names if (value := getattr(tokenizer, name, None)) is not None), None)
-
-
-def _pad(rows: Sequence[Tensor], length: int, value: float) -> Tensor:
-    out = rows[0].new_full((len(rows), length), value)
-    for i, row in enumerate(rows):
-        out[i, : len(row)] = row
-    return out

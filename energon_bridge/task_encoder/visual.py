@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from PIL import Image
 from torch import Tensor
 
 from energon_bridge.errors import SampleError
+from energon_bridge.samples.stacking import concat_pad
 
 
 def as_pil(image: Any) -> Image.Image:
@@ -52,18 +52,9 @@ def process_image(image_processor: Any, image: Any) -> dict[str, Tensor]:
 
 
 def concat_visual(rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Join what the processor returned for each row along dimension 0, padding the other dimensions with zeros."""
-    return {name: _concat([row[name] for row in rows if name in row]) for name in rows[0]}
+    """Join what the processor returned for each row along dimension 0, padding the other dimensions with zeros.
 
-
-def _concat(tensors: Sequence[Tensor]) -> Tensor:
-    shapes = {tensor.shape[1:] for tensor in tensors}
-    if len(shapes) == 1:
-        return torch.cat(list(tensors))
-    size = [max(sizes) for sizes in zip(*(t.shape[1:] for t in tensors), strict=True)]
-    out = tensors[0].new_zeros((sum(len(t) for t in tensors), *size))
-    start = 0
-    for tensor in tensors:
-        out[(slice(start, start + len(tensor)), *(slice(0, n) for n in tensor.shape[1:]))] = tensor
-        start += len(tensor)
-    return out
+    Rows without an image add nothing; without any image there is nothing at all.
+    """
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: concat_pad([row[name] for row in rows if name in row]) for name in names}

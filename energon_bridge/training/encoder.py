@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from energon_bridge.task_encoder.multimodal import MultiModalBatch, MultiModalSample, MultiModalTaskEncoder
+from energon_bridge.task_encoder.packed_sequences import MultiModalPack
 from energon_bridge.training.config import DataConfig
 from energon_bridge.training.presets import ModelBundle
 
@@ -14,7 +17,7 @@ class ShuffledImagesTaskEncoder(MultiModalTaskEncoder):
     right does not need its images. A microbatch of one sample keeps its image.
     """
 
-    def batch(self, samples: list[MultiModalSample]) -> MultiModalBatch:
+    def batch(self, samples: Sequence[MultiModalSample | MultiModalPack]) -> MultiModalBatch:
         """Rotate the images by one row, then batch as usual."""
         images = [sample.visual for sample in samples]
         for sample, visual in zip(samples, images[-1:] + images[:-1], strict=True):

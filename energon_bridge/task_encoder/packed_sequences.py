@@ -1,0 +1,148 @@
+"""Packed sequences: several samples in one row, without attention, positions, labels or loss across their borders.
+
+`pack_sequences` makes one row of a pack, `batch_packs` a microbatch of packs. Its rows laid end to end are the form
+that variable-length attention kernels take (`thd` in Megatron, which trains on one row at a time). Labels are shifted
+before packing, so the label of a sample's last token is its own; `position_ids` begin at 0 in every sample; images
+stand in the order of their samples.
+
+A sample may be padded to a multiple (context parallelism splits every sample into 2 * cp equal chunks), and the last
+one up to a fixed length of the row. Padding carries no loss, continues the positions of its sample, and is not counted
+in `cu_seqlens`, only in `cu_seqlens_padded`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from energon_bridge.errors import ConfigurationError, OverLongSampleError
+from energon_bridge.samples import Sample, batch_meta, edataclass
+from energon_bridge.task_encoder.sequences import Filling, MultiModalBatch, MultiModalSample, pad_rows
+from energon_bridge.task_encoder.visual import concat_visual
+
+if TYPE_CHECKING:
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+
+@edataclass
+class MultiModalPack(Sample):
+    """The samples of one pack as one sequence of T tokens; its key is those of the samples, joined by commas.
+
+    `tokens`, `labels`, `position_ids`, `attention_mask` (int64) and `loss_mask` (float32) have shape (T,). `lengths`,
+    `padded_lengths`, `num_images` and `answers` have an entry for each sample.
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    loss_mask: Tensor
+    position_ids: Tensor
+    attention_mask: Tensor
+    visual: dict[str, Tensor]
+    lengths: list[int]
+    padded_lengths: list[int]
+    num_images: list[int]
+    answers: list[str]
+
+
+def pack_sequences(
+    samples: Sequence[MultiModalSample], filling: Filling, *, multiple_of: int = 1, length: int | None = None
+) -> MultiModalPack:
+    """Put samples one behind the other.
+
+    Each is padded to a multiple of a number of tokens, and the last one up to `length` tokens of the row, if given.
+
+    Raises:
+        ConfigurationError: There are no samples.
+        OverLongSampleError: They are longer than `length`.
+    """
+    if not samples:
+        raise ConfigurationError("there is nothing to pack: a pack needs at least one sample")
+    lengths = [len(sample.tokens) for sample in samples]
+    padded = [size + -size % multiple_of for size in lengths]
+    key = ",".join(sample.__key__ for sample in samples)
+    if length is not None:
+        if sum(padded) > length:
+            raise OverLongSampleError(
+                f"the pack of samples {key!r} has {sum(padded)} tokens, each sample padded to a multiple of "
+                f"{multiple_of}, but a row holds {length}: give the packer padded lengths (size_of), or raise length"
+            )
+        padded[-1] += length - sum(padded)
+    return MultiModalPack(
+        __key__=key,
+        __restore_key__=tuple(sample.__restore_key__ for sample in samples),
+        __sources__=batch_meta("__sources__", [sample.__sources__ for sample in samples]),
+        tokens=_joined([sample.tokens for sample in samples], padded, filling.pad_id),
+        labels=_joined([sample.labels for sample in samples], padded, filling.ignore),
+        loss_mask=_joined([sample.loss_mask for sample in samples], padded, 0.0),
+        position_ids=torch.cat([torch.arange(size) for size in padded]),
+        attention_mask=_joined([torch.ones_like(sample.tokens) for sample in samples], padded, 0),
+        visual=concat_visual([sample.visual for sample in samples]),
+        lengths=lengths,
+        padded_lengths=padded,
+        num_images=[sample.num_images for sample in samples],
+        answers=[sample.answer for sample in samples],
+    )
+
+
+def batch_packs(packs: Sequence[MultiModalPack], filling: Filling) -> MultiModalBatch:
+    """Make a microbatch with one row for each pack, the last sample of a shorter row padded to the longest row."""
+    length = max(len(pack.tokens) for pack in packs)
+    padded: list[int] = []
+    positions: list[Tensor] = []
+    for pack in packs:
+        spare = length - len(pack.tokens)
+        padded += [*pack.padded_lengths[:-1], pack.padded_lengths[-1] + spare]
+        positions.append(torch.cat([pack.position_ids, pack.position_ids[-1] + 1 + torch.arange(spare)]))
+    visual = concat_visual([pack.visual for pack in packs])
+    return MultiModalBatch.from_samples(
+        packs,
+        tokens=pad_rows([pack.tokens for pack in packs], length, filling.pad_id),
+        labels=pad_rows([pack.labels for pack in packs], length, filling.ignore),
+        loss_mask=pad_rows([pack.loss_mask for pack in packs], length, 0.0),
+        position_ids=torch.stack(positions),
+        attention_mask=pad_rows([pack.attention_mask for pack in packs], length, 0),
+        pixel_values=visual.pop("pixel_values", None),
+        visual_inputs=visual,
+        answers=[answer for pack in packs for answer in pack.answers],
+        num_images=[count for pack in packs for count in pack.num_images],
+        cu_seqlens=cu_seqlens([size for pack in packs for size in pack.lengths]),
+        cu_seqlens_padded=cu_seqlens(padded),
+        max_seqlen=max(padded),
+    )
+
+
+def cu_seqlens(lengths: Sequence[int]) -> Tensor:
+    """Return the cumulative lengths of sequences from 0 on, int32 of shape (sequences + 1,)."""
+    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+
+
+def packed_seq_params(batch: MultiModalBatch) -> PackedSeqParams:
+    """Return what megatron-core's attention needs to know of packed sequences, on the device of the batch.
+
+    Raises ConfigurationError if the batch is not packed or megatron-core is not installed.
+    """
+    if batch.cu_seqlens is None or batch.cu_seqlens_padded is None or batch.max_seqlen is None:
+        raise ConfigurationError("the batch is not packed: it has no cu_seqlens; make it with batch_packs")
+    try:
+        from megatron.core.packed_seq_params import PackedSeqParams
+    except ImportError as error:
+        raise ConfigurationError("packed_seq_params needs megatron-core: pip install megatron-core") from error
+    values: dict[str, Any] = {}
+    for side in ("q", "kv"):
+        values[f"cu_seqlens_{side}"] = batch.cu_seqlens
+        values[f"max_seqlen_{side}"] = batch.max_seqlen
+        if not torch.equal(batch.cu_seqlens, batch.cu_seqlens_padded):
+            values[f"cu_seqlens_{side}_padded"] = batch.cu_seqlens_padded
+    return PackedSeqParams(qkv_format="thd", **values)
+
+
+def _joined(parts: Sequence[Tensor], padded: Sequence[int], value: float) -> Tensor:
+    out = parts[0].new_full((sum(padded),), value)
+    start = 0
+    for part, size in zip(parts, padded, strict=True):
+        out[start : start + len(part)] = part
+        start += size
+    return out

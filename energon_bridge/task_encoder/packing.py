@@ -1,0 +1,229 @@
+"""Ready-made packing: which samples of a buffer leave it as packs now, and what becomes of samples that are too long.
+
+A `Packer` knows the limits of a pack, for example tokens, images, patches and samples, and how large a sample is
+under each. Its `select` is the hook `select_samples_to_pack`: of the buffer it returns groups to deliver; every sample
+that is in no group stays in the buffer, before the samples that come next.
+
+    packer = Packer(limits={"tokens": 4096, "images": 16}, size_of=lambda s: {"tokens": len(s.tokens), "images": …})
+
+    class Encoder(TaskEncoder):
+        def encode_sample(self, sample):
+            yield from packer.admit(encode(sample))       # drops, cuts or refuses what no pack can hold
+        def select_samples_to_pack(self, samples):
+            return packer.select(samples)
+
+Three rules decide which packs leave; all of them depend on the sizes in the buffer and their order alone, so that a
+resumed run repeats them:
+
+1. a pack that is full enough: at least `min_fill` of the binding limit (`bins.binding_limit`);
+2. the best-filled packs, until a third of the buffer leaves: reading goes on whatever the sizes are;
+3. a pack with one of the first `ceil(buffer / max_wait)` samples: those have waited longest, and are placed first, so
+   that they choose their company. In a buffer of constant size a sample therefore leaves after at most `max_wait`
+   selections, and every selection delivers a pack.
+
+Packs leave in the order of their oldest sample, and keep the buffer's order inside, so that what training sees is not
+sorted by length.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from fractions import Fraction
+from math import ceil
+from typing import Any, Generic, Literal, TypeVar
+
+import numpy as np
+
+from energon_bridge.errors import ConfigurationError, OverLongSampleError, SkipSample
+from energon_bridge.task_encoder.bins import ALGORITHMS, MAX_LIMIT, IntArray, Packs, binding_limit
+
+T = TypeVar("T")
+
+Sizes = Mapping[str, int]
+SAMPLES = "samples"
+"""The limit under which every sample counts one; `size_of` need not say so."""
+
+LONGEST_WAIT = 32
+"""Selections after which lanes give up a sample that was left over by all of them."""
+_LEAST_SHARE = 3
+"""One in so many samples of the buffer leaves in any case (rule 2)."""
+
+
+class OverLong(StrEnum):
+    """What becomes of a sample that exceeds a limit by itself."""
+
+    DROP = "drop"
+    """Leave it out as `SkipSample` does."""
+    TRUNCATE = "truncate"
+    """Replace it by the one sample that `cut` makes of it."""
+    SPLIT = "split"
+    """Replace it by the samples that `cut` makes of it."""
+    RAISE = "raise"
+    """Stop the run."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Packer(Generic[T]):
+    """A choice of packs under several limits.
+
+    Args:
+        limits: The most that a pack holds, by name. Under `samples` every sample counts one.
+        size_of: The size of a sample under each limit; with one limit besides `samples`, a number will do.
+        method: `best_fit` or `first_fit_decreasing`; both take the largest samples first.
+        min_fill: A pack is full enough with this share of the binding limit, from 0 (deliver everything) to 1.
+        max_wait: Selections after which a sample leaves whatever pack it is in, at most 32.
+        over_long: What `admit` does with a sample that exceeds a limit by itself.
+        cut: Makes of an over-long sample, and the limits, what fits: one sample to truncate, several to split.
+        counts: What `admit` did, by policy: in this process, so far. `pieces` are what samples were split into.
+
+    Raises:
+        ConfigurationError: A limit is no integer from 1 to 2^31 - 1, another value makes no sense, or `cut` is missing.
+    """
+
+    limits: Mapping[str, int]
+    size_of: Callable[[T], Sizes | int]
+    method: Literal["best_fit", "first_fit_decreasing"] = "best_fit"
+    min_fill: float = 0.99
+    max_wait: int = LONGEST_WAIT
+    over_long: OverLong | Literal["drop", "truncate", "split", "raise"] = OverLong.RAISE
+    cut: Callable[[T, Mapping[str, int]], T | Iterable[T]] | None = None
+    counts: Counter[str] = field(default_factory=Counter, init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not self.limits:
+            raise ConfigurationError("a Packer needs at least one limit, for example limits={'tokens': 4096}")
+        for name, limit in self.limits.items():
+            if not isinstance(limit, int) or not 0 < limit <= MAX_LIMIT:
+                raise ConfigurationError(f"limit {name!r} of a Packer must be an integer from 1 to 2^31 - 1: {limit!r}")
+        if self.method not in ALGORITHMS:
+            raise ConfigurationError(f"method={self.method!r} of a Packer must be one of {', '.join(ALGORITHMS)}")
+        if not 0 <= self.min_fill <= 1:
+            raise ConfigurationError(f"min_fill={self.min_fill} of a Packer must lie between 0 and 1")
+        if not 1 <= self.max_wait <= LONGEST_WAIT:
+            raise ConfigurationError(
+                f"max_wait={self.max_wait} of a Packer must be 1 to {LONGEST_WAIT} selections: what waits longer is "
+                "given up"
+            )
+        if self.over_long not in list(OverLong):
+            raise ConfigurationError(f"over_long={self.over_long!r} of a Packer must be one of {', '.join(OverLong)}")
+        if self.cut is None and self.over_long in (OverLong.TRUNCATE, OverLong.SPLIT):
+            raise ConfigurationError(
+                f"over_long={str(self.over_long)!r} needs `cut`, a function of a sample and the limits that returns "
+                f"{'one sample' if self.over_long == OverLong.TRUNCATE else 'several samples'} within them"
+            )
+
+    def admit(self, sample: T) -> list[T]:
+        """Return what of a sample goes into the buffer: itself where it fits into a pack, else what `over_long` says.
+
+        Raises:
+            SkipSample: It is too long and the policy is to drop it.
+            OverLongSampleError: It is too long and the policy is to raise, or what `cut` returned is still too long.
+        """
+        if (exceeded := self._exceeded(sample)) is None:
+            return [sample]
+        name, size = exceeded
+        self.counts[str(self.over_long)] += 1
+        if self.over_long == OverLong.DROP:
+            raise SkipSample(f"sample {_key(sample)} has {size} {name}, a pack at most {self.limits[name]}")
+        if self.over_long == OverLong.RAISE or self.cut is None:
+            raise OverLongSampleError(self._complaint(sample, name, size))
+        made = self.cut(sample, self.limits)
+        pieces: list[T] = list(made) if self.over_long == OverLong.SPLIT else [made]  # type: ignore[arg-type,list-item]
+        for piece in pieces:
+            if (exceeded := self._exceeded(piece)) is not None:
+                raise OverLongSampleError(
+                    f"after `cut` (over_long={str(self.over_long)!r}) " + self._complaint(piece, *exceeded)
+                )
+        if self.over_long == OverLong.SPLIT:
+            self.counts["pieces"] += len(pieces)
+        return pieces
+
+    def select(self, samples: Sequence[T], *, flush: bool = False) -> list[list[T]]:
+        """Return the packs that leave the buffer now, oldest samples first; `flush` delivers all of them.
+
+        Raises OverLongSampleError if a sample exceeds a limit by itself: `admit` must come before the buffer.
+        """
+        packs = self.pack(self.sizes(samples), flush=flush)
+        return [[samples[position] for position in pack] for pack in packs]
+
+    def sizes(self, samples: Sequence[T]) -> IntArray:
+        """Return the sizes of samples, of shape (samples, limits), in the order of `limits`.
+
+        Raises OverLongSampleError, naming the sample, if one exceeds a limit by itself.
+        """
+        rows = [self._size(sample) for sample in samples]
+        sizes = np.array(rows, dtype=np.int64).reshape(len(rows), len(self.limits))
+        too_large = sizes > np.fromiter(self.limits.values(), dtype=np.int64)
+        if too_large.any():
+            row, column = np.argwhere(too_large)[0].tolist()
+            raise OverLongSampleError(self._complaint(samples[row], list(self.limits)[column], rows[row][column]))
+        return sizes
+
+    def pack(self, sizes: IntArray, *, flush: bool = False) -> Packs:
+        """Return the positions of the samples of each pack that leaves now, for sizes of shape (samples, limits).
+
+        Raises ConfigurationError if sizes are negative, above a limit, or of another shape.
+        """
+        limits = list(self.limits.values())
+        sizes = np.asarray(sizes, dtype=np.int64)
+        if sizes.ndim != 2 or sizes.shape[1] != len(limits):
+            raise ConfigurationError(f"sizes must have shape (samples, {len(limits)}), got {sizes.shape}")
+        if ((sizes < 0) | (sizes > np.array(limits))).any():
+            raise ConfigurationError("every size must lie between 0 and its limit; pass samples through `admit` first")
+        if not len(sizes):
+            return []
+        must_leave = 0 if flush else -(-len(sizes) // self.max_wait)
+        packs = [sorted(pack) for pack in ALGORITHMS[self.method](sizes, limits, must_leave)]
+        binding = binding_limit(sizes, limits)
+        return sorted(packs if flush else self._leaving(packs, sizes[:, binding].tolist(), limits[binding], must_leave))
+
+    def _leaving(self, packs: Packs, sizes: list[int], limit: int, must_leave: int) -> Packs:
+        """Apply the three rules of the module; `sizes` and `limit` are those of the binding limit."""
+        full_enough = ceil(Fraction(self.min_fill) * limit)
+        filled = sorted((-sum([sizes[sample] for sample in pack]), pack) for pack in packs)
+        leaving: Packs = []
+        delivered = 0
+        for fill, pack in filled:
+            # The samples of a pack are in order: its first is its oldest.
+            if -fill >= full_enough or delivered * _LEAST_SHARE < len(sizes) or pack[0] < must_leave:
+                leaving.append(pack)
+                delivered += len(pack)
+        return leaving
+
+    def _size(self, sample: T) -> list[int]:
+        size = self.size_of(sample)
+        if not isinstance(size, Mapping):
+            named = [name for name in self.limits if name != SAMPLES] or [SAMPLES]
+            if len(named) != 1:
+                raise ConfigurationError(
+                    f"size_of returned {size!r} for sample {_key(sample)}; with several limits it must return a size "
+                    f"for each of {', '.join(named)}"
+                )
+            size = {named[0]: size}
+        try:
+            return [1 if name == SAMPLES and name not in size else int(size[name]) for name in self.limits]
+        except KeyError as error:
+            raise ConfigurationError(
+                f"size_of returned no size under {error.args[0]!r} for sample {_key(sample)}, only {', '.join(size)}"
+            ) from error
+
+    def _exceeded(self, sample: T) -> tuple[str, int] | None:
+        """Return the first limit that a sample exceeds by itself, and its size there."""
+        for (name, limit), size in zip(self.limits.items(), self._size(sample), strict=True):
+            if size > limit:
+                return name, size
+        return None
+
+    def _complaint(self, sample: T, name: str, size: int) -> str:
+        return (
+            f"sample {_key(sample)} has {size} {name}, but a pack holds at most {self.limits[name]}: raise the limit "
+            f"{name!r}, shorten the sample in encode_sample, or give the Packer another policy (over_long='drop', "
+            "'truncate' or 'split') and pass every sample through `admit`"
+        )
+
+
+def _key(sample: Any) -> str:
+    return repr(sample.get("__key__", "?") if isinstance(sample, dict) else getattr(sample, "__key__", "?"))

@@ -1,0 +1,185 @@
+"""What each type of sample has to say: conversations and documents with their images, before any tokenizer.
+
+A sample encoder is a function of a sample and the configuration. `MultiModalTaskEncoder.register_encoder` puts one's
+own in place of these, or adds types:
+
+    CaptioningSample             the image is shown, the caption learned
+    VQASample, VQAOCRSample      the question is shown with its images, the answer of most weight learned; where the
+                                 question is a list, so are the answers: a conversation of several turns
+    MultiChoiceVQASample         the question and its lettered choices are shown, the right one is learned
+    OCRSample                    the image is shown, its text learned
+    InterleavedSample            every text is learned, the images stand where they are
+    SimilarityInterleavedSample  every text is learned, each image stands at the text that it matches
+    TextSample                   the text is learned
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from string import ascii_uppercase
+from types import MappingProxyType
+from typing import Any
+
+from energon_bridge.errors import SampleError
+from energon_bridge.samples import (
+    CaptioningSample,
+    InterleavedSample,
+    MultiChoiceVQASample,
+    OCRSample,
+    SimilarityInterleavedSample,
+    TextSample,
+    VQAOCRSample,
+    VQASample,
+)
+from energon_bridge.task_encoder.conversation import (
+    Conversation,
+    Document,
+    MultiModalSampleConfig,
+    Piece,
+    Turn,
+    place_images,
+)
+
+SampleEncoder = Callable[[Any, MultiModalSampleConfig], Conversation | Document]
+
+
+def encode_captioning(sample: CaptioningSample, config: MultiModalSampleConfig) -> Document:
+    """Show the image, learn the caption."""
+    return _image_then_text(sample.image, sample.caption, config)
+
+
+def encode_ocr(sample: OCRSample, config: MultiModalSampleConfig) -> Document:
+    """Show the image, learn the text on it."""
+    return _image_then_text(sample.image, sample.text, config)
+
+
+def encode_vqa(sample: VQASample | VQAOCRSample, config: MultiModalSampleConfig) -> Conversation:
+    """Show each question, learn its answer.
+
+    Raises:
+        SampleError: There is no answer, or not one for each question.
+    """
+    images = images_of(sample.image)
+    context: Any = sample.context
+    answers: Any = sample.answers
+    if isinstance(context, str):
+        return Conversation(turns=_placed([(context, _best_answer(sample))], images, config), images=images)
+    if isinstance(answers, str) or len(context) != len(answers or ()):
+        raise SampleError(f"{len(context)} questions need a list of as many answers, not {answers!r}")
+    return Conversation(turns=_placed(list(zip(context, answers, strict=True)), images, config), images=images)
+
+
+def encode_multiple_choice(sample: MultiChoiceVQASample, config: MultiModalSampleConfig) -> Conversation:
+    """Show the question with its choices on lines of their own, learn the right one.
+
+    Raises:
+        SampleError: There are no choices, more than letters, or no right one among them.
+    """
+    choices = sample.choices or []
+    if not 0 <= sample.correct_choice_idx < len(choices) <= len(ascii_uppercase):
+        raise SampleError(
+            f"correct_choice_idx={sample.correct_choice_idx} of {len(choices)} choices: a question needs 1 to "
+            f"{len(ascii_uppercase)} choices, with the right one among them"
+        )
+    lines = [f"{letter}. {choice}" for letter, choice in zip(ascii_uppercase, choices, strict=False)]
+    question = "\n".join([sample.context, *lines])
+    images = images_of(sample.image)
+    return Conversation(turns=_placed([(question, lines[sample.correct_choice_idx])], images, config), images=images)
+
+
+def encode_interleaved(sample: InterleavedSample, config: MultiModalSampleConfig) -> Document:
+    """Keep images and texts in their order, learn the texts."""
+    return _interleaved(sample.sequence, config)
+
+
+def encode_similarity_interleaved(sample: SimilarityInterleavedSample, config: MultiModalSampleConfig) -> Document:
+    """Put each image at the text that it matches, in the order of the images, and learn the texts.
+
+    An image's text is the one that `matched_text_indices` names, else the one of the highest value in its row of
+    `similarity_matrix`, of shape (images, texts).
+
+    Raises:
+        SampleError: There is no text for an image.
+    """
+    images, texts = list(sample.images), list(sample.texts)
+    if sample.matched_text_indices is not None:
+        matches = [int(index) for index in sample.matched_text_indices]
+    elif sample.similarity_matrix is not None:
+        matches = [max(range(len(row)), key=row.__getitem__) for row in sample.similarity_matrix.tolist() if row]
+    else:
+        raise SampleError("a SimilarityInterleavedSample needs matched_text_indices or a similarity_matrix")
+    if len(matches) != len(images) or any(not 0 <= match < len(texts) for match in matches):
+        raise SampleError(f"{len(images)} images match texts {matches}, but there are {len(texts)} texts")
+    sequence: list[Any] = []
+    for number, text in enumerate(texts):
+        here = [image for image, match in zip(images, matches, strict=True) if match == number]
+        sequence += [text, *here] if config.image_following_text else [*here, text]
+    return _interleaved(sequence, config)
+
+
+def encode_text(sample: TextSample, config: MultiModalSampleConfig) -> Document:
+    """Learn the text."""
+    return Document(pieces=[Piece(sample.text, learned=True)])
+
+
+SAMPLE_ENCODERS: Mapping[type, SampleEncoder] = MappingProxyType(
+    {
+        CaptioningSample: encode_captioning,
+        InterleavedSample: encode_interleaved,
+        MultiChoiceVQASample: encode_multiple_choice,
+        OCRSample: encode_ocr,
+        SimilarityInterleavedSample: encode_similarity_interleaved,
+        TextSample: encode_text,
+        VQAOCRSample: encode_vqa,
+        VQASample: encode_vqa,
+    }
+)
+
+
+def images_of(value: Any) -> list[Any]:
+    """Return the images of a field: one, several (a list, or a tensor or array of four dimensions), or None."""
+    if value is None:
+        return []
+    return list(value) if isinstance(value, list | tuple) or getattr(value, "ndim", 0) == 4 else [value]
+
+
+def _image_then_text(image: Any, text: str, config: MultiModalSampleConfig) -> Document:
+    images = images_of(image)
+    shown = config.image_token.token_str * len(images)
+    return Document(pieces=[Piece(shown), Piece(text, learned=True)], images=images)
+
+
+def _placed(pairs: Sequence[tuple[str, str]], images: Sequence[Any], config: MultiModalSampleConfig) -> list[Turn]:
+    """Return the turns of questions and answers, with placeholders in the first question where no question has any."""
+    turns: list[Turn] = []
+    has_places = any(config.image_token.token_str in question for question, _ in pairs)
+    for question, answer in pairs:
+        placed = question if has_places or turns else place_images(question, len(images), config)
+        turns += [Turn("user", placed), Turn("assistant", answer)]
+    return turns
+
+
+def _interleaved(sequence: Sequence[Any], config: MultiModalSampleConfig) -> Document:
+    pieces: list[Piece] = []
+    images: list[Any] = []
+    for entry in sequence:
+        if isinstance(entry, str):
+            pieces.append(Piece(entry, learned=True))
+        else:
+            pieces.append(Piece(config.image_token.token_str))
+            images.append(entry)
+    return Document(pieces=pieces, images=images)
+
+
+def _best_answer(sample: VQASample | VQAOCRSample) -> str:
+    answers: Any = sample.answers  # a field map may give one text where the type has a list
+    if isinstance(answers, str):
+        return answers
+    if not sample.answers:
+        raise SampleError(f"a {type(sample).__name__} without answers cannot be trained on")
+    weights = sample.answer_weights
+    if weights is None:
+        return sample.answers[0]
+    if len(weights) != len(sample.answers):
+        raise SampleError(f"{len(sample.answers)} answers but {len(weights)} answer weights")
+    return sample.answers[max(range(len(weights)), key=lambda i: float(weights[i]))]

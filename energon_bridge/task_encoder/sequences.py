@@ -1,0 +1,130 @@
+"""Token sequences of one sample, and of a batch.
+
+Of a sequence s of n tokens, `tokens` is s[:-1] and `labels` is s[1:]: labels are shifted here, once, and no model needs
+to shift them again. `loss_mask` is 1.0 exactly where the label is a learned token; everywhere else the label is the
+one to ignore.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from energon_bridge.samples import Batch, Sample, edataclass
+from energon_bridge.task_encoder.visual import concat_visual
+
+
+@edataclass
+class MultiModalSample(Sample):
+    """One encoded sample, before batching.
+
+    `tokens`, `labels` (int64) and `loss_mask` (float32) have shape (n,); `visual` is what the image processor returned
+    for its images, in their order; `answer` is the first text that is learned.
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    loss_mask: Tensor
+    visual: dict[str, Tensor]
+    answer: str
+    num_images: int = 1
+
+
+@edataclass
+class MultiModalBatch(Batch):
+    """A microbatch of B sequences, padded on the right to a common length S.
+
+    `tokens`, `labels`, `position_ids`, `attention_mask` (1 on real tokens): int64 (B, S); `loss_mask`: float32 (B, S).
+    `pixel_values`: the images of all rows in their order, joined along dimension 0. `visual_inputs`: what else the
+    image processor returned, joined likewise. `answers`: the text that each sample should produce first;
+    `num_images`: how many images each has.
+
+    A pack is one row. Of the rows laid end to end, `tensor.reshape(1, -1)`, sample i has the positions from
+    `cu_seqlens_padded[i]` on and `cu_seqlens[i + 1] - cu_seqlens[i]` tokens; the two, int32 (samples + 1,), differ only
+    where something is padded. `max_seqlen` is the length of the longest sample, padding included. `position_ids` begin
+    at 0 in every sample. `answers` and `num_images` have an entry for each sample, not for each row.
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    loss_mask: Tensor
+    position_ids: Tensor
+    attention_mask: Tensor
+    pixel_values: Tensor | None
+    visual_inputs: dict[str, Tensor]
+    answers: list[str]
+    num_images: list[int] = field(default_factory=list)
+    cu_seqlens: Tensor | None = None
+    cu_seqlens_padded: Tensor | None = None
+    max_seqlen: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Filling:
+    """What stands where a sequence is padded."""
+
+    pad_id: int
+    ignore: int
+
+
+@dataclass(kw_only=True, slots=True)
+class Sequencer:
+    """A sequence in the making: tokens, and which of them are learned.
+
+    Args:
+        longest: The most tokens that are shown to the model; one more is of use, as the label of the last.
+    """
+
+    longest: int
+    tokens: list[int] = field(default_factory=list)
+    learned: list[bool] = field(default_factory=list)
+
+    @property
+    def full(self) -> bool:
+        """Whether nothing more is of use."""
+        return len(self.tokens) > self.longest
+
+    def has_room(self, count: int) -> bool:
+        """Tell whether so many more tokens can all be shown."""
+        return len(self.tokens) + count <= self.longest
+
+    def add(self, tokens: Sequence[int], *, learned: bool) -> None:
+        """Add tokens at the end."""
+        self.tokens += tokens
+        self.learned += [learned] * len(tokens)
+
+    def finish(self, ignore: int) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Return tokens, labels and loss mask, cut to the longest length; None if that leaves nothing to learn."""
+        end = self.longest + 1
+        if not any(self.learned[1:end]):
+            return None
+        sequence = torch.tensor(self.tokens[:end], dtype=torch.int64)
+        learned = torch.tensor(self.learned[1:end])
+        return sequence[:-1].clone(), torch.where(learned, sequence[1:], ignore), learned.float()
+
+
+def batch_sequences(samples: Sequence[MultiModalSample], length: int, filling: Filling) -> MultiModalBatch:
+    """Pad sequences on the right to a length and join their images."""
+    visual = concat_visual([sample.visual for sample in samples])
+    return MultiModalBatch.from_samples(
+        samples,
+        tokens=pad_rows([sample.tokens for sample in samples], length, filling.pad_id),
+        labels=pad_rows([sample.labels for sample in samples], length, filling.ignore),
+        loss_mask=pad_rows([sample.loss_mask for sample in samples], length, 0.0),
+        position_ids=torch.arange(length).repeat(len(samples), 1),
+        attention_mask=pad_rows([torch.ones_like(sample.tokens) for sample in samples], length, 0),
+        pixel_values=visual.pop("pixel_values", None),
+        visual_inputs=visual,
+        answers=[sample.answer for sample in samples],
+    )
+
+
+def pad_rows(rows: Sequence[Tensor], length: int, value: float) -> Tensor:
+    """Stack n tensors of shape (…) into (n, length), a value where they are shorter."""
+    out = rows[0].new_full((len(rows), length), value)
+    for i, row in enumerate(rows):
+        out[i, : len(row)] = row
+    return out

@@ -1,0 +1,170 @@
+"""Packed sequences: what each sample would have given alone is in its place, and nothing crosses a border."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+from multimodal import caption, encoder
+
+from energon_bridge.errors import ConfigurationError, OverLongSampleError
+from energon_bridge.samples import SourceInfo
+from energon_bridge.task_encoder.packed_sequences import batch_packs, cu_seqlens, pack_sequences, packed_seq_params
+from energon_bridge.task_encoder.packing import Packer
+from energon_bridge.task_encoder.sequences import Filling, MultiModalSample
+
+FILLING = Filling(pad_id=0, ignore=-100)
+
+
+def sample(length: int, number: int, images: int = 1) -> MultiModalSample:
+    """Tokens number*100 + 1, 2, …; the last half is learned; every image is a pixel of the sample's number."""
+    sequence = number * 100 + torch.arange(1, length + 2)
+    loss_mask = (torch.arange(length) >= length // 2).float()
+    return MultiModalSample(
+        __key__=f"s{number}",
+        __restore_key__=("k", number),
+        __sources__=(SourceInfo("data", number, "shard", ("txt",)),),
+        tokens=sequence[:-1],
+        labels=torch.where(loss_mask.bool(), sequence[1:], -100),
+        loss_mask=loss_mask,
+        visual={"pixel_values": torch.full((images, 1), number)} if images else {},
+        answer=f"answer {number}",
+        num_images=images,
+    )
+
+
+lengths = st.lists(st.integers(1, 12), min_size=1, max_size=6)
+
+
+@given(lengths, st.sampled_from([1, 2, 8]), st.integers(0, 5), st.booleans())
+def test_every_sample_stands_in_its_place_as_it_was(sizes, multiple, spare, fixed):
+    samples = [sample(size, number, images=number % 3) for number, size in enumerate(sizes, 1)]
+    needed = sum(size + -size % multiple for size in sizes)
+    row = needed + spare if fixed else None
+    pack = pack_sequences(samples, FILLING, multiple_of=multiple, length=row)
+    batch = batch_packs([pack], FILLING)
+    starts, ends = batch.cu_seqlens_padded[:-1].tolist(), batch.cu_seqlens_padded[1:].tolist()
+    assert batch.tokens.shape == (1, row or needed) == (1, ends[-1])
+    assert batch.cu_seqlens.diff().tolist() == sizes
+    assert all(start % multiple == 0 for start in starts)
+    for one, start, end in zip(samples, starts, ends, strict=True):
+        stop = start + len(one.tokens)
+        for name in ("tokens", "labels", "loss_mask"):
+            assert torch.equal(getattr(batch, name)[0, start:stop], getattr(one, name)), name
+        assert batch.position_ids[0, start:end].tolist() == list(range(end - start))
+        assert batch.attention_mask[0, start:end].tolist() == [1] * (stop - start) + [0] * (end - stop)
+        assert (batch.labels[0, stop:end] == -100).all()
+        assert not batch.loss_mask[0, stop:end].any()
+        assert not batch.tokens[0, stop:end].any()
+    assert batch.max_seqlen == max(end - start for start, end in zip(starts, ends, strict=True))
+    pixels = [] if batch.pixel_values is None else batch.pixel_values.flatten().tolist()
+    assert pixels == [number for number, one in enumerate(samples, 1) for _ in range(one.num_images)]
+
+
+def test_no_label_is_a_token_of_the_next_sample() -> None:
+    batch = batch_packs([pack_sequences([sample(3, 1), sample(4, 2)], FILLING)], FILLING)
+    assert batch.tokens.tolist() == [[101, 102, 103, 201, 202, 203, 204]]
+    assert batch.labels.tolist() == [[-100, 103, 104, -100, -100, 204, 205]]
+
+
+def test_what_a_pack_says_of_its_samples() -> None:
+    packs = [pack_sequences([sample(2, 1), sample(3, 2)], FILLING), pack_sequences([sample(4, 3)], FILLING)]
+    assert packs[0].__key__ == "s1,s2"
+    assert packs[0].__restore_key__ == (("k", 1), ("k", 2))
+    assert [source.index for source in packs[0].__sources__] == [1, 2]
+    batch = batch_packs(packs, FILLING)
+    assert batch.__key__ == ["s1,s2", "s3"]
+    assert batch.answers == ["answer 1", "answer 2", "answer 3"]
+    assert batch.num_images == [1, 1, 1]
+    assert batch.cu_seqlens.tolist() == [0, 2, 5, 9]
+    assert batch.cu_seqlens.dtype == torch.int32
+
+
+def test_packs_of_unequal_length_are_rows_of_one_batch() -> None:
+    packs = [pack_sequences([sample(2, 1)], FILLING), pack_sequences([sample(2, 2), sample(2, 3)], FILLING)]
+    batch = batch_packs(packs, FILLING)
+    assert batch.tokens.tolist() == [[101, 102, 0, 0], [201, 202, 301, 302]]
+    assert batch.labels[0, 2:].tolist() == [-100, -100]
+    assert batch.loss_mask[0, 2:].tolist() == [0, 0]
+    assert batch.attention_mask.tolist() == [[1, 1, 0, 0], [1, 1, 1, 1]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 3], [0, 1, 0, 1]]
+    assert batch.cu_seqlens.tolist() == [0, 2, 4, 6]
+    assert batch.cu_seqlens_padded.tolist() == [0, 4, 6, 8]
+    assert batch.max_seqlen == 4
+
+
+@given(lengths)
+def test_cumulative_lengths(sizes):
+    found = cu_seqlens(sizes)
+    assert found.tolist() == [sum(sizes[:count]) for count in range(len(sizes) + 1)]
+    assert found.dtype == torch.int32
+
+
+def test_a_pack_beyond_its_row_is_named() -> None:
+    with pytest.raises(OverLongSampleError, match=r"samples 's1,s2' has 8 tokens, .* multiple of 4, but a row holds 7"):
+        pack_sequences([sample(3, 1), sample(4, 2)], FILLING, multiple_of=4, length=7)
+
+
+def test_a_pack_of_nothing_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="at least one sample"):
+        pack_sequences([], FILLING)
+
+
+@pytest.mark.parametrize("multiple", [1, 4])
+def test_the_parameters_of_megatron_core(multiple: int) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what megatron-core says about packages that are not there
+        pytest.importorskip("megatron.core.packed_seq_params")
+    batch = batch_packs([pack_sequences([sample(3, 1), sample(4, 2)], FILLING, multiple_of=multiple)], FILLING)
+    params: Any = packed_seq_params(batch)
+    assert params.qkv_format == "thd"
+    for side in ("q", "kv"):
+        assert getattr(params, f"cu_seqlens_{side}").tolist() == [0, 3, 7]
+        assert getattr(params, f"max_seqlen_{side}") == 4
+        padded = getattr(params, f"cu_seqlens_{side}_padded")
+        assert padded is None if multiple == 1 else padded.tolist() == [0, 4, 8]
+
+
+def test_without_megatron_core_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "megatron.core.packed_seq_params", None)
+    batch = batch_packs([pack_sequences([sample(3, 1)], FILLING)], FILLING)
+    with pytest.raises(ConfigurationError, match="pip install megatron-core"):
+        packed_seq_params(batch)
+
+
+def test_a_batch_that_is_not_packed_has_no_such_parameters() -> None:
+    task_encoder = encoder()
+    with pytest.raises(ConfigurationError, match="not packed"):
+        packed_seq_params(task_encoder.batch([task_encoder.encode_sample(caption())]))
+
+
+@pytest.mark.parametrize(("fixed", "width"), [(False, 24), (True, 32)])
+def test_the_encoder_packs_what_it_encoded(fixed: bool, width: int) -> None:
+    task_encoder = encoder(30, image_tokens_per_image=2, pad_to_multiple_of=8, pad_to_max_length=fixed)
+    samples = [task_encoder.encode_sample(caption(text, text, 10 * number)) for number, text in enumerate("abc", 1)]
+    groups = task_encoder.select_samples_to_pack(samples)
+    assert [[one.__key__ for one in group] for group in groups] == [["a", "b", "c"]]
+    batch = task_encoder.batch([task_encoder.pack_selected_samples(group) for group in groups])
+    assert batch.tokens.shape == (1, width)
+    assert batch.cu_seqlens.tolist() == [0, 4, 8, 12]
+    assert batch.cu_seqlens_padded.tolist() == [0, 8, 16, width]
+    assert batch.pixel_values[:, 0, 0, 0].mul(255).round().tolist() == [10, 20, 30]
+
+
+def test_the_longest_sample_fits_into_a_pack_of_its_own() -> None:
+    task_encoder = encoder(30, image_tokens_per_image=2, pad_to_multiple_of=8, pad_to_max_length=True)
+    samples = [task_encoder.encode_sample(caption("word " * 50))]
+    assert len(samples[0].tokens) == 30
+    (group,) = task_encoder.select_samples_to_pack(samples)
+    assert task_encoder.pack_selected_samples(group).tokens.shape == (32,)
+
+
+def test_the_packer_is_a_setting() -> None:
+    packer: Packer[MultiModalSample] = Packer(limits={"samples": 2}, size_of=lambda one: {})
+    task_encoder = encoder(image_tokens_per_image=2, packer=packer)
+    samples = [task_encoder.encode_sample(caption(key=key)) for key in "abcd"]
+    assert [len(group) for group in task_encoder.select_samples_to_pack(samples)] == [2, 2]
