@@ -18,7 +18,8 @@ Built-in types only, so that it loads with `torch.load` and its defaults, as JSO
 after the other (`stream/state.py`).
 
 A *column* is a string: the integers' differences as little-endian integers of 1, 2, 4 or 8 bytes, zlib, base85, with
-the number of bytes in front ("2:…"; none in front: 8). A *text* is the zlib'd, base85 JSON of a list of strings. The
+the number of bytes in front ("2:…"; none in front: 8); long ones are base64 instead ("2,…"), which takes a tenth of
+the time. A *text* is the zlib'd, base85 JSON of a list of strings. The
 state of a rank holds the lanes of that rank; several such states merge into one as long as they stand at the same
 microbatch. Counts of a rank's state are that rank's own; they add up in a merge. *Parked* leaves were in the mix once
 and were taken out on a resume; where they stood is kept.
@@ -77,8 +78,10 @@ def encode_column(numbers: Iterable[int] | IntArray) -> str:
     steps = np.diff(array, prepend=np.int64(0))
     most = int(np.abs(steps).max()) if steps.size else 0
     width = next((width for width in (1, 2, 4) if most < 1 << (8 * width - 1)), 8)
-    packed = zlib.compress(steps.astype(f"<i{width}").tobytes(), 9 if steps.size < _LONG_COLUMN else 1)
-    return f"{width}:{base64.b85encode(packed).decode()}"
+    raw = steps.astype(f"<i{width}").tobytes()
+    if steps.size >= _LONG_COLUMN:
+        return f"{width},{base64.b64encode(zlib.compress(raw, 1)).decode()}"
+    return f"{width}:{base64.b85encode(zlib.compress(raw, 9)).decode()}"
 
 
 def decode_column(text: str) -> list[int]:
@@ -88,9 +91,11 @@ def decode_column(text: str) -> list[int]:
 
 
 def _decode(text: str) -> IntArray:
-    width, colon, packed = text.partition(":")
-    raw = zlib.decompress(base64.b85decode(packed if colon else text))
-    return np.cumsum(np.frombuffer(raw, dtype=f"<i{width if colon else 8}"), dtype=np.int64)
+    width, mark, packed = text[:1], text[1:2], text[2:]
+    if mark not in (":", ","):
+        width, mark, packed = "8", ":", text
+    raw = zlib.decompress(base64.b85decode(packed) if mark == ":" else base64.b64decode(packed))
+    return np.cumsum(np.frombuffer(raw, dtype=f"<i{width}"), dtype=np.int64)
 
 
 def encode_text(strings: Iterable[str]) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 from energon_bridge.errors import FatalSampleError
 from energon_bridge.stream.pipeline import Pipeline
 from energon_bridge.stream.rows import Row
-from energon_bridge.stream.state import COUNTERS, Counts, Ref, Stage
+from energon_bridge.stream.state import COUNTERS, Counts, Held, Stage
 
 
 @dataclass(slots=True)
@@ -38,9 +38,9 @@ class Grouping:
         self._groups: dict[Hashable, _Group] = {}
         self._order: dict[int, Row] = {}
 
-    def held(self) -> list[tuple[Stage, tuple[Ref, ...], int]]:
+    def held(self) -> Held:
         """Return what waits here, as references."""
-        return [(Stage.GROUP, row.members, row.output) for row in (*self._waiting, *self._order.values())]
+        return Held.of((Stage.GROUP, row.members, row.output) for row in (*self._waiting, *self._order.values()))
 
     def take(self, next_row: Callable[[], Row], remake: Callable[[list[Row]], list[Row]], counts: Counts) -> list[Row]:
         """Return the rows of the next full group."""

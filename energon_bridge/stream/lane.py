@@ -85,18 +85,15 @@ class Lane:
 
     def _state(self) -> LaneState:
         draws = self._draws
-        held: list[Any] = [(Stage.BATCH, row.members, row.output) for row in self._batched]
-        if self._packing is not None:
-            held += self._packing.held()
-        if self._grouping is not None:
-            held += self._grouping.held()
+        parts = [Held.of((Stage.BATCH, row.members, row.output) for row in self._batched)]
+        parts += [stage.held() for stage in (self._packing, self._grouping) if stage is not None]
         return LaneState(
             self._microbatches,
             draws.draw,
             draws.taken,
             tuple(draws.leaf_draws),
             draws.origin,
-            Held.of(held),
+            Held.joined(parts),
             self._batches_taken,
         )
 

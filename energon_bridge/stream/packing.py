@@ -18,16 +18,18 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from energon_bridge.errors import FatalSampleError
+from energon_bridge.rng import IntArray
 from energon_bridge.stream.draws import Draws
 from energon_bridge.stream.pipeline import Pipeline
 from energon_bridge.stream.rows import SAMPLE, Row, make_again, rows_of
-from energon_bridge.stream.state import COUNTERS, Counts, Ref, Stage
+from energon_bridge.stream.state import COUNTERS, Counts, Held, Ref, Stage, as_members
+from energon_bridge.task_encoder.packing import LONGEST_WAIT
 
 logger = logging.getLogger(__name__)
 
-_MAX_WAIT = 32
-"""Selections that may leave a sample over before it is given up and counted as skipped."""
 _EMPTY_SELECTIONS = 4
 _GOLDEN = 0.6180339887498949
 _SKIPPED = COUNTERS.index("skipped")
@@ -36,7 +38,12 @@ _SKIPPED = COUNTERS.index("skipped")
 @dataclass(slots=True)
 class _Pack:
     members: list[Row]
+    refs: IntArray
     taken: int = 0
+
+
+def _refs_of(rows: list[Row]) -> IntArray:
+    return as_members([row.members[0] for row in rows])
 
 
 class Packing:
@@ -58,22 +65,27 @@ class Packing:
         self._packs: deque[_Pack] = deque()
         self._buffer: list[Row] = []
         self._waits: list[int] = []
+        self._refs: list[IntArray] = []  # those of the buffer, in pieces
         self._outputs: deque[Row] = deque()
         # Lanes fill their first buffers differently far, so that they do not select in the same step.
         self._target = size - int(size / 2 * (draws.number * _GOLDEN % 1.0)) if fresh else size
         for stage, refs, number in held:
             rows = [Row((ref,), SAMPLE, None, 0) for ref in refs]
             if stage is Stage.PACK:
-                self._packs.append(_Pack(rows, number))
+                self._packs.append(_Pack(rows, as_members(refs), number))
             elif stage is Stage.BUFFER:
                 self._buffer += rows
                 self._waits.append(number)
+        self._refs = [_refs_of(self._buffer)]
 
-    def held(self) -> list[tuple[Stage, list[Ref], int]]:
+    def held(self) -> Held:
         """Return what waits here, as references."""
-        packs = [(Stage.PACK, [row.members[0] for row in pack.members], pack.taken) for pack in self._packs]
-        buffered = zip(self._buffer, self._waits, strict=True)
-        return packs + [(Stage.BUFFER, [row.members[0]], wait) for row, wait in buffered]
+        rows = np.empty((len(self._packs) + len(self._buffer), 3), dtype=np.int64)
+        packs = len(self._packs)
+        rows[:packs, 0], rows[packs:, 0] = Stage.PACK, Stage.BUFFER
+        rows[:packs, 1], rows[packs:, 1] = [len(pack.refs) for pack in self._packs], 1
+        rows[:packs, 2], rows[packs:, 2] = [pack.taken for pack in self._packs], self._waits
+        return Held(rows, np.concatenate([*(pack.refs for pack in self._packs), *self._refs]))
 
     def take(self, counts: Counts) -> Row:
         """Return the next row; selects where no pack is left."""
@@ -107,6 +119,7 @@ class Packing:
             rows = rows_of(self._draws.collect(missing, counts))
             self._pipeline.held_bytes += sum(row.size for row in rows)
             self._buffer += rows
+            self._refs.append(_refs_of(rows))
             self._waits += [0] * len(rows)
 
     def _select(self, counts: Counts) -> None:
@@ -117,14 +130,15 @@ class Packing:
             before = {id(row): wait for row, wait in zip(self._buffer, self._waits, strict=True)}
             rows = self._with_contents(self._buffer, counts)
             if not rows:
-                self._buffer, self._waits = [], []
+                self._buffer, self._waits, self._refs = [], [], [_refs_of([])]
                 continue
             packs = select_packs(self._pipeline, rows)
             selected = {id(row) for pack in packs for row in pack}
-            self._packs.extend(_Pack(pack) for pack in packs)
+            self._packs.extend(_Pack(pack, _refs_of(pack)) for pack in packs)
             self._buffer = [row for row in rows if id(row) not in selected]
             self._waits = [before[id(row)] + 1 for row in self._buffer]
             self._give_up_waiting(counts)
+            self._refs = [_refs_of(self._buffer)]
             if packs:
                 return
         raise FatalSampleError(
@@ -133,16 +147,16 @@ class Packing:
         )
 
     def _give_up_waiting(self, counts: Counts) -> None:
-        if max(self._waits, default=0) <= _MAX_WAIT:
+        if max(self._waits, default=0) <= LONGEST_WAIT:
             return
         for row, wait in zip(self._buffer, self._waits, strict=True):
-            if wait > _MAX_WAIT:
+            if wait > LONGEST_WAIT:
                 ref = row.members[0]
                 counts.of(ref.leaf)[_SKIPPED] += 1
                 self._pipeline.held_bytes -= row.size
                 where = self._pipeline.source(ref.leaf).where(ref.sample)
                 logger.warning("%s: left over by %d selections and given up; is it too long for a pack?", where, wait)
-        kept = [(row, wait) for row, wait in zip(self._buffer, self._waits, strict=True) if wait <= _MAX_WAIT]
+        kept = [(row, wait) for row, wait in zip(self._buffer, self._waits, strict=True) if wait <= LONGEST_WAIT]
         self._buffer, self._waits = [row for row, _ in kept], [wait for _, wait in kept]
 
     def _packed(self, pack: _Pack, counts: Counts) -> list[Row]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -30,6 +30,11 @@ class Stage(IntEnum):
     BATCH = 3  # in a batch of which something is still to be delivered; `number` as in a group
 
 
+def as_members(refs: Sequence[Ref]) -> IntArray:
+    """Return references as an array of shape (references, 4)."""
+    return np.array(refs, dtype=np.int64).reshape(-1, 4)
+
+
 @dataclass(frozen=True, slots=True)
 class Held:
     """The rows of a lane that have been drawn and not delivered yet, as references.
@@ -53,7 +58,15 @@ class Held:
             heads.append((stage, len(members) - before, number))
         if not heads:
             return NOTHING_HELD
-        return cls(np.array(heads, dtype=np.int64), np.array(members, dtype=np.int64).reshape(-1, 4))
+        return cls(np.array(heads, dtype=np.int64), as_members(members))
+
+    @classmethod
+    def joined(cls, parts: Sequence[Held]) -> Held:
+        """Return the rows of several, one after the other."""
+        parts = [part for part in parts if len(part.rows)]
+        if len(parts) < 2:
+            return parts[0] if parts else NOTHING_HELD
+        return cls(np.concatenate([part.rows for part in parts]), np.concatenate([part.members for part in parts]))
 
     def entries(self) -> list[tuple[Stage, list[Ref], int]]:
         """Return the rows that were written down."""
