@@ -11,12 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine import SeveralEncoder, deliver, digest, loaders_of, text_dataset
+from engine import SeveralEncoder, TensorEncoder, deliver, digest, loaders_of, text_dataset
 from mixing import metadataset, mix_data, mixed
 
-from energon_bridge import ConfigurationError, DatasetMismatchError, WeightSchedule, get_savable_loader
+from energon_bridge import (
+    ConfigurationError,
+    DatasetMismatchError,
+    EnergonMultiModalDataModule,
+    WeightSchedule,
+    get_savable_loader,
+)
 from energon_bridge.loader.document import read_lanes, read_leaves
 from energon_bridge.loader.savable import SavableDataLoader
+from energon_bridge.mix import Blender
 
 
 @pytest.fixture(scope="module")
@@ -256,3 +263,23 @@ def test_a_blend_by_repetitions_begins_an_epoch_where_it_is_adapted(data: Path) 
     for lane in range(24):
         expected = dict(zip(order, blend.counts(lane, 10).tolist(), strict=True))  # type: ignore[union-attr]
         assert {name: counts[name][lane] for name in order} == expected
+
+
+def test_the_data_module_adapts_if_told_to(data: Path) -> None:
+    def module(source: Any, **kwargs: Any) -> EnergonMultiModalDataModule:
+        settings = {"micro_batch_size": 2, "num_workers": 0, "num_lanes": 24, "shuffle_buffer_size": 4}
+        return EnergonMultiModalDataModule(
+            source, None, None, task_encoder=TensorEncoder(), max_samples_per_sequence=3, **settings, **kwargs
+        )
+
+    first = module(Blender([(data / "a", 1), (data / "b", 1)]))
+    next(first.train_dataloader())
+    state = first.state_dict()
+    other = Blender([(data / "c", 1), (data / "b", 1)])
+    refusing = module(other)
+    refusing.load_state_dict(state)
+    with pytest.raises(DatasetMismatchError):
+        refusing.train_dataloader()
+    adapting = module(other, on_mismatch="adapt")
+    adapting.load_state_dict(state)
+    next(adapting.train_dataloader())
