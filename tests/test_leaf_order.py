@@ -214,7 +214,9 @@ GOLDEN: list[tuple[dict[str, Any], list[int], int, list[int]]] = [
 
 
 @pytest.mark.parametrize(("kwargs", "counts", "lane", "expected"), GOLDEN)
-def test_the_order_of_a_leaf_since_version_1(kwargs: dict[str, Any], counts: list[int], lane: int, expected: list[int]) -> None:
+def test_the_order_of_a_leaf_since_version_1(
+    kwargs: dict[str, Any], counts: list[int], lane: int, expected: list[int]
+) -> None:
     """A change here breaks every saved state: raise ORDER_VERSION, and keep these values for the old one."""
     assert ORDER_VERSION == 2
     order = order_of(counts, **kwargs)

@@ -268,7 +268,8 @@ def _below(first: int, count: int, end: int) -> int:
     if end == 0:
         return 0
     modulus = 1 << 64
-    return floor_sum(count, modulus, DRAW_STEP, first) - floor_sum(count, modulus, DRAW_STEP, first + modulus - end) + count
+    passed = floor_sum(count, modulus, DRAW_STEP, first)
+    return passed - floor_sum(count, modulus, DRAW_STEP, first + modulus - end) + count
 
 
 def floor_sum(count: int, modulus: int, step: int, first: int) -> int:

@@ -42,7 +42,7 @@ def lane_step(num_lanes: int) -> int:
     """
     count = min(num_lanes, _CANDIDATES)
     steps = [(DRAW_STEP + ((i * num_lanes // count) << 64)) // num_lanes for i in range(count)]
-    points = np.array(steps, dtype=np.uint64)[:, None] * np.arange(_WINDOW, dtype=np.uint64)
+    points: UIntArray = np.outer(np.array(steps, dtype=np.uint64), np.arange(_WINDOW, dtype=np.uint64))
     misses = np.maximum(_misses(points), (_MOST << _PLACES) - _MARGIN).tolist()
     return min(zip(misses, map(_quotients, steps), steps, strict=True))[-1]
 
