@@ -10,10 +10,18 @@ import pytest
 from hypothesis import given, strategies as st
 
 from energon_bridge.plan.blend import EpochizedBlend, WeightedBlend, thresholds
+from energon_bridge.plan.lane_step import lane_step
 
 LANES = 24
 
-GOLDEN_WEIGHTED = [[1, 0, 2, 0, 0, 1, 0, 0, 1, 0, 2, 0], [0, 0, 1, 0, 0, 1, 0, 2, 0, 0, 1, 0]]
+GOLDEN_WEIGHTED = [[1, 0, 2, 0, 0, 1, 0, 0, 1, 0, 2, 0], [2, 0, 0, 1, 0, 0, 1, 0, 2, 0, 0, 1]]
+GOLDEN_STEPS = {
+    1: 0x9E3779B97F4A7C15,
+    2: 0x4F1BBCDCBFA53E0A,
+    24: 0x5BECFA67BAA31A80,
+    240: 0x30A8C3B50A216084,
+    4096: 0x9E09E3779B97F4A7,
+}
 GOLDEN_EPOCHIZED = [
     [0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 1, 0, 0, 1, 0, 0, 0, 0],
     [0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 1, 0, 0],
@@ -68,6 +76,8 @@ def random_weights(seed: int) -> np.ndarray:
 
 
 def test_golden_draws() -> None:
+    """Of order version 2. Another number here is another order: raise ORDER_VERSION."""
+    assert {lanes: lane_step(lanes) for lanes in GOLDEN_STEPS} == GOLDEN_STEPS
     blend = WeightedBlend(weights=Constant(5, 2, 1), num_lanes=LANES, key=7)
     assert [blend.leaves(lane, 10, 12).tolist() for lane in (0, 23)] == GOLDEN_WEIGHTED
     epochs = EpochizedBlend(

@@ -1,8 +1,8 @@
 """How close a mix comes to its weights: per lane, in any 240 draws of the global order, on any ranks and workers.
 
-Two kinds of test. Seeded weights, extreme ones among them, go through the blend itself. The bound of a lane is also
-proved for all weights and keys at once: a leaf is an arc of a circle and draws are points on it, so what can happen to
-any leaf is the discrepancy of the points over all arcs, which sorting finds exactly.
+Two kinds of test. Seeded weights, extreme ones among them, go through the blend itself. Both bounds are also proved for
+all weights and keys at once: a leaf is an arc of a circle and draws are points on it, so what can happen to any leaf is
+the discrepancy of the points over all arcs, which sorting finds exactly.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from hypothesis import given, settings, strategies as st
 from energon_bridge import Blender, DefaultTaskEncoder
 from energon_bridge.loader.spec import DatasetSpec
 from energon_bridge.plan.blend import EpochizedBlend, WeightedBlend
+from energon_bridge.plan.lane_step import DRAW_STEP, lane_step
 
 LEAVES, WINDOW = 5, 240
 LANE_COUNTS = [1, 2, 3, 5, 7, 8, 12, 16, 24, 30, 48, 120, 240, 512]
@@ -127,15 +128,55 @@ def test_any_240_draws_of_the_global_order_are_within_5_or_5_percent(kind: str, 
         assert window_excess(order, weights) <= 0
 
 
-@pytest.mark.xfail(strict=True, reason="two windows in 100,000 miss by a draw more: `_B` does not suit every num_lanes")
 @pytest.mark.parametrize(
     ("num_lanes", "weights", "start"),
     [(12, (0.427, 0.573), 3526), (24, (0.318, 0.682), 41_645), (40, (1.0, 5.0), 9500), (72, (0.42, 0.58), 9672)],
 )
-def test_windows_that_are_known_to_miss(num_lanes: int, weights: tuple[float, ...], start: int) -> None:
+def test_windows_that_missed_under_order_version_1(num_lanes: int, weights: tuple[float, ...], start: int) -> None:
     shares = np.array(weights) / sum(weights)
     order = global_order(blend_of(shares, num_lanes, key=0), 0, start + 2 * WINDOW)
     assert window_excess(order[start:], shares) <= 0
+
+
+@pytest.mark.parametrize("num_lanes", [*range(1, 65), 72, 80, 96, 112, 120, 128, 144, 168, 181, 192, 240, 256, 512])
+def test_no_weights_and_no_key_take_240_draws_further_than_5(num_lanes: int) -> None:
+    """Every window, wherever it begins in a round of the lanes, against every arc of the circle, in whole numbers."""
+    circle, step = 1 << 64, lane_step(num_lanes)
+    for start in range(num_lanes):
+        draws = (divmod(start + number, num_lanes) for number in range(WINDOW))
+        points = sorted((lane * step + draw * DRAW_STEP) % circle for draw, lane in draws)
+        ahead = [number * circle - WINDOW * point for number, point in enumerate(points)]
+        assert max(ahead) - min(ahead) + circle <= 5 * circle
+
+
+@pytest.mark.parametrize("num_lanes", [1, 5, 12, 24, 40, 72, 181, 240, 512])
+def test_the_draws_of_a_blend_are_those_points(num_lanes: int) -> None:
+    """Equal weights of 2^14 leaves show where the draws lie; 1/16,384 is what they do not show."""
+    fine = global_order(blend_of(np.full(16_384, 1.0), num_lanes, key=5), 3, num_lanes + WINDOW - 1)
+    points = fine.astype(np.uint64) << np.uint64(50)
+    misses = [arc_discrepancy(points[start : start + WINDOW]) for start in range(num_lanes)]
+    assert max(misses) <= 5 + WINDOW / 16_384
+
+
+@pytest.mark.parametrize(("length", "most"), [(1000, 8), (3000, 10), (10_000, 10), (100_000, 15)])
+def test_longer_stretches_of_the_global_order_are_even_too(length: int, most: float) -> None:
+    """What was measured, rounded up; under order version 1 up to 7.9, 11.0, 15.3 and 19.4."""
+    for num_lanes in [*LANE_COUNTS, 9, 20, 23, 25, 46, 50, 86]:
+        points = np.arange(length, dtype=np.uint64) * np.uint64(lane_step(num_lanes))
+        assert arc_discrepancy(points) <= most
+
+
+@settings(max_examples=100)
+@given(
+    weights=st.lists(st.floats(0.0001, 1), min_size=2, max_size=LEAVES),
+    lanes=st.integers(1, 600),
+    key=st.integers(0, 2**64 - 1),
+    draw=st.integers(0, 10**6),
+)
+def test_any_weights_and_any_number_of_lanes(weights: list[float], lanes: int, key: int, draw: int) -> None:
+    shares = np.array(weights) / sum(weights)
+    order = global_order(blend_of(shares, lanes, key), draw, lanes + 2 * WINDOW)
+    assert window_excess(order, shares) <= 0
 
 
 @settings(max_examples=60)

@@ -91,6 +91,10 @@ def test_an_unknown_key_names_the_file(tmp_path: Path) -> None:
         ("train.max_steps={", "not valid YAML"),
         ("data.micro_batch_size=0", "data.micro_batch_size must be at least 1"),
         ("data.global_batch_size=33", "not a multiple of data.micro_batch_size=32"),
+        ("optimizer.lr=0", r"optimizer.lr must be a number above 0, got 0\.0"),
+        ("optimizer.lr=-1e-3", r"optimizer.lr must be a number above 0, got -0\.001"),
+        ("optimizer.lr=.inf", "optimizer.lr must be a number above 0, got inf"),
+        ("optimizer.lr=.nan", "optimizer.lr must be a number above 0, got nan"),
         ("model.init=maybe", "'pretrained' or 'random', got 'maybe'"),
     ],
 )

@@ -3,11 +3,12 @@
 Both orders are integer arithmetic on the number of the draw; there is nothing to rebuild on a resume.
 
 *Weights* (`WeightedBlend`). Draw k of lane l takes the leaf in whose interval of cumulative weights
-`u = (phase + l*B + k*A) mod 2^64` falls, with `A = floor(2^64 (sqrt5 - 1)/2)`, `B = floor(2^64 (sqrt3 - 1))`, the
-weights as 64-bit thresholds and the leaves in order of identity. Multiples of an irrational number fill every interval
-evenly: a lane stays within a few draws of weight x prefix, and so do consecutive draws of the global order. It is
-memoryless, so weights may change from any draw on. Weights that move from draw to draw have a rule of their own
-(`plan/scheduled.py`).
+`u = (phase + l*B + k*A) mod 2^64` falls, with `A = floor(2^64 (sqrt5 - 1)/2)`, B chosen for the number of lanes
+(`plan/lane_step.py`; up to order version 1 it was `floor(2^64 (sqrt3 - 1))` for all), the weights as 64-bit thresholds
+and the leaves in order of identity. Multiples of such numbers fill every interval evenly: a lane stays within a few
+draws of weight x prefix, and 240 consecutive draws of the global order hold of every leaf at most 5 more or fewer than
+its share. It is memoryless, so weights may change from any draw on. Weights that move from draw to draw have a rule of
+their own (`plan/scheduled.py`).
 
 *Repetitions* (`EpochizedBlend`). In mix epoch E leaf i of N samples, repeated r times, gives `floor((E+1)Nr) -
 floor(ENr)` draws over all lanes together, shared out like the samples of a leaf. A lane deals its q draws of a leaf out
@@ -27,10 +28,9 @@ from typing import Protocol
 
 import numpy as np
 
+from energon_bridge.plan.lane_step import DRAW_STEP, lane_step
 from energon_bridge.rng import MASK64, IntArray, UIntArray, below, fold
 
-_A = 0x9E3779B97F4A7C15
-_B = 0xBB67AE8584CAA73B
 _PHASE, _EPOCH = 5, 6
 _PLACES = 1 << 32
 
@@ -100,8 +100,8 @@ class WeightedBlend:
             self._interval[""] = global_draw, end, ends, last
         if end is not None:
             count = min(count, -(-(end - lane) // self.num_lanes) - draw)
-        first = (self._phase + lane * _B + draw * _A) & MASK64
-        u = np.uint64(first) + np.arange(count, dtype=np.uint64) * np.uint64(_A)
+        first = self._place(lane, draw)
+        u = np.uint64(first) + np.arange(count, dtype=np.uint64) * np.uint64(DRAW_STEP)
         return np.minimum(np.searchsorted(ends, u, side="right"), last)
 
     def counts(self, lane: int, draw: int) -> IntArray:
@@ -116,13 +116,16 @@ class WeightedBlend:
             weights = self.weights.at(global_draw)
             end = self.weights.next_change(global_draw)
             stop = draw if end is None else min(draw, -(-(end - lane) // self.num_lanes))
-            first = (self._phase + lane * _B + at * _A) & MASK64
+            first = self._place(lane, at)
             ends = thresholds(weights).tolist()
             last = max(leaf for leaf, weight in enumerate(weights) if weight > 0)
             ends[last:] = [1 << 64] * (len(ends) - last)
             total = total + np.diff([_below(first, stop - at, end) for end in ends], prepend=0)
             at = stop
         return total if isinstance(total, np.ndarray) else np.zeros(len(self.weights.at(0)), dtype=np.int64)
+
+    def _place(self, lane: int, draw: int) -> int:
+        return (self._phase + lane * lane_step(self.num_lanes) + draw * DRAW_STEP) & MASK64
 
     @cached_property
     def _phase(self) -> int:
@@ -265,7 +268,8 @@ def _below(first: int, count: int, end: int) -> int:
     if end == 0:
         return 0
     modulus = 1 << 64
-    return floor_sum(count, modulus, _A, first) - floor_sum(count, modulus, _A, first + modulus - end) + count
+    passed = floor_sum(count, modulus, DRAW_STEP, first)
+    return passed - floor_sum(count, modulus, DRAW_STEP, first + modulus - end) + count
 
 
 def floor_sum(count: int, modulus: int, step: int, first: int) -> int:

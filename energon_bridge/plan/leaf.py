@@ -29,8 +29,11 @@ import numpy as np
 
 from energon_bridge.rng import IntArray, Permutation, below, fold, shuffled
 
-ORDER_VERSION = 1
-"""Raised with every change of a rule in this package that changes which sample comes when."""
+ORDER_VERSION = 2
+"""Raised with every change of a rule in this package that changes which sample comes when.
+
+2: the lanes of a weighted mix stand apart by a step chosen for their number (`plan/lane_step.py`).
+"""
 
 _SLICES, _WINDOW, _ROUND = 1, 2, 3
 _ENDLESS, _ENDLESS_SHARDS = 1 << 16, 1 << 20

@@ -4,8 +4,9 @@ Constant weights are followed by `WeightedBlend` without memory. Weights that mo
 where their slope meets the spacing of its points, whole stretches of draws go to one side. So the line of global draws
 is cut into blocks, and what a block has of each leaf is settled first. With K_i(g) the sum of leaf i's shares before
 global draw g, lane l has `ceil(K_i(g)/L - phase(i, l))` draws of leaf i before a block that begins at g: within one of
-what the shares ask for, however long the run. Inside a block of n draws the order is that of `WeightedBlend`: the
-draws are ranked by its `u`, and the leaves, in order of identity, take as many ranks each as they have draws.
+what the shares ask for, however long the run. Inside a block of n draws the order is like that of `WeightedBlend`:
+the draws are ranked by its `u`, with `B = floor(2^64 (sqrt3 - 1))` for any number of lanes, and the leaves, in order of
+identity, take as many ranks each as they have draws.
 
 Shares are taken exactly at *knots* and in straight lines between them, so that K_i is a closed form, and a bisection
 over the blocks finds a draw. A block is the shorter the faster the shares move: at most 256 draws of a lane, and so few

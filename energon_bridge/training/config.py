@@ -7,6 +7,7 @@ resolved description is written to the run folder.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from energon_bridge.errors import ConfigurationError
@@ -83,7 +84,7 @@ class OptimizerConfig:
     """AdamW with a linear warm-up and a cosine decay.
 
     Args:
-        lr: Peak learning rate.
+        lr: Peak learning rate, above 0.
         min_lr: Learning rate at the last step.
         warmup_steps: Steps until the peak.
         weight_decay: Decoupled weight decay.
@@ -184,6 +185,8 @@ class RunConfig:
         for name, value in positive.items():
             if value < 1:
                 raise ConfigurationError(f"{name} must be at least 1, got {value}")
+        if not 0 < self.optimizer.lr < math.inf:
+            raise ConfigurationError(f"optimizer.lr must be a number above 0, got {self.optimizer.lr}")
         if self.data.global_batch_size % self.data.micro_batch_size:
             raise ConfigurationError(
                 f"data.global_batch_size={self.data.global_batch_size} is not a multiple of "
