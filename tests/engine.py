@@ -196,6 +196,14 @@ ENCODERS: dict[str, type[DefaultTaskEncoder]] = {
 }
 
 
+NEEDED: dict[str, dict[str, Any]] = {
+    "packing": {"packing_buffer_size": 11},
+    "prepost": {"packing_buffer_size": 11},
+    "grouping": {"batch_size": None},
+}
+"""Settings without which an encoder does not do what it is there for."""
+
+
 # Digests -------------------------------------------------------------------------------------------------------------
 
 
@@ -293,10 +301,7 @@ def train_dataset(path: Path, encoder: str = "tensors", **kwargs: Any) -> Datase
     """Open a dataset for training with small slices and buffers, so that few samples exercise the whole order."""
     settings: dict[str, Any] = {"batch_size": 2, "shuffle_buffer_size": 5, "max_samples_per_sequence": 4}
     settings |= {"parallel_shard_iters": 3, "worker_config": config_of(1, 0), "task_encoder": ENCODERS[encoder]()}
-    if encoder in ("packing", "prepost"):
-        settings["packing_buffer_size"] = 11
-    if encoder == "grouping":
-        settings["batch_size"] = None
+    settings |= NEEDED.get(encoder, {})
     return get_train_dataset(path, **(settings | kwargs))
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine import ENCODERS, TensorEncoder, config_of, text_dataset
+from engine import ENCODERS, NEEDED, TensorEncoder, config_of, text_dataset
 
 from energon_bridge import (
     ConfigurationError,
@@ -61,7 +61,7 @@ def maker(data: Path, encoder: Callable[[], Any], num_workers: int = 0, **kwargs
 
 @pytest.mark.parametrize("encoder", ENCODERS)
 def test_a_good_encoder_passes(data: Path, encoder: str, caplog: pytest.LogCaptureFixture) -> None:
-    report = verify_resume(maker(data, ENCODERS[encoder]), 12)
+    report = verify_resume(maker(data, ENCODERS[encoder], **NEEDED.get(encoder, {})), 12)
     assert (report.steps, report.save_points, report.restored_samples) == (12, (1, 6, 11), 3)
     # From each point p to the end, from p to the middle of the rest, and from there to the end.
     assert report.compared == 2 * ((12 - 1) + (12 - 6) + (12 - 11))
