@@ -94,6 +94,7 @@ if TYPE_CHECKING:
         edataclass as edataclass,
     )
     from energon_bridge.task_encoder import (
+        AugmentTaskEncoder as AugmentTaskEncoder,
         Conversation as Conversation,
         ConversationTemplateConfig as ConversationTemplateConfig,
         DefaultTaskEncoder as DefaultTaskEncoder,
@@ -198,6 +199,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "task_encoder": (
         "Conversation",
         "ConversationTemplateConfig",
+        "AugmentTaskEncoder",
         "DefaultTaskEncoder",
         "Document",
         "ImageToken",

@@ -6,6 +6,8 @@ The whole matrix of (save topology, resume topology) runs in this process for on
 
 from __future__ import annotations
 
+import contextvars
+import dataclasses
 import itertools
 import json
 import os
@@ -28,7 +30,7 @@ from engine import (
     train_dataset,
 )
 
-from energon_bridge import get_savable_loader, get_train_dataset
+from energon_bridge import AugmentTaskEncoder, ConfigurationError, get_savable_loader, get_train_dataset
 from energon_bridge.loader.savable import SavableDataLoader
 from energon_bridge.loader.spec import DatasetSpec
 from energon_bridge.testing import create_captioning_test_dataset
@@ -113,6 +115,37 @@ def test_saved_anywhere_resumed_anywhere(data: Path, encoder: str, world_size: i
 def test_a_state_may_cross_as_json(data: Path, encoder: str) -> None:
     saved = check_topology(data, encoder, 3, 2, 10, [7])[7]
     check_resume(data, encoder, (saved[0], json.loads(json.dumps(saved[1]))), 4, 1, 8)
+
+
+class Outer(AugmentTaskEncoder):
+    """Adds nothing but its own name for the draw and the batch."""
+
+    def encode_batch(self, batch: Any) -> Any:
+        numbers.append(self.current_batch_index)
+        return super().encode_batch(batch)
+
+    def encode_sample(self, sample: Any) -> Any:
+        draws.append(self.task_encoder.current_sample_index)
+        return super().encode_sample(sample)
+
+
+numbers: list[int] = []
+draws: list[int] = []
+
+
+@pytest.mark.parametrize("encoder", [name for name in ENCODERS if name not in ("images", "prepost", "several")])
+def test_an_encoder_around_an_encoder_changes_nothing(data: Path, encoder: str) -> None:
+    inner = dataset_of(data, encoder)
+    dataset = dataclasses.replace(inner, task_encoder=Outer(inner.task_encoder))
+    expected = reference(data, encoder)[:60]
+    numbers.clear()
+    draws.clear()
+    assert deliver(loaders_of(dataset, 1, 0), 60).digests == expected
+    assert len(set(draws)) == len(draws)
+    if encoder in ("default", "tensors", "grouping"):
+        assert numbers == list(range(60))
+    with pytest.raises(ConfigurationError, match="inside a hook"):
+        contextvars.Context().run(lambda: dataset.task_encoder.current_sample_index)
 
 
 @pytest.mark.parametrize("encoder", ENCODERS)

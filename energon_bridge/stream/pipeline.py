@@ -177,7 +177,10 @@ class Pipeline:
             batches = [samples[0]]
             attach(batches[0], "__restore_key__", keys[0])
         else:
-            batches = self.code.collate(samples, self.source(first_leaf).user_key, *first_sample(keys[0])[1:])
+            seeds = self.source(first_leaf).user_key, *first_sample(keys[0])[1:]
+            # Of a lane the number counts its own microbatches; a pass has no lanes.
+            whole = number if lane < 0 else number * self.leaves[0].order.num_lanes + lane
+            batches = self.code.collate(samples, *seeds, number=whole)
             for output, batch in enumerate(batches):
                 which = (output,) if len(batches) > 1 else ()
                 attach(batch, "__restore_key__", ("Batch", lane, number + output, tuple(keys), *which))

@@ -19,6 +19,7 @@ import torch
 
 from energon_bridge.errors import ConfigurationError, FatalSampleError, SkipSample
 from energon_bridge.rng import fold
+from energon_bridge.task_encoder.current import BATCH, SAMPLE
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +89,7 @@ class UserCode:
         if not self.encodes:
             return [sample]
         encoded = [sample]
+        SAMPLE.set((leaf_key, index, epoch))
         if self._pre:
             seed_everything(fold(leaf_key, _ENCODE, index, epoch))
             encoded = _listed(self._first(sample))
@@ -99,6 +101,7 @@ class UserCode:
         """Return a sample that is about to be packed or batched, by `postencode_sample`."""
         if not self._posts:
             return sample
+        SAMPLE.set((leaf_key, index, epoch))
         seed_everything(fold(leaf_key, _POST, index, epoch, output))
         encoded = self.encoder.postencode_sample(sample)
         if isinstance(encoded, GeneratorType):
@@ -124,13 +127,16 @@ class UserCode:
         key, size = self.encoder.batch_group_criterion(row)
         return key, size
 
-    def collate(self, samples: list[Any], leaf_key: int, index: int, epoch: int, output: int) -> list[Any]:
+    def collate(
+        self, samples: list[Any], leaf_key: int, index: int, epoch: int, output: int, *, number: int
+    ) -> list[Any]:
         """Return the batches of some rows; the numbers are those of the first sample, which key their randomness.
 
-        (Not the number of the microbatch: a hook that refuses one by chance must not refuse the next by the same.)
+        (Not the `number` of the microbatch: a hook that refuses one by chance must not refuse the next by the same.)
         """
         if self._batches:
             seed_everything(fold(leaf_key, _BATCH, index, epoch, output))
+        BATCH.set(number)
         return [
             out for batch in _listed(self.encoder.batch(samples)) for out in _listed(self.encoder.encode_batch(batch))
         ]

@@ -1,14 +1,15 @@
 """Task encoders: what becomes of raw samples on their way to a batch.
 
-`base` has the hooks, `decoder` and `images` turn bytes into values, `collate`, `convert` and `concat` turn samples into
-batches, records of one kind into another, and batches into one. `packing` (with `bins`) and `grouping` are ready-made
-choices of what shares a pack or a batch. The `multimodal` encoder makes tokens, labels and pixel values of images and
-texts: `sample_encoders` say what a sample has to say, `conversation` how that is written, `sequences` and
-`packed_sequences` what the model is given.
+`base` has the hooks, `augment` wraps an encoder, `current` says what a hook is working on, `decoder` and `images` turn
+bytes into values, `collate`, `convert` and `concat` turn samples into batches, records of one kind into another, and
+batches into one. `packing` (with `bins`) and `grouping` are ready-made choices of what shares a pack or a batch. The
+`multimodal` encoder makes tokens, labels and pixel values of images and texts: `sample_encoders` say what a sample has
+to say, `conversation` how that is written, `sequences` and `packed_sequences` what the model is given.
 """
 
 from __future__ import annotations
 
+from energon_bridge.task_encoder.augment import AugmentTaskEncoder
 from energon_bridge.task_encoder.base import DefaultTaskEncoder, TaskEncoder, default_hook, stateless
 from energon_bridge.task_encoder.collate import batch_list, batch_pad_stack, batch_samples, batch_stack, generic_batch
 from energon_bridge.task_encoder.concat import concat_pad, generic_concat, homogeneous_concat_mix
@@ -31,6 +32,7 @@ from energon_bridge.task_encoder.packed_sequences import batch_packs, pack_seque
 from energon_bridge.task_encoder.packing import OverLong, Packer
 
 __all__ = [
+    "AugmentTaskEncoder",
     "Conversation",
     "ConversationTemplateConfig",
     "DefaultTaskEncoder",

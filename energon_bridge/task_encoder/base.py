@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from types import MethodType
 from typing import Any, ClassVar, Generic, TypeVar, cast, overload
 
+from energon_bridge.task_encoder import current
 from energon_bridge.task_encoder.collate import Action, batch_samples, generic_batch
 from energon_bridge.task_encoder.convert import convert_record, is_record_type, target_fields
 from energon_bridge.task_encoder.decoder import SampleDecoder
@@ -60,6 +61,16 @@ class TaskEncoder(Generic[SampleT, EncodedT, RawBatchT, BatchT]):
     cookers: ClassVar[Sequence[Any]] = ()
     decoder: SampleDecoder | None = SampleDecoder()
     __default_failure_tolerance__: int | None = 100
+
+    @property
+    def current_sample_index(self) -> int:
+        """A number that stands for the draw whose sample a hook has, the same whenever it is encoded."""
+        return current.current_sample_index()
+
+    @property
+    def current_batch_index(self) -> int:
+        """The number of the microbatch that a batch hook makes, counted over the whole run."""
+        return current.current_batch_index()
 
     @default_hook
     def encode_sample(self, sample: SampleT) -> EncodedT | Iterator[EncodedT]:
