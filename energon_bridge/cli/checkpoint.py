@@ -75,7 +75,7 @@ def show(files: tuple[str, ...], as_json: bool) -> None:
 
 def _facts(summary: State, states: int, ranks: list[tuple[int, int]]) -> Iterator[tuple[str, str]]:
     yield "format", f"{summary['format']} {summary['format_version']}, order version {summary['order_version']}"
-    yield "kind", _KINDS.get(summary["kind"], summary["kind"])
+    yield "kind", str(_KINDS.get(summary["kind"], summary["kind"]))
     if summary["kind"] == "train":
         lanes = summary["num_lanes"]
         yield "stands at", f"microbatch {summary['microbatches']:,} of the run, {summary['draws']:,} draws"
