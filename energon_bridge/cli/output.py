@@ -29,9 +29,9 @@ def print_pairs(pairs: Iterable[tuple[str, str]]) -> None:
         click.echo(f"{name + ':':<{width}}{value}")
 
 
-def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1, title: str = "") -> None:
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> None:
     """Print a table whose first `left` columns are texts, which fold, and whose others are numbers."""
-    table = Table(title=title or None, title_justify="left")
+    table = Table()
     for number, column in enumerate(columns):
         is_text = number < left
         table.add_column(column, justify="left" if is_text else "right", overflow="fold", no_wrap=not is_text)

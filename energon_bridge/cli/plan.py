@@ -57,6 +57,9 @@ def command(mix: str, steps: int, as_json: bool, **options: Any) -> None:
         left=2,
     )
     if found.schedule:
+        click.echo(
+            "Shares of the datasets, by their place in the table above; between points they follow the schedule:"
+        )
         print_table(
             ("shares at global draw", "in step", *(str(place) for place in range(1, len(found.leaves) + 1))),
             [
@@ -64,14 +67,13 @@ def command(mix: str, steps: int, as_json: bool, **options: Any) -> None:
                 for point in found.schedule
             ],
             left=0,
-            title="Shares of the datasets above, by their place in the table; between points they follow the schedule",
         )
     for line in _ends(found):
         click.echo(line)
 
 
 def _facts(found: Forecast) -> Iterator[tuple[str, str]]:
-    yield "steps", f"{found.steps:,} on {found.world_size:,} ranks, batch size {found.batch_size}"
+    yield "steps", f"{found.steps:,}, world size {found.world_size:,}, batch size {found.batch_size}"
     yield "draws", f"{found.draws:,} samples in {found.microbatches:,} microbatches; the mix has {found.num_samples:,}"
     yield "lanes", f"{found.num_lanes:,}: {found.lanes_because}"
     if found.masked_share:

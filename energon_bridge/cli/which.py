@@ -57,7 +57,9 @@ def command(
         ranks = {place for state in states if (place := rank_of(state)) is not None}
         world_size = options["world_size"] or (max(size for _, size in ranks) if ranks else 1)
         if options["world_size"] is None and microbatch is None:
-            notes.append(f"On {world_size} ranks; a state does not know how many there were: --world-size says it.")
+            notes.append(
+                f"World size {world_size}: a state does not know how many ranks there were, --world-size says it."
+            )
         run = run_of_state(
             merge(states),
             world_size=world_size if microbatch is None else 1,

@@ -141,7 +141,7 @@ def forecast(run: Run, steps: int) -> Forecast:
         num_samples=spec.num_samples,
         leaves=tuple(leaves),
         mix_epoch=float(_mix_epoch(run)) if spec.mode in ("repetitions", "concat") else None,
-        schedule=_schedule(run, int(counts.sum()), order),
+        schedule=_schedule(run, steps, int(counts.sum()), order),
         first_end=first_end,
         ends_first=tuple(place for place, number in enumerate(order) if ended[number]),
     )
@@ -189,7 +189,7 @@ def _shares(run: Run, global_draw: int) -> list[float]:
     return [float(leaf.num_samples * leaf.share / epoch) if spec.mode != "single" else 1.0 for leaf in spec.ordered]
 
 
-def _schedule(run: Run, draws: int, order: list[int]) -> tuple[SharePoint, ...]:
+def _schedule(run: Run, steps: int, draws: int, order: list[int]) -> tuple[SharePoint, ...]:
     """Return the shares at the beginning, at each point of a schedule and at the end, leaves in order of the mix."""
     if run.spec.mode != "weights" or not run.spec.mix.is_scheduled:
         return ()
@@ -199,7 +199,7 @@ def _schedule(run: Run, draws: int, order: list[int]) -> tuple[SharePoint, ...]:
     for point in points:
         m = point // lanes // rows * lanes + point % lanes
         shares = _shares(run, point)
-        step = step_of(m, num_lanes=lanes, world_size=run.config.dp_size)
+        step = steps if point == draws else step_of(m, num_lanes=lanes, world_size=run.config.dp_size)
         found.append(SharePoint(global_draw=point, step=step, shares=tuple(shares[number] for number in order)))
     return tuple(found)
 
@@ -233,5 +233,5 @@ def _why(config: WorkerConfig, lanes: int) -> str:
         group = config.microbatches_per_global_batch
         return f"fits every number of ranks that divides the {group} microbatches of a global batch; {busy} workers"
     if lanes < math.lcm(24, ranks):
-        return f"fewer than 24, as the data is small: a lane should get 8 microbatches an epoch, on {ranks} ranks"
-    return f"a multiple of 24 and of {ranks} ranks that keeps {busy} workers busy"
+        return f"fewer than 24, as the data is small: a lane should get 8 microbatches an epoch (world size {ranks})"
+    return f"a multiple of 24 and of the world size {ranks} that keeps {busy} workers busy"
