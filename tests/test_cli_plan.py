@@ -1,4 +1,4 @@
-"""`energon plan`: its counts are those of a run, its shares and epochs those of the mix, its words say what they mean."""
+"""`energon plan`: its counts are those of a run, its shares and epochs those of the mix."""
 
 from __future__ import annotations
 

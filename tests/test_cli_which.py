@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from engine import SeveralEncoder, SkippingEncoder, with_prepared
+from engine import ENCODERS, SeveralEncoder, SkippingEncoder, config_of, with_prepared
 from forecasts import MIXES, NEEDS_MIX, OPTIONS, Delivered, answer, energon, opened, ranks_of, run, write_mixes
+from keyed import KEYS, join, keyed_dataset, shards, shuffled, write_mix
 
 from energon_bridge import get_savable_loader, get_train_dataset, get_val_dataset
 from energon_bridge.forecast.run import run_of_mix
@@ -175,6 +177,50 @@ def test_names_of_shards_and_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert {sample["excluded"] for sample in one["samples"]} == {False}
         assert all((root / sample["shard"]).is_file() for sample in one["samples"])
     assert sorted(path.name for path in (root / ".nv-meta").iterdir()) == before
+
+
+def test_a_join_names_its_rows(tmp_path: Path) -> None:
+    keyed_dataset(tmp_path / "a", train=shards(KEYS, 8, 12), exclude=["train/0.tar/k03"])
+    keyed_dataset(tmp_path / "b", train=shards(shuffled(KEYS)[:15], 5, 10))
+    mix = write_mix(tmp_path / "mix.yaml", train={"blend": [join({}, {"nonmatch": "skip"}, weight=2)]})
+    dataset = get_train_dataset(mix, batch_size=2, worker_config=config_of(1, 0))
+    loader = ranks_of(dataset, 1)[0]
+    delivered = run([loader], 9)
+    (tmp_path / "state.json").write_text(json.dumps(loader.save_state_rank()))
+    for arguments in ((mix, "--batch-size", 2, *LANES), (tmp_path / "state.json", "--mix", mix)):
+        for step in (0, 8):
+            found = answer("which", *arguments, "--step", step)
+            assert restore_keys(found) == delivered_keys(delivered[step])
+            samples = found["microbatches"][0]["samples"]
+            assert [sample["key"] for sample in samples] == [key for _, key in delivered[step][0] or ()]
+            for sample in samples:
+                assert sample["key"] == shards(KEYS, 8, 12)[int(sample["shard"][6])][sample["shard_index"]]
+    assert "how datasets are joined" in refused("which", tmp_path / "state.json", "--step", 8)
+
+
+def test_a_jsonl_file(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    path.write_text("".join(f'{{"text": "line {number}"}}\n' for number in range(40)))
+    loader = ranks_of(get_train_dataset(path, batch_size=2, worker_config=config_of(1, 0)), 1)[0]
+    batches = iter(loader)
+    delivered = [[list(batch["__restore_key__"][3])] for batch in islice(batches, 9)]
+    (tmp_path / "state.json").write_text(json.dumps(loader.save_state_rank()))
+    for arguments in ((path, "--batch-size", 2, *LANES), (tmp_path / "state.json",)):
+        found = answer("which", *arguments, "--step", 8)
+        assert restore_keys(found) == delivered[8]
+        assert all(sample["index"] == sample["shard_index"] for sample in found["microbatches"][0]["samples"])
+
+
+@pytest.mark.parametrize("encoder", ["packing", "grouping", "batches"])
+def test_what_the_content_of_samples_decides_is_refused(data: Path, tmp_path: Path, encoder: str) -> None:
+    size = {"packing": {"packing_buffer_size": 9}, "grouping": {"batch_size": None}}.get(encoder, {})
+    loader = ranks_of(opened(data, "weights", ENCODERS[encoder](), **size), 1)[0]
+    for _ in islice(loader, 30):
+        pass
+    (tmp_path / "state.json").write_text(json.dumps(loader.save_state_rank()))
+    held = answer("checkpoint", "show", tmp_path / "state.json")["held"]
+    assert held > 0
+    assert f"not delivered yet: {held} rows" in refused("which", tmp_path / "state.json", "--step", 40)
 
 
 def _refuse(*_: Any, **__: Any) -> None:

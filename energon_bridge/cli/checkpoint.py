@@ -79,6 +79,8 @@ def _facts(summary: State, states: int, ranks: list[tuple[int, int]]) -> Iterato
     if summary["kind"] == "train":
         lanes = summary["num_lanes"]
         yield "stands at", f"microbatch {summary['microbatches']:,} of the run, {summary['draws']:,} draws"
+        if summary["held"]:
+            yield "held", f"{summary['held']:,} rows, drawn and not delivered yet: in packs, groups and batches"
         missing = summary["missing_lanes"]
         if not missing:
             yield "lanes", f"{lanes}, all here"

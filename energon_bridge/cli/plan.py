@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 def command(mix: str, steps: int, as_json: bool, **options: Any) -> None:
     """Forecast a training run over MIX: a dataset's folder or URL, or a metadataset's YAML file.
 
-    Numbers are exact for a run that skips no sample; nothing is read but the metadata of the datasets.
+    Numbers are exact where each sample that is drawn gives one row: none is skipped, packed or made several of. Nothing
+    is read but the metadata of the datasets.
     """
     # They bring torch, which no help text needs.
     from energon_bridge.forecast.epochs import forecast

@@ -1,8 +1,9 @@
 """A run that is asked about: its leaves and their order, and where its lanes stand in a saved state.
 
-A state has everything that an order depends on but three things: names of metadata files other than the usual ones,
-the order of a concatenation, and weights that share or move (groups by size, schedules). Where one of these is needed,
-the mix has to be given, and is checked against the state as on a resume.
+A state has everything that an order depends on but these: names of metadata files other than the usual ones, how
+datasets are joined, the order of a concatenation, and weights that share or move (groups by size, schedules). Where
+one of them is needed, the mix has to be given, and is checked against the state as on a resume. Packing and grouping
+go by the content of samples, so runs that do either are refused.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from typing import Any
 
 from energon_bridge.datasets import get_train_dataset, get_val_dataset
 from energon_bridge.errors import ConfigurationError
-from energon_bridge.format.dataset import open_dataset
+from energon_bridge.format.jsonl import is_jsonl
 from energon_bridge.loader.document import State, check_fits, read_lanes, read_leaves
-from energon_bridge.loader.leaves import OpenLeaf
+from energon_bridge.loader.leaves import OpenLeaf, open_prepared
 from energon_bridge.loader.spec import DatasetSpec, Units
 from energon_bridge.loader.weights import read_changes
 from energon_bridge.mix import Blend, Concat, LeafRef, Mix, MixSource, Node, WeightSchedule, flatten
@@ -26,6 +27,8 @@ from energon_bridge.task_encoder.base import DefaultTaskEncoder
 from energon_bridge.topology import Ownership, WorkerConfig
 
 _STREAM = ("batch_size", "shuffle_buffer_size", "max_samples_per_sequence", "parallel_shard_iters", "batch_drop_last")
+_JOIN = "join of "
+_GIVE_MIX = "give the mix that the run was started with (--mix)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,9 +89,17 @@ def run_of_state(
     Raises:
         DatasetError: A dataset cannot be opened.
         DatasetMismatchError: A dataset is not the one of the state any more.
-        ConfigurationError: The mix has to be given.
+        ConfigurationError: The mix has to be given, or the content of samples decides the order.
     """
     settings, kind = state["settings"], state["kind"]
+    lanes = read_lanes(state)
+    held = sum(len(lane.held.rows) for lane in lanes.values())
+    if "packing_buffer_size" in settings or held:
+        raise ConfigurationError(
+            "the samples of a step cannot be named without reading data: the task encoder packs, groups or makes "
+            "several batches of some samples, so that their content decides what comes together (drawn and not "
+            f"delivered yet: {held} rows)"
+        )
     num_lanes = state["num_lanes"] if kind == "train" else None
     config = WorkerConfig(rank=0, world_size=world_size, num_workers=0, seed=settings["seed"], num_lanes=num_lanes)
     rows = [row for row in read_leaves(state) if not row["parked"]]
@@ -102,7 +113,6 @@ def run_of_state(
         spec = _spec_of_mix(mix, kind, settings, config, split_part=part, **names)
     units = spec.units(config, num_lanes, read_changes(state.get("weights", ())))
     check_fits(state, spec.kind, units.settings, units.table)
-    lanes = read_lanes(state)
     if kind == "train":
         Ownership(units.num_lanes, world_size, 0)
         # Parked leaves stand at the end, and nothing is drawn from them.
@@ -131,7 +141,8 @@ def _spec_of_state(
     leaves = []
     epochs = _shuffle_epochs(settings, len(rows))
     for row, share, shuffle in zip(rows, _shares(rows), epochs, strict=True):
-        dataset = open_dataset(row["path"], split_part=row["split_part"], trust_remote_code=trust_remote_code, **names)
+        ref = _reference(row, **names)
+        dataset = open_prepared({}, ref, trust=trust_remote_code)
         start, _, stop = row["subset"].partition(":")
         leaf = OpenLeaf(
             dataset=dataset,
@@ -161,7 +172,9 @@ def _mix(kind: str, settings: State, rows: Sequence[State]) -> Mix:
     Raises:
         ConfigurationError: The state does not say it.
     """
-    children = tuple(LeafRef(path=row["path"], split_part=row["split_part"], where="the state") for row in rows)
+    if any(row["path"].startswith(_JOIN) for row in rows):
+        raise ConfigurationError(f"a state does not hold how datasets are joined: {_GIVE_MIX}")
+    children = tuple(_reference(row) for row in rows)
     mode = settings.get("mode", "concat")  # validation has no mode: it takes its leaves in the order of the state
     shares = _shares(rows)
     if len(rows) == 1:
@@ -180,8 +193,13 @@ def _mix(kind: str, settings: State, rows: Sequence[State]) -> Mix:
             what = "weights that follow a schedule"
         elif mode == "concat":
             what = "the order in which datasets are concatenated"
-        raise ConfigurationError(f"a state does not hold {what}: give the mix that the run was started with (--mix)")
+        raise ConfigurationError(f"a state does not hold {what}: {_GIVE_MIX}")
     return flatten(root)
+
+
+def _reference(row: State, **names: Any) -> LeafRef:
+    path = row["path"]
+    return LeafRef(path=path, split_part=row["split_part"], is_jsonl=is_jsonl(path), where="the state", **names)
 
 
 def _shares(rows: Sequence[State]) -> tuple[Fraction, ...]:

@@ -16,6 +16,8 @@ import numpy as np
 from energon_bridge.errors import ConfigurationError, MissingRankError
 from energon_bridge.forecast.keys import KeyNames
 from energon_bridge.forecast.run import Run
+from energon_bridge.format.dataset import PreparedDataset
+from energon_bridge.format.join import JoinedDataset
 from energon_bridge.loader.document import read_leaves
 from energon_bridge.rng import IntArray
 from energon_bridge.stream.leaf import Leaf
@@ -29,10 +31,10 @@ class NamedSample:
 
     Attributes:
         row: Its number in the microbatch.
-        path, split_part: The dataset.
-        shard: Its shard, a path relative to the dataset.
+        path, split_part: The dataset or join.
+        shard: Its shard, a path relative to the dataset (of a join: the primary).
         shard_index: Its number in the shard.
-        index: Its number in the split part.
+        index: Its number in the split part, of a join the row.
         epoch: How often the leaf has been gone through before.
         key: Its key, where the dataset has a key index on a local disk; else None.
         excluded: Whether `exclude` lists it (None where the key is not known): then it is skipped.
@@ -104,7 +106,8 @@ def name_microbatch(run: Run, m: int) -> NamedMicrobatch:
 
 def assumption(run: Run, m: int) -> str:
     """Say in one line what the names of microbatch m and its step rest on."""
-    excluded = sum(len(leaf.dataset.excluded) for leaf in run.spec.leaves)
+    datasets = (leaf.dataset for leaf in run.spec.leaves)
+    excluded = sum(len(one.excluded) for one in datasets if not isinstance(one, JoinedDataset))
     listed = f" ({excluded:,} samples are listed in `exclude`)" if excluded else ""
     if run.spec.finite:
         return f"Exact, as nothing moves in a pass: samples that are skipped{listed} are missing from their microbatch."
@@ -114,7 +117,7 @@ def assumption(run: Run, m: int) -> str:
         )
     counts = [leaf["counts"] for leaf in read_leaves(run.state)]
     skipped = sum(count["skipped"] + count["errors"] + count["excluded"] for count in counts)
-    moved = sum(s.draw - s.microbatches * run.spec.rows for s in run.lanes.values())
+    moved = sum(int(s.draw - s.microbatches * run.spec.rows) for s in run.lanes.values())
     sofar = f"until the state {skipped:,} were skipped"
     if m >= run.microbatches:
         return f"From where the lanes of the state stand; as if no sample from there on is skipped{listed}; {sofar}."
@@ -196,19 +199,21 @@ class _SampleNames:
 
     def __init__(self, leaves: tuple[Leaf, ...]) -> None:
         self._leaves = leaves
-        self._ends = [np.cumsum(leaf.dataset.shard_counts) for leaf in leaves]
+        self._ends = [np.cumsum(_on_disk(leaf.dataset).shard_counts) for leaf in leaves]
         self._keys = KeyNames()
 
     def of(self, row: int, leaf: int, index: int, epoch: int, output: int = 0) -> NamedSample:
-        dataset, ends = self._leaves[leaf].dataset, self._ends[leaf]
-        number = int(np.searchsorted(ends, index, side="right"))
+        whole, ends = self._leaves[leaf].dataset, self._ends[leaf]
+        dataset = _on_disk(whole)
+        place = int(whole.rows[index, 0]) if isinstance(whole, JoinedDataset) else index
+        number = int(np.searchsorted(ends, place, side="right"))
         shard = dataset.shard_names[number]
-        local = index - int(ends[number] - dataset.shard_counts[number])
-        key = self._keys.key_of(dataset.store, shard, local)
+        local = place - int(ends[number] - dataset.shard_counts[number])
+        key = self._keys.key_of(dataset, shard, local)
         return NamedSample(
             row=row,
-            path=dataset.path,
-            split_part=dataset.split_part,
+            path=whole.path,
+            split_part=whole.split_part,
             shard=shard,
             shard_index=local,
             index=index,
@@ -217,6 +222,11 @@ class _SampleNames:
             excluded=(shard, key) in dataset.excluded if key is not None or not dataset.excluded else None,
             restore_key=(self._leaves[leaf].identity, index, epoch, output),
         )
+
+
+def _on_disk(dataset: PreparedDataset | JoinedDataset) -> PreparedDataset:
+    """Return a dataset, of a join the primary."""
+    return dataset.parts[0].dataset if isinstance(dataset, JoinedDataset) else dataset
 
 
 def _finite_step(run: Run, step: int) -> list[NamedMicrobatch]:

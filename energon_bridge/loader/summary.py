@@ -47,6 +47,7 @@ def summarize(document: State) -> State:
         "epoch": document.get("epoch", 0),
         "epoch_steps": document.get("epoch_steps", 0),
         "draws": sum(lane.draw for lane in lanes.values()) if endless else None,
+        "held": sum(len(lane.held.rows) for lane in lanes.values()),
         "totals": {name: sum(row[name] for row in rows) for name in COUNTERS},
         "missing_lanes": missing,
         "settings": dict(document["settings"]),
