@@ -233,17 +233,20 @@ def _finite_step(run: Run, step: int) -> list[NamedMicrobatch]:
     """Name the samples of a step of a pass, of training passes counted from the first one on."""
     spec, units, ranks = run.spec, run.units, run.config.dp_size
     asked, epoch = step, 0
-    while step >= (steps := -(-spec.end(units, epoch, ranks) // ranks)):
+    plan = spec.plan(units, epoch)
+    end = spec.end(plan.num_draws, ranks)
+    while step >= (steps := -(-end // ranks)):
         if not spec.shuffled or not steps:
             raise ConfigurationError(f"a pass has {steps} steps on {ranks} ranks; there is no step {asked}")
         epoch, step = epoch + 1, step - steps
-    plan = spec.pass_plan(units, epoch)
+        plan = spec.plan(units, epoch)
+        end = spec.end(plan.num_draws, ranks)
     names = _SampleNames(units.leaves)
     delivered = []
     for rank in range(ranks):
         m = step * ranks + rank
         start, stop = m * spec.rows, min((m + 1) * spec.rows, plan.num_draws)
-        if m >= spec.end(units, epoch, ranks):
+        if m >= end:
             delivered.append(NamedMicrobatch(rank=rank, microbatch=None, lane=None, samples=()))
             continue
         rows = {
