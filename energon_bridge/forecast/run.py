@@ -97,8 +97,8 @@ def run_of_state(
     if "packing_buffer_size" in settings or held:
         raise ConfigurationError(
             "the samples of a step cannot be named without reading data: the task encoder packs, groups or makes "
-            "several batches of some samples, so that their content decides what comes together (drawn and not "
-            f"delivered yet: {held} rows)"
+            "several batches of some samples, so that their content decides what comes together"
+            + (f" (drawn and not delivered yet: {held} rows)" if held else "")
         )
     num_lanes = state["num_lanes"] if kind == "train" else None
     config = WorkerConfig(rank=0, world_size=world_size, num_workers=0, seed=settings["seed"], num_lanes=num_lanes)
