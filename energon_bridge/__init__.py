@@ -69,7 +69,7 @@ if TYPE_CHECKING:
         UntrustedCodeError as UntrustedCodeError,
         WorkerDiedError as WorkerDiedError,
     )
-    from energon_bridge.loader import SavableDataLoader as SavableDataLoader
+    from energon_bridge.loader.savable import SavableDataLoader as SavableDataLoader
     from energon_bridge.mix import (
         Blender as Blender,
         WeightSchedule as WeightSchedule,
@@ -176,7 +176,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
         "UntrustedCodeError",
         "WorkerDiedError",
     ),
-    "loader": ("SavableDataLoader",),
+    "loader.savable": ("SavableDataLoader",),
     "mix": ("Blender", "WeightSchedule", "register_joiner"),
     "samples": (
         "Batch",

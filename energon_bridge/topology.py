@@ -213,6 +213,23 @@ class Ownership:
         return min(divisors, key=lambda d: (abs(d - self.world_size), d))
 
 
+def first_microbatch(step: int, *, num_lanes: int, world_size: int) -> int:
+    """Return the microbatch of the run at which a step begins, on one number of ranks from the beginning."""
+    rounds, rest = divmod(step, -(-num_lanes // world_size))
+    return rounds * num_lanes + min(rest * world_size, num_lanes)
+
+
+def step_of(m: int, *, num_lanes: int, world_size: int) -> int:
+    """Return the step in which microbatch m is delivered, on one number of ranks from the beginning."""
+    rounds, place = divmod(m, num_lanes)
+    return rounds * -(-num_lanes // world_size) + place // world_size
+
+
+def microbatches_before(lane: int, m: int, num_lanes: int) -> int:
+    """Return how many of the first m microbatches of a run are of a lane."""
+    return max(0, -((lane - m) // num_lanes))
+
+
 def lane_units(ownership: Ownership, rank: int, m: int, num_workers: int) -> Iterator[tuple[int, int]]:
     """Give the lanes that a rank delivers from microbatch m on, without end, each with the number of its worker."""
     lanes = ownership.lanes_of(rank)

@@ -28,6 +28,7 @@ LAYERS = (
     "stream",
     "loader",
     "datasets",
+    "forecast",
     "dataloader",
     "verify",
     "datamodule",

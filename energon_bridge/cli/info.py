@@ -6,6 +6,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from energon_bridge.cli.output import format_bytes
 from energon_bridge.prepare.summary import DatasetSummary, summarize_dataset
 
 
@@ -47,13 +48,3 @@ def _rows(summary: DatasetSummary) -> list[tuple[str, str]]:
         ]
     rows += [("MISSING", shard) for shard in summary.missing_shards]
     return rows
-
-
-def format_bytes(count: int) -> str:
-    """Write a number of bytes with a binary unit."""
-    size = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if size < 1024:
-            return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} PiB"

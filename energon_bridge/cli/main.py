@@ -14,9 +14,12 @@ from energon_bridge import __version__
 from energon_bridge.errors import EnergonError
 
 _COMMANDS = {
+    "checkpoint": "Show what saved states say, and how two differ.",
     "info": "Show what a prepared dataset holds.",
     "lint": "Read and decode every sample, and name those that fail.",
+    "plan": "Forecast epochs per dataset of a mix, and what its weights mean.",
     "prepare": "Index a folder of WebDataset tars and write its .nv-meta.",
+    "which": "Name the samples of a step, without reading data.",
 }
 
 

@@ -1,5 +1,4 @@
-"""Delivering: workers, prefetch, the delivered state, save and restore."""
+"""Delivering: workers, prefetch, the delivered state, save and restore.
 
-from energon_bridge.loader.savable import SavableDataLoader
-
-__all__ = ["SavableDataLoader"]
+Nothing is imported here: the modules that only read states (`document`, `summary`, `state_files`) need no torch.
+"""

@@ -51,6 +51,7 @@ from energon_bridge.errors import (
 from energon_bridge.plan.leaf import ORDER_VERSION
 from energon_bridge.rng import IntArray
 from energon_bridge.stream.state import COUNTERS, NOTHING_HELD, Held, LaneState
+from energon_bridge.topology import microbatches_before
 
 FORMAT = "energon_bridge.state"
 FORMAT_VERSION = 2
@@ -350,7 +351,7 @@ def check_lanes(lanes: Mapping[int, LaneState], wanted: Iterable[int], microbatc
             "ranks of the checkpoint (a list of them, or save_state_global)"
         )
     for lane, state in lanes.items():
-        expected = max(0, -((lane - microbatches) // num_lanes))
+        expected = microbatches_before(lane, microbatches, num_lanes)
         if state.microbatches != expected:
             raise StateFormatError(
                 f"the state is damaged: lane {lane} has delivered {state.microbatches} microbatches, a run at "

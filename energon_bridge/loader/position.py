@@ -20,7 +20,7 @@ from energon_bridge.loader.weights import ChangedWeights, GivenWeights, read_cha
 from energon_bridge.mix import parse_weight
 from energon_bridge.plan.leaf import ORDER_VERSION
 from energon_bridge.stream.state import COUNTERS, Counts, Held, LaneState, Produced, Ref
-from energon_bridge.topology import Ownership, WorkerConfig
+from energon_bridge.topology import Ownership, WorkerConfig, first_microbatch, microbatches_before
 
 if TYPE_CHECKING:
     from energon_bridge.loader.spec import DatasetSpec, Units
@@ -125,13 +125,12 @@ class Position:
                 self.epoch, step = self.epoch + 1, step - steps
             self.microbatches = min(step * ranks, self.end)
             return
-        rounds, rest = divmod(step, -(-lanes // ranks))
-        self.microbatches = rounds * lanes + min(rest * ranks, lanes)
+        self.microbatches = first_microbatch(step, num_lanes=lanes, world_size=ranks)
         self.ownership = Ownership(lanes, ranks, self.microbatches)
         self.lanes = {lane: self._unskipped(lane) for lane in self.own_lanes}
 
     def _unskipped(self, lane: int) -> LaneState:
-        microbatches = max(0, -((lane - self.microbatches) // self.units.num_lanes))
+        microbatches = microbatches_before(lane, self.microbatches, self.units.num_lanes)
         draw = microbatches * self._spec.rows
         blend = self.units.blend
         leaf_draws = (draw,) if blend is None else tuple(blend.counts(lane, draw).tolist())

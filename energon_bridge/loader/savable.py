@@ -22,6 +22,7 @@ from energon_bridge.errors import ConfigurationError, LoaderError
 from energon_bridge.loader import document as doc
 from energon_bridge.loader.position import OnMismatch, Position
 from energon_bridge.loader.processes import WorkerIterator, WorkerSource
+from energon_bridge.loader.summary import leaf_rows
 from energon_bridge.loader.transport import Arena
 from energon_bridge.loader.workers import Stream, WorkerTicks, identity, produced, set_up_worker, weak
 from energon_bridge.stream.finite import mask_loss
@@ -236,6 +237,10 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
     def save_state_rank(self) -> doc.State:
         """Return the state of this rank: its lanes as delivered. Takes no communication."""
         return self._position.document()
+
+    def counters(self) -> list[doc.State]:
+        """Return a row for each leaf with draws, epochs and exact counters of this rank, as `leaf_rows` describes."""
+        return leaf_rows(self.save_state_rank())
 
     def restore_state_rank(
         self, state: doc.State | Sequence[doc.State], *, on_mismatch: OnMismatch | None = None

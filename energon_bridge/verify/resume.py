@@ -28,7 +28,7 @@ import torch
 
 from energon_bridge.dataloader import EnergonDataloader
 from energon_bridge.errors import ConfigurationError, ResumeMismatchError
-from energon_bridge.loader import SavableDataLoader
+from energon_bridge.loader.savable import SavableDataLoader
 from energon_bridge.topology import WorkerConfig
 from energon_bridge.verify.fields import Field, differing, fields_of
 

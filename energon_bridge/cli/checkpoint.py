@@ -1,0 +1,151 @@
+"""`energon checkpoint show FILE…` and `energon checkpoint diff A B`: what saved states say. No dataset is opened."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import click
+
+from energon_bridge.cli.output import epochs, format_bytes, leaf_name, number, print_json, print_pairs, print_table
+from energon_bridge.loader.document import State, merge
+from energon_bridge.loader.state_files import read_states
+from energon_bridge.loader.summary import difference, rank_of, summarize
+from energon_bridge.mix import parse_weight
+
+_KINDS = {
+    "train": "training, endless",
+    "passes": "training, pass by pass",
+    "finite": "validation",
+}
+_COUNTS = ("samples", "skipped", "errors", "excluded")
+_MAX_SHOWN = 16
+
+
+class _Group(click.Group):
+    """Lets `info` stand for `show`, as in megatron-energon."""
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        return super().get_command(ctx, "show" if cmd_name == "info" else cmd_name)
+
+
+@click.group("checkpoint", cls=_Group)
+def command() -> None:
+    """Show what saved states say, and how two of them differ.
+
+    A file may be JSON, one of torch.save, or a checkpoint of Megatron or Lightning with the state inside.
+    """
+
+
+@command.command("show")
+@click.argument("files", nargs=-1, required=True, metavar="FILE...")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def show(files: tuple[str, ...], as_json: bool) -> None:
+    """Show where a run stands and what it has counted per dataset; several FILEs are those of its ranks."""
+    states = read_states(files)
+    summary = summarize(merge(states))
+    ranks = [rank for rank in map(rank_of, states) if rank is not None]
+    if as_json:
+        print_json(summary | {"states": len(states), "ranks": ranks})
+        return
+    print_pairs(_facts(summary, len(states), ranks))
+    print_table(
+        ("dataset", "identity", "samples", "share", "draws", "epochs", "delivered", *_COUNTS[1:], "bytes"),
+        [
+            (
+                leaf_name(row) + (" (parked)" if row["parked"] else ""),
+                row["identity"],
+                number(row["num_samples"]),
+                row["share"] or "-",
+                number(row["draws"]),
+                epochs(row["epochs"]),
+                *(number(row[name]) for name in _COUNTS),
+                format_bytes(row["bytes"]),
+            )
+            for row in summary["leaves"]
+        ],
+        left=2,
+    )
+    for change in summary["weights"]:
+        click.echo(f"Weights from global draw {change['from_draw']:,} on, set while the run went on:")
+        paths = {row["identity"]: leaf_name(row) for row in summary["leaves"]}
+        for identity, weight in change["weights"].items():
+            click.echo(f"  {parse_weight(weight, where='the state', field='weights')}  {paths[identity]}")
+
+
+def _facts(summary: State, states: int, ranks: list[tuple[int, int]]) -> Iterator[tuple[str, str]]:
+    yield "format", f"{summary['format']} {summary['format_version']}, order version {summary['order_version']}"
+    yield "kind", str(_KINDS.get(summary["kind"], summary["kind"]))
+    if summary["kind"] == "train":
+        lanes = summary["num_lanes"]
+        yield "stands at", f"microbatch {summary['microbatches']:,} of the run, {summary['draws']:,} draws"
+        if summary["held"]:
+            yield "held", f"{summary['held']:,} rows, drawn and not delivered yet: in packs, groups and batches"
+        missing = summary["missing_lanes"]
+        if not missing:
+            yield "lanes", f"{lanes}, all here"
+        else:
+            shown = ", ".join(map(str, missing[:_MAX_SHOWN])) + (", …" if len(missing) > _MAX_SHOWN else "")
+            yield "lanes", f"{lanes - len(missing)} of {lanes}; missing: {shown}"
+            world = {size for _, size in ranks}
+            if len(world) == 1:
+                gone = sorted(set(range(*world)) - {rank for rank, _ in ranks})
+                here = ", ".join(str(rank) for rank, _ in sorted(ranks))
+                yield "ranks", f"{here} of {min(world)}; missing: {', '.join(map(str, gone))}"
+            yield "note", "draws and counters are those of the lanes and ranks that are here"
+    else:
+        yield (
+            "stands at",
+            f"microbatch {summary['microbatches']:,} of a pass, after {summary['epoch']:,} whole passes",
+        )
+    if summary["epoch_steps"]:
+        yield "virtual epoch", f"{summary['epoch_steps']:,} steps"
+    if states > 1:
+        yield "states", str(states)
+    yield "settings", ", ".join(f"{name}={value}" for name, value in summary["settings"].items())
+
+
+@command.command("diff")
+@click.argument("first", metavar="A")
+@click.argument("second", metavar="B")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def diff(first: str, second: str, as_json: bool) -> None:
+    """Show how state B differs from state A: settings, the mix, and what lies between their positions."""
+    then, now = (merge(read_states([path])) for path in (first, second))
+    found = difference(then, now)
+    if as_json:
+        print_json(found)
+        return
+    lines = [*found["settings"], *_weights(found["weights"]), *found["leaves"]]
+    for line in lines:
+        click.echo(line)
+    if not lines:
+        click.echo("The settings and the mix are the same.")
+    moved = [row for row in found["progress"] if any(row[name] for name in ("draws", *_COUNTS, "bytes"))]
+    if not (found["microbatches"] or found["epochs"] or moved):
+        click.echo("Both stand at the same place.")
+        return
+    passes = f", {found['epochs']:+,} passes" if found["epochs"] else ""
+    click.echo(f"B stands {found['microbatches']:+,} microbatches from A{passes}.")
+    if not found["comparable"]:
+        click.echo("Draws and counters cannot be compared: the states do not hold the same lanes.")
+        return
+    print_table(
+        ("dataset", "draws", "epochs", "delivered", *_COUNTS[1:], "bytes"),
+        [
+            (
+                f"{row['path']} [{row['split_part']}]",
+                number(row["draws"]),
+                epochs(row["epochs"]),
+                *(number(row[name]) for name in _COUNTS),
+                format_bytes(row["bytes"]),
+            )
+            for row in found["progress"]
+        ],
+    )
+
+
+def _weights(changed: list[Any]) -> Iterator[str]:
+    for sign, changes in zip("-+", changed, strict=False):
+        starts = ", ".join(f"{change['from_draw']:,}" for change in changes)
+        yield f"{sign} weights set while the run went on: {f'from global draws {starts}' if changes else 'none'}"

@@ -1,0 +1,68 @@
+"""How commands print: tables that fold long paths, JSON, and numbers for people."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+_WIDE = 200
+
+
+def print_json(value: Any) -> None:
+    """Print plain values as indented JSON."""
+    click.echo(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def print_pairs(pairs: Iterable[tuple[str, str]]) -> None:
+    """Print names and values below each other."""
+    rows = list(pairs)
+    width = max((len(name) for name, _ in rows), default=0) + 2
+    for name, value in rows:
+        click.echo(f"{name + ':':<{width}}{value}")
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> None:
+    """Print a table whose first `left` columns are texts, which fold, and whose others are numbers."""
+    table = Table()
+    for number, column in enumerate(columns):
+        is_text = number < left
+        table.add_column(column, justify="left" if is_text else "right", overflow="fold", no_wrap=not is_text)
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))  # paths may hold what rich takes for markup
+    # Where nobody looks at a terminal, lines are as long as they need to be.
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else _WIDE
+    Console(width=width, highlight=False).print(table)
+
+
+def number(value: int | None) -> str:
+    """Write a count with separators; a dash where there is none."""
+    return "-" if value is None else f"{value:,}"
+
+
+def epochs(value: float | None) -> str:
+    """Write a number of epochs."""
+    return "-" if value is None else f"{value:,.2f}"
+
+
+def leaf_name(row: dict[str, Any]) -> str:
+    """Name a leaf: path, split part and subset."""
+    subset = f" samples {row['subset'].replace(':', ' to ')}" if row["subset"] else ""
+    return f"{row['path']} [{row['split_part']}]{subset}"
+
+
+def format_bytes(count: int) -> str:
+    """Write a number of bytes with a binary unit."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(size) < 1024:
+            return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} PiB"

@@ -1,0 +1,97 @@
+"""`energon plan MIX --steps N`: how often a run goes through each dataset, and what each weight means."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from energon_bridge.cli.output import epochs, format_bytes, leaf_name, number, print_json, print_pairs, print_table
+from energon_bridge.cli.run_options import open_mix, run_options
+
+if TYPE_CHECKING:
+    from energon_bridge.forecast.epochs import Forecast
+
+
+@click.command("plan")
+@click.argument("mix")
+@click.option(
+    "--steps", type=click.IntRange(min=0), required=True, help="Steps (microbatches of each rank) of the run."
+)
+@run_options
+def command(mix: str, steps: int, as_json: bool, **options: Any) -> None:
+    """Forecast a training run over MIX: a dataset's folder or URL, or a metadataset's YAML file.
+
+    Numbers are exact where each sample that is drawn gives one row: none is skipped, packed or made several of. Nothing
+    is read but the metadata of the datasets.
+    """
+    # They bring torch, which no help text needs.
+    from energon_bridge.forecast.epochs import forecast
+    from energon_bridge.forecast.run import run_of_mix
+    from energon_bridge.mix import describe
+
+    run = run_of_mix(open_mix(mix, options))
+    found = forecast(run, steps)
+    if as_json:
+        print_json(asdict(found))
+        return
+    for line in describe(run.spec.mix):
+        click.echo(line)
+    click.echo()
+    print_pairs(_facts(found))
+    print_table(
+        ("dataset", "as written", "samples", "share", "draws", "epochs", "bytes, about"),
+        [
+            (
+                leaf_name(asdict(leaf)),
+                leaf.written or "-",
+                number(leaf.num_samples),
+                f"{leaf.share:.2%}",
+                number(leaf.draws),
+                epochs(leaf.epochs),
+                format_bytes(leaf.bytes),
+            )
+            for leaf in found.leaves
+        ],
+        left=2,
+    )
+    if found.schedule:
+        click.echo(
+            "Shares of the datasets, by their place in the table above; between points they follow the schedule:"
+        )
+        print_table(
+            ("shares at global draw", "in step", *(str(place) for place in range(1, len(found.leaves) + 1))),
+            [
+                (number(point.global_draw), number(point.step), *(f"{share:.2%}" for share in point.shares))
+                for point in found.schedule
+            ],
+            left=0,
+        )
+    for line in _ends(found):
+        click.echo(line)
+
+
+def _facts(found: Forecast) -> Iterator[tuple[str, str]]:
+    yield "steps", f"{found.steps:,}, world size {found.world_size:,}, batch size {found.batch_size}"
+    yield "draws", f"{found.draws:,} samples in {found.microbatches:,} microbatches; the mix has {found.num_samples:,}"
+    yield "lanes", f"{found.num_lanes:,}: {found.lanes_because}"
+    if found.masked_share:
+        yield (
+            "masked",
+            f"{found.masked_share:.1%} of the microbatches, as {found.world_size} ranks do not divide "
+            f"{found.num_lanes} lanes; {found.even_world_size} ranks would mask none",
+        )
+    if found.mix_epoch is not None:
+        done = found.draws / found.mix_epoch
+        yield "mix epoch", f"{found.mix_epoch:,.10g} samples; {done:,.2f} mix epochs in all"
+
+
+def _ends(found: Forecast) -> Iterator[str]:
+    most = max(found.leaves, key=lambda leaf: leaf.epochs)
+    if len(found.leaves) > 1 and found.draws:
+        yield f"Repeated most: {leaf_name(asdict(most))}, {most.epochs:,.2f} epochs."
+    if found.first_end is not None:
+        names = ", ".join(leaf_name(asdict(found.leaves[place])) for place in found.ends_first)
+        yield f"Ends first: {names}, in step {found.first_end - 1:,}."

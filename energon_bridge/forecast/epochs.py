@@ -1,0 +1,237 @@
+"""How far a run gets in every leaf: closed forms of the order, nothing is simulated or read.
+
+Draws are those of a run in which no sample is skipped; a skipped sample makes its lane draw one more.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+
+from energon_bridge.errors import ConfigurationError
+from energon_bridge.forecast.run import Run
+from energon_bridge.mix import Node
+from energon_bridge.mix.schedule import plain_number
+from energon_bridge.mix.tree import Blend, EpochizedBlend, JoinRef, LeafRef
+from energon_bridge.rng import IntArray
+from energon_bridge.topology import Ownership, WorkerConfig, first_microbatch, microbatches_before, step_of
+
+_FAR = 1 << 40
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LeafForecast:
+    """How far a run gets in one leaf.
+
+    Attributes:
+        identity, path, split_part, subset: The leaf; `subset` is "start:stop", or empty.
+        num_samples: Samples of it.
+        written: Its weight or repetitions as the mix has them, from the outermost blend inwards.
+        share: Its part of all draws at the beginning of the run.
+        draws: Samples of it that are drawn.
+        epochs: How often it is gone through.
+        bytes: About how many bytes of it are read.
+    """
+
+    identity: str
+    path: str
+    split_part: str
+    subset: str
+    num_samples: int
+    written: str
+    share: float
+    draws: int
+    epochs: float
+    bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SharePoint:
+    """The shares of the leaves, in order of the mix, at a global draw and the step that it falls in."""
+
+    global_draw: int
+    step: int
+    shares: tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Forecast:
+    """How far a run gets in some steps.
+
+    Attributes:
+        steps, world_size, num_lanes, batch_size: Of the run.
+        lanes_because: Why it has so many lanes.
+        masked_share: Share of the delivered microbatches that are masked, as the ranks do not divide the lanes.
+        even_world_size: The nearest number of ranks that would mask none.
+        mode: How the leaves are combined.
+        microbatches: Real ones, all ranks together.
+        draws: Samples drawn, all ranks together.
+        num_samples: Samples of all leaves, each once.
+        leaves: In order of the mix.
+        mix_epoch: Draws in an epoch of a mix by repetitions or of a concatenation (on average, where repetitions
+            are fractions); None in the other modes.
+        schedule: The shares at the beginning, at the points of schedules and at the end; empty where they never change.
+        first_end: Step after which the first leaf has been gone through, None if that lies too far ahead.
+        ends_first: The leaves that end there, as places in `leaves`.
+    """
+
+    steps: int
+    world_size: int
+    num_lanes: int
+    lanes_because: str
+    masked_share: float
+    even_world_size: int
+    batch_size: int | None
+    mode: str
+    microbatches: int
+    draws: int
+    num_samples: int
+    leaves: tuple[LeafForecast, ...]
+    mix_epoch: float | None
+    schedule: tuple[SharePoint, ...]
+    first_end: int | None
+    ends_first: tuple[int, ...]
+
+
+def forecast(run: Run, steps: int) -> Forecast:
+    """Forecast how far an endless run gets in some steps from its beginning.
+
+    Raises:
+        ConfigurationError: The stream is not endless.
+    """
+    spec, units, ranks = run.spec, run.units, run.config.dp_size
+    if spec.finite:
+        raise ConfigurationError("a forecast is of endless training; a pass goes through each leaf as the mix says")
+    ownership = Ownership(units.num_lanes, ranks, 0)
+    counts = draws_per_leaf(run, steps)
+    sizes = np.array([leaf.num_samples for leaf in spec.ordered])
+    rank = {leaf.identity: number for number, leaf in enumerate(spec.ordered)}
+    order = [rank[leaf.identity] for leaf in spec.leaves]
+    shares = _shares(run, 0)
+    leaves = []
+    for leaf, number, written in zip(spec.leaves, order, _written(run), strict=True):
+        row, drawn = units.table[number], int(counts[number])
+        mean = Fraction(int(leaf.dataset.shard_sizes.sum()), leaf.dataset.num_samples)
+        leaves.append(
+            LeafForecast(
+                **{name: row[name] for name in ("identity", "path", "split_part", "subset", "num_samples")},
+                written=written,
+                share=shares[number],
+                draws=drawn,
+                epochs=drawn / leaf.num_samples,
+                bytes=int(drawn * mean),
+            )
+        )
+    first_end = _first_end(run, sizes)
+    ended = draws_per_leaf(run, first_end) >= sizes if first_end is not None else np.zeros(len(order), dtype=bool)
+    return Forecast(
+        steps=steps,
+        world_size=ranks,
+        num_lanes=units.num_lanes,
+        lanes_because=_why(run.config, units.num_lanes),
+        masked_share=ownership.masked_share,
+        even_world_size=ownership.nearest_even_world_size(),
+        batch_size=spec.batch_size,
+        mode=spec.mode,
+        microbatches=first_microbatch(steps, num_lanes=units.num_lanes, world_size=ranks),
+        draws=int(counts.sum()),
+        num_samples=spec.num_samples,
+        leaves=tuple(leaves),
+        mix_epoch=float(_mix_epoch(run)) if spec.mode in ("repetitions", "concat") else None,
+        schedule=_schedule(run, steps, int(counts.sum()), order),
+        first_end=first_end,
+        ends_first=tuple(place for place, number in enumerate(order) if ended[number]),
+    )
+
+
+def draws_per_leaf(run: Run, steps: int) -> IntArray:
+    """Return the draws of each leaf, in order of identity, in the first steps of a run, shape (leaves,)."""
+    lanes = run.num_lanes
+    m = first_microbatch(steps, num_lanes=lanes, world_size=run.config.dp_size)
+    draws = [microbatches_before(lane, m, lanes) * run.spec.rows for lane in range(lanes)]
+    blend = run.units.blend
+    if blend is None:
+        return np.array([sum(draws)])
+    return np.sum([blend.counts(lane, draw) for lane, draw in enumerate(draws)], axis=0)
+
+
+def _first_end(run: Run, sizes: IntArray) -> int | None:
+    """Return the first step after which any leaf has been drawn from as often as it has samples."""
+    high = 1
+    while not (draws_per_leaf(run, high) >= sizes).any():
+        high *= 2
+        if high > _FAR:
+            return None
+    low = high // 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        if (draws_per_leaf(run, middle) >= sizes).any():
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+def _mix_epoch(run: Run) -> Fraction:
+    return sum((leaf.num_samples * leaf.share for leaf in run.spec.leaves), Fraction(0))
+
+
+def _shares(run: Run, global_draw: int) -> list[float]:
+    """Return the part of the draws that each leaf gets, in order of identity."""
+    spec = run.spec
+    if spec.mode == "weights":
+        weights = [float(weight) for weight in spec.weights.at(global_draw)]
+        return [weight / math.fsum(weights) for weight in weights]
+    epoch = _mix_epoch(run)
+    return [float(leaf.num_samples * leaf.share / epoch) if spec.mode != "single" else 1.0 for leaf in spec.ordered]
+
+
+def _schedule(run: Run, steps: int, draws: int, order: list[int]) -> tuple[SharePoint, ...]:
+    """Return the shares at the beginning, at each point of a schedule and at the end, leaves in order of the mix."""
+    if run.spec.mode != "weights" or not run.spec.mix.is_scheduled:
+        return ()
+    lanes, rows = run.num_lanes, run.spec.rows
+    points = sorted({0, *(point for point in run.spec.weights.points() if point < draws), draws})
+    found = []
+    for point in points:
+        m = point // lanes // rows * lanes + point % lanes
+        shares = _shares(run, point)
+        step = steps if point == draws else step_of(m, num_lanes=lanes, world_size=run.config.dp_size)
+        found.append(SharePoint(global_draw=point, step=step, shares=tuple(shares[number] for number in order)))
+    return tuple(found)
+
+
+def _written(run: Run) -> list[str]:
+    """Return what the mix says of each leaf: weights and repetitions, from the outermost blend inwards."""
+
+    def below(node: Node, around: tuple[str, ...]) -> list[str]:
+        if isinstance(node, (LeafRef, JoinRef)):
+            return [" · ".join(around)]
+        own = [""] * len(node.children)
+        if isinstance(node, Blend):
+            own = [str(weight) for weight in node.weights]
+        elif isinstance(node, EpochizedBlend):
+            own = [f"× {plain_number(repetitions)}" for repetitions in node.repetitions]
+        return [
+            text
+            for child, note in zip(node.children, own, strict=True)
+            for text in below(child, (*around, note) if note else around)
+        ]
+
+    return below(run.spec.mix.root, ())
+
+
+def _why(config: WorkerConfig, lanes: int) -> str:
+    """Say why a run has so many lanes (`default_num_lanes`)."""
+    ranks, busy = config.dp_size, config.dp_size * max(1, config.num_workers)
+    if config.num_lanes is not None:
+        return "as given"
+    if config.microbatches_per_global_batch is not None:
+        group = config.microbatches_per_global_batch
+        return f"fits every number of ranks that divides the {group} microbatches of a global batch; {busy} workers"
+    if lanes < math.lcm(24, ranks):
+        return f"fewer than 24, as the data is small: a lane should get 8 microbatches an epoch (world size {ranks})"
+    return f"a multiple of 24 and of the world size {ranks} that keeps {busy} workers busy"

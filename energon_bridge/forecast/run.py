@@ -1,0 +1,215 @@
+"""A run that is asked about: its leaves and their order, and where its lanes stand in a saved state.
+
+A state has everything that an order depends on but these: names of metadata files other than the usual ones, how
+datasets are joined, the order of a concatenation, and weights that share or move (groups by size, schedules). Where
+one of them is needed, the mix has to be given, and is checked against the state as on a resume. Packing and grouping
+go by the content of samples, so runs that do either are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from typing import Any
+
+from energon_bridge.datasets import get_train_dataset, get_val_dataset
+from energon_bridge.errors import ConfigurationError
+from energon_bridge.format.jsonl import is_jsonl
+from energon_bridge.loader.document import State, check_fits, read_lanes, read_leaves
+from energon_bridge.loader.leaves import OpenLeaf, open_prepared
+from energon_bridge.loader.spec import DatasetSpec, Units
+from energon_bridge.loader.weights import read_changes
+from energon_bridge.mix import Blend, Concat, LeafRef, Mix, MixSource, Node, WeightSchedule, flatten
+from energon_bridge.mix.tree import EpochizedBlend as MixedEpochs
+from energon_bridge.stream.state import LaneState
+from energon_bridge.task_encoder.base import DefaultTaskEncoder
+from energon_bridge.topology import Ownership, WorkerConfig
+
+_STREAM = ("batch_size", "shuffle_buffer_size", "max_samples_per_sequence", "parallel_shard_iters", "batch_drop_last")
+_JOIN = "join of "
+_GIVE_MIX = "give the mix that the run was started with (--mix)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run on a number of ranks.
+
+    Attributes:
+        spec: What it reads.
+        config: Ranks and lanes.
+        units: The leaves and their order.
+        state: The saved state that it was described by, None where it is a run from the beginning.
+        lanes: Where the lanes stand in the state, those that it holds.
+    """
+
+    spec: DatasetSpec
+    config: WorkerConfig
+    units: Units
+    state: State | None = None
+    lanes: Mapping[int, LaneState] = field(default_factory=dict)
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches that the run had delivered when the state was saved."""
+        return 0 if self.state is None else int(self.state["microbatches"])
+
+    @property
+    def num_lanes(self) -> int:
+        return self.units.num_lanes
+
+
+def run_of_mix(spec: DatasetSpec) -> Run:
+    """Return a run from its beginning, on the ranks and lanes of the dataset's worker configuration."""
+    units = spec.units(spec.worker_config)
+    Ownership(units.num_lanes, spec.worker_config.dp_size, 0)  # refuses more ranks than lanes
+    return Run(spec=spec, config=spec.worker_config, units=units)
+
+
+def run_of_state(
+    state: State,
+    *,
+    world_size: int,
+    mix: MixSource | None = None,
+    split_part: str | None = None,
+    dataset_config: str = "dataset.yaml",
+    split_config: str = "split.yaml",
+    trust_remote_code: bool = False,
+) -> Run:
+    """Return the run that a state belongs to.
+
+    Args:
+        state: The state, merged from those of several ranks.
+        world_size: Data-parallel ranks; a state knows none.
+        mix: What the run was started with; needed where the state alone does not say it, or its datasets have moved.
+        split_part: Of `mix`; default: that of the state's leaves.
+        dataset_config, split_config: Names of the files in `.nv-meta`.
+        trust_remote_code: Allow the dataset's `sample_loader.py` to be loaded.
+
+    Raises:
+        DatasetError: A dataset cannot be opened.
+        DatasetMismatchError: A dataset is not the one of the state any more.
+        ConfigurationError: The mix has to be given, or the content of samples decides the order.
+    """
+    settings, kind = state["settings"], state["kind"]
+    lanes = read_lanes(state)
+    held = sum(len(lane.held.rows) for lane in lanes.values())
+    if "packing_buffer_size" in settings or held:
+        raise ConfigurationError(
+            "the samples of a step cannot be named without reading data: the task encoder packs, groups or makes "
+            "several batches of some samples, so that their content decides what comes together"
+            + (f" (drawn and not delivered yet: {held} rows)" if held else "")
+        )
+    num_lanes = state["num_lanes"] if kind == "train" else None
+    config = WorkerConfig(rank=0, world_size=world_size, num_workers=0, seed=settings["seed"], num_lanes=num_lanes)
+    rows = [row for row in read_leaves(state) if not row["parked"]]
+    names: dict[str, Any] = {"dataset_config": dataset_config, "split_config": split_config}
+    names["trust_remote_code"] = trust_remote_code
+    if mix is None:
+        spec = _spec_of_state(kind, settings, rows, config, **names)
+    else:
+        parts = {row["split_part"] for row in rows}
+        part = split_part or (parts.pop() if len(parts) == 1 else "train")
+        spec = _spec_of_mix(mix, kind, settings, config, split_part=part, **names)
+    units = spec.units(config, num_lanes, read_changes(state.get("weights", ())))
+    check_fits(state, spec.kind, units.settings, units.table)
+    if kind == "train":
+        Ownership(units.num_lanes, world_size, 0)
+        # Parked leaves stand at the end, and nothing is drawn from them.
+        lanes = {lane: replace(s, leaf_draws=s.leaf_draws[: len(units.leaves)]) for lane, s in lanes.items()}
+    return Run(spec=spec, config=config, units=units, state=state, lanes=lanes)
+
+
+def _spec_of_mix(mix: MixSource, kind: str, settings: State, config: WorkerConfig, **names: Any) -> DatasetSpec:
+    """Open a given mix with the settings of a state."""
+    known = {name: settings[name] for name in _STREAM if name in settings}
+    if kind == "finite":
+        return get_val_dataset(mix, worker_config=config, **known, **names)
+    spec = get_train_dataset(mix, worker_config=config, repeat=kind == "train", **known, **names)
+    epochs = dict(
+        zip((leaf.identity for leaf in spec.ordered), _shuffle_epochs(settings, len(spec.leaves)), strict=True)
+    )
+    leaves = tuple(replace(leaf, shuffle_epochs=epochs[leaf.identity]) for leaf in spec.leaves)
+    return replace(spec, leaves=leaves)
+
+
+def _spec_of_state(
+    kind: str, settings: State, rows: Sequence[State], config: WorkerConfig, *, trust_remote_code: bool, **names: str
+) -> DatasetSpec:
+    """Open the leaves of a state where the state says they lie."""
+    mix = _mix(kind, settings, rows)
+    leaves = []
+    epochs = _shuffle_epochs(settings, len(rows))
+    for row, share, shuffle in zip(rows, _shares(rows), epochs, strict=True):
+        ref = _reference(row, **names)
+        dataset = open_prepared({}, ref, trust=trust_remote_code)
+        start, _, stop = row["subset"].partition(":")
+        leaf = OpenLeaf(
+            dataset=dataset,
+            start=int(start or 0),
+            stop=int(stop or dataset.num_samples),
+            share=share,
+            shuffle_epochs=shuffle,
+        )
+        # Leaves of the same content differ in their occurrence, which only the identity tells.
+        alike = (replace(leaf, occurrence=number) for number in range(len(rows)))
+        leaves.append(next((one for one in alike if one.identity == row["identity"]), leaf))
+    known = {name: settings[name] for name in _STREAM if name in settings}
+    return DatasetSpec(
+        leaves=tuple(leaves),
+        mix=mix,
+        finite=kind != "train",
+        shuffled=kind != "finite",
+        worker_config=config,
+        task_encoder=DefaultTaskEncoder(),
+        **known,
+    )
+
+
+def _mix(kind: str, settings: State, rows: Sequence[State]) -> Mix:
+    """Return how the leaves of a state are combined.
+
+    Raises:
+        ConfigurationError: The state does not say it.
+    """
+    if any(row["path"].startswith(_JOIN) for row in rows):
+        raise ConfigurationError(f"a state does not hold how datasets are joined: {_GIVE_MIX}")
+    children = tuple(_reference(row) for row in rows)
+    mode = settings.get("mode", "concat")  # validation has no mode: it takes its leaves in the order of the state
+    shares = _shares(rows)
+    if len(rows) == 1:
+        return flatten(children[0])
+    root: Node
+    if kind == "finite":
+        root = Concat(children=children)
+    elif mode == "repetitions":
+        root = MixedEpochs(children=children, repetitions=shares)
+    elif mode == "weights" and "schedule" not in settings and sum(shares) == 1:
+        weights = tuple(WeightSchedule(kind="constant", points=((0, share),)) for share in shares)
+        root = Blend(children=children, weights=weights)
+    else:
+        what = "weights that several datasets share by their sizes"
+        if "schedule" in settings:
+            what = "weights that follow a schedule"
+        elif mode == "concat":
+            what = "the order in which datasets are concatenated"
+        raise ConfigurationError(f"a state does not hold {what}: {_GIVE_MIX}")
+    return flatten(root)
+
+
+def _reference(row: State, **names: Any) -> LeafRef:
+    path = row["path"]
+    return LeafRef(path=path, split_part=row["split_part"], is_jsonl=is_jsonl(path), where="the state", **names)
+
+
+def _shares(rows: Sequence[State]) -> tuple[Fraction, ...]:
+    return tuple(Fraction(row["share"] or 1) for row in rows)
+
+
+def _shuffle_epochs(settings: State, leaves: int) -> list[int | None]:
+    """Return for each leaf the epochs that are shuffled as one, None for the dataset's own order."""
+    setting = settings.get("shuffle", False)
+    each = setting if isinstance(setting, list) else [setting] * leaves
+    if len(each) != leaves:
+        each = [True] * leaves  # another mix: refused when it is compared with the state
+    return [(1 if value else None) if isinstance(value, bool) else value for value in each]

@@ -1,0 +1,263 @@
+"""Which samples a step delivers: names from arithmetic, without reading any data.
+
+The draws of a microbatch follow from where its lane stands: at the beginning of the run, or in a saved state. From
+there on it is taken that every draw gives one sample. Code that skips, packs or yields several moves what comes later,
+and so do samples in `exclude`; `assumption` says what an answer rests on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from energon_bridge.errors import ConfigurationError, MissingRankError
+from energon_bridge.forecast.keys import KeyNames
+from energon_bridge.forecast.run import Run
+from energon_bridge.format.dataset import PreparedDataset
+from energon_bridge.format.join import JoinedDataset
+from energon_bridge.loader.document import read_leaves
+from energon_bridge.rng import IntArray
+from energon_bridge.stream.leaf import Leaf
+from energon_bridge.stream.state import LaneState
+from energon_bridge.topology import Ownership, first_microbatch, microbatches_before, step_of
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NamedSample:
+    """One sample of a microbatch.
+
+    Attributes:
+        row: Its number in the microbatch.
+        path, split_part: The dataset or join.
+        shard: Its shard, a path relative to the dataset (of a join: the primary).
+        shard_index: Its number in the shard.
+        index: Its number in the split part, of a join the row.
+        epoch: How often the leaf has been gone through before.
+        key: Its key, where the dataset has a key index on a local disk; else None.
+        excluded: Whether `exclude` lists it (None where the key is not known): then it is skipped.
+        restore_key: What `restore_sample` takes.
+    """
+
+    row: int
+    path: str
+    split_part: str
+    shard: str
+    shard_index: int
+    index: int
+    epoch: int
+    key: str | None
+    excluded: bool | None
+    restore_key: tuple[str, int, int, int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NamedMicrobatch:
+    """What a rank delivers in a step; a masked microbatch has no number, no lane and no samples of its own."""
+
+    rank: int
+    microbatch: int | None
+    lane: int | None
+    samples: tuple[NamedSample, ...]
+
+
+def name_step(run: Run, step: int) -> list[NamedMicrobatch]:
+    """Name the samples of a step, for every rank.
+
+    Args:
+        run: The run.
+        step: Steps before it, counted from the beginning of the run (of validation: of a pass), on as many ranks.
+
+    Raises:
+        ConfigurationError: There is no such step, or the state was saved between two steps of so many ranks.
+        MissingRankError: The state has not the lanes that are needed.
+    """
+    if run.spec.finite:
+        return _finite_step(run, step)
+    lanes, ranks = run.num_lanes, run.config.dp_size
+    m = first_microbatch(step, num_lanes=lanes, world_size=ranks)
+    stand = run.microbatches
+    if first_microbatch(step_of(stand, num_lanes=lanes, world_size=ranks), num_lanes=lanes, world_size=ranks) != stand:
+        raise ConfigurationError(
+            f"the state stands at microbatch {stand}, where no step of {ranks} ranks begins ({lanes} lanes): the run "
+            "has changed its number of ranks. Ask for a microbatch of the run (--microbatch), or give the number of "
+            "ranks that it was saved with (--world-size)"
+        )
+    names = _Names(run)
+    ownership = Ownership(lanes, ranks, m)
+    delivered = []
+    for rank in range(ranks):
+        lane = ownership.lane_in_step(rank, m)
+        if lane is None:
+            delivered.append(NamedMicrobatch(rank=rank, microbatch=None, lane=None, samples=()))
+        else:
+            delivered.append(names.microbatch(m + (lane - m) % lanes, rank))
+    return delivered
+
+
+def name_microbatch(run: Run, m: int) -> NamedMicrobatch:
+    """Name the samples of microbatch m of an endless run, whichever rank delivers it (given as the rank -1)."""
+    if run.spec.finite:
+        raise ConfigurationError("microbatches of a run can be asked for in endless training; give a step")
+    return _Names(run).microbatch(m, -1)
+
+
+def assumption(run: Run, m: int) -> str:
+    """Say in one line what the names of microbatch m and its step rest on."""
+    datasets = (leaf.dataset for leaf in run.spec.leaves)
+    excluded = sum(len(one.excluded) for one in datasets if not isinstance(one, JoinedDataset))
+    listed = f" ({excluded:,} samples are listed in `exclude`)" if excluded else ""
+    if run.spec.finite:
+        # Training says in its state that it packs; validation does not.
+        unless = "" if run.spec.shuffled else ", unless validation is packed"
+        return f"Exact{unless}: nothing moves in a pass, samples that are skipped{listed} are missing from their batch."
+    if run.state is None:
+        return (
+            f"As if no sample had been skipped, and each gave one: skipping, packing or generators move them{listed}."
+        )
+    counts = [leaf["counts"] for leaf in read_leaves(run.state)]
+    skipped = sum(count["skipped"] + count["errors"] + count["excluded"] for count in counts)
+    moved = sum(int(s.draw - s.microbatches * run.spec.rows) for s in run.lanes.values())
+    sofar = f"until the state {skipped:,} were skipped"
+    if m >= run.microbatches:
+        return f"From where the lanes of the state stand; as if no sample from there on is skipped{listed}; {sofar}."
+    even = all(s.draw == s.microbatches * run.spec.rows and not s.taken for s in run.lanes.values())
+    if not skipped and even:
+        return "Exact: until the state no sample was skipped, and each draw gave one."
+    return (
+        f"By arithmetic from the beginning, as if no sample had been skipped, and each gave one; {sofar}, and "
+        f"its lanes have made {moved:,} draws more than rows: what was really delivered lies up to that far off."
+    )
+
+
+class _Names:
+    """Names samples of an endless run."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._sample_names = _SampleNames(run.units.leaves)
+
+    def microbatch(self, m: int, rank: int) -> NamedMicrobatch:
+        lane = m % self._run.num_lanes
+        samples = []
+        for row, (leaf, draw, taken) in enumerate(self._draws(lane, m)):
+            part = self._run.units.leaves[leaf].order.round_at(lane, draw)
+            place = draw - part.first
+            samples.append(self._sample_names.of(row, leaf, int(part.indices[place]), int(part.epochs[place]), taken))
+        return NamedMicrobatch(rank=rank, microbatch=m, lane=lane, samples=tuple(samples))
+
+    def _draws(self, lane: int, m: int) -> Iterator[tuple[int, int, int]]:
+        """Yield for each row its leaf, the number of its draw in the leaf, and its number among the draw's outputs."""
+        rows, stand = self._run.spec.rows, self._stand(lane, m)
+        blend = self._run.units.blend
+        number = microbatches_before(lane, m, self._run.num_lanes) - stand.microbatches
+        first = stand.draw + number * rows
+        taken = 0 if number else stand.taken
+        if blend is None:
+            before: IntArray = np.array([stand.leaf_draws[0] + first - stand.draw])
+            leaves = [0] * rows
+        else:
+            at, start = first - stand.origin, stand.draw - stand.origin
+            before = np.array(stand.leaf_draws) + blend.counts(lane, at) - blend.counts(lane, start)
+            leaves = []
+            while len(leaves) < rows:
+                leaves += blend.leaves(lane, at + len(leaves), rows - len(leaves)).tolist()
+        for place, leaf in enumerate(leaves):
+            yield leaf, int(before[leaf]), 0 if place else taken
+            before[leaf] += 1
+
+    def _stand(self, lane: int, m: int) -> LaneState:
+        """Return where a lane stands before microbatch m as far as anything is known."""
+        run = self._run
+        if m >= run.microbatches and run.state is not None:
+            if lane not in run.lanes:
+                raise MissingRankError(
+                    f"the state holds {len(run.lanes)} of {run.num_lanes} lanes, and not lane {lane}, which delivers "
+                    f"microbatch {m}: give the states of all ranks"
+                )
+            return run.lanes[lane]
+        if not self._is_one_mix:
+            raise ConfigurationError(
+                f"microbatch {m} lies before the state (microbatch {run.microbatches}), and the mix has been changed "
+                "on the way: ask a state from before the change, or the mix that the run had then"
+            )
+        return LaneState.fresh(len(run.units.leaves))
+
+    @cached_property
+    def _is_one_mix(self) -> bool:
+        """Whether the lanes of the state have drawn from the leaves what this mix would have from the beginning on."""
+        blend = self._run.units.blend
+        return all(
+            not state.origin
+            and state.leaf_draws == ((state.draw,) if blend is None else tuple(blend.counts(lane, state.draw).tolist()))
+            for lane, state in self._run.lanes.items()
+        )
+
+
+class _SampleNames:
+    """Names samples by leaf and index."""
+
+    def __init__(self, leaves: tuple[Leaf, ...]) -> None:
+        self._leaves = leaves
+        self._ends = [np.cumsum(_on_disk(leaf.dataset).shard_counts) for leaf in leaves]
+        self._keys = KeyNames()
+
+    def of(self, row: int, leaf: int, index: int, epoch: int, output: int = 0) -> NamedSample:
+        whole, ends = self._leaves[leaf].dataset, self._ends[leaf]
+        dataset = _on_disk(whole)
+        place = int(whole.rows[index, 0]) if isinstance(whole, JoinedDataset) else index
+        number = int(np.searchsorted(ends, place, side="right"))
+        shard = dataset.shard_names[number]
+        local = place - int(ends[number] - dataset.shard_counts[number])
+        key = self._keys.key_of(dataset, shard, local)
+        return NamedSample(
+            row=row,
+            path=whole.path,
+            split_part=whole.split_part,
+            shard=shard,
+            shard_index=local,
+            index=index,
+            epoch=epoch,
+            key=key,
+            excluded=(shard, key) in dataset.excluded if key is not None or not dataset.excluded else None,
+            restore_key=(self._leaves[leaf].identity, index, epoch, output),
+        )
+
+
+def _on_disk(dataset: PreparedDataset | JoinedDataset) -> PreparedDataset:
+    """Return a dataset, of a join the primary."""
+    return dataset.parts[0].dataset if isinstance(dataset, JoinedDataset) else dataset
+
+
+def _finite_step(run: Run, step: int) -> list[NamedMicrobatch]:
+    """Name the samples of a step of a pass, of training passes counted from the first one on."""
+    spec, units, ranks = run.spec, run.units, run.config.dp_size
+    asked, epoch = step, 0
+    plan = spec.plan(units, epoch)
+    end = spec.end(plan.num_draws, ranks)
+    while step >= (steps := -(-end // ranks)):
+        if not spec.shuffled or not steps:
+            raise ConfigurationError(f"a pass has {steps} steps on {ranks} ranks; there is no step {asked}")
+        epoch, step = epoch + 1, step - steps
+        plan = spec.plan(units, epoch)
+        end = spec.end(plan.num_draws, ranks)
+    names = _SampleNames(units.leaves)
+    delivered = []
+    for rank in range(ranks):
+        m = step * ranks + rank
+        start, stop = m * spec.rows, min((m + 1) * spec.rows, plan.num_draws)
+        if m >= end:
+            delivered.append(NamedMicrobatch(rank=rank, microbatch=None, lane=None, samples=()))
+            continue
+        rows = {
+            place: names.of(place, leaf, index, of_epoch)
+            for leaf, draws, places in plan.runs(start, stop)
+            for place, index, of_epoch in zip(
+                places.tolist(), draws.indices.tolist(), draws.epochs.tolist(), strict=True
+            )
+        }
+        samples = tuple(rows[place] for place in sorted(rows))
+        delivered.append(NamedMicrobatch(rank=rank, microbatch=m, lane=None, samples=samples))
+    return delivered

@@ -1,0 +1,135 @@
+"""What states say, for people and programs: counters per leaf, where a run stands, how two states differ.
+
+Everything comes from the document alone; no dataset is opened. Numbers are exact: draws are the sums over the lanes
+that the document holds, counters those of the ranks that it holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from energon_bridge.loader.document import State, diff_leaves, read_lanes, read_leaves
+from energon_bridge.stream.state import COUNTERS
+
+_RUN_SETTINGS = ("kind", "num_lanes")
+
+
+def leaf_rows(document: State) -> list[State]:
+    """Return a row of plain values for each leaf of a state, parked ones last.
+
+    Returns:
+        Rows with identity, path, split_part, subset, share, num_samples and parked; `draws` from the leaf and `epochs`
+        (draws / num_samples), None for a finite stream, whose passes are counted as a whole; and the counters samples
+        (delivered), skipped, errors, excluded and bytes.
+    """
+    lanes = read_lanes(document).values()
+    rows = []
+    for number, leaf in enumerate(read_leaves(document)):
+        draws = sum(lane.leaf_draws[number] for lane in lanes) if document["kind"] == "train" else None
+        names = ("identity", "path", "split_part", "subset", "share", "num_samples", "parked")
+        row = {name: leaf[name] for name in names}
+        row["draws"] = draws
+        row["epochs"] = None if draws is None else draws / leaf["num_samples"]
+        rows.append(row | leaf["counts"])
+    return rows
+
+
+def summarize(document: State) -> State:
+    """Return what a state says as plain values: versions, position, lanes, settings, changed weights and leaves."""
+    lanes = read_lanes(document)
+    rows = leaf_rows(document)
+    endless = document["kind"] == "train"
+    missing = sorted(set(range(document["num_lanes"])) - lanes.keys()) if endless else []
+    names = ("format", "format_version", "order_version", "kind", "num_lanes", "microbatches")
+    return {
+        **{name: document[name] for name in names},
+        "epoch": document.get("epoch", 0),
+        "epoch_steps": document.get("epoch_steps", 0),
+        "draws": sum(lane.draw for lane in lanes.values()) if endless else None,
+        "held": sum(len(lane.held.rows) for lane in lanes.values()),
+        "totals": {name: sum(row[name] for row in rows) for name in COUNTERS},
+        "missing_lanes": missing,
+        "settings": dict(document["settings"]),
+        "weights": [
+            {"from_draw": draw, "weights": dict(zip((row["identity"] for row in rows), weights, strict=False))}
+            for draw, weights in document.get("weights", ())
+        ],
+        "leaves": rows,
+    }
+
+
+def rank_of(document: State) -> tuple[int, int] | None:
+    """Return rank and number of ranks of the state of one rank, as far as its lanes tell; else None."""
+    numbers = sorted(read_lanes(document))
+    count = document["num_lanes"]
+    if len(numbers) == count or not numbers:
+        return None
+    # A rank has every R-th lane. One that has a single lane leaves open how many ranks there are.
+    ranks = numbers[1] - numbers[0] if len(numbers) > 1 else count
+    even = count % ranks == 0
+    if numbers != list(range(numbers[0], count, ranks)) or (len(numbers) == 1 and not even):
+        return None
+    return (numbers[0] - (document["microbatches"] if even else 0)) % ranks, ranks
+
+
+def difference(then: State, now: State) -> State:
+    """Return how two states differ: `settings` and `leaves` as lines, and how far `now` is ahead of `then`.
+
+    Draws and counters are compared for the leaves that both have, where both hold the same lanes; else they are None.
+    """
+    before, after = summarize(then), summarize(now)
+    whole = before["missing_lanes"] == after["missing_lanes"]
+    saved, here = ([leaf for leaf in read_leaves(d) if not leaf["parked"]] for d in (then, now))
+    progress = []
+    old = {row["identity"]: row for row in before["leaves"]}
+    for row in after["leaves"]:
+        past = old.get(row["identity"])
+        if past is not None:
+            progress.append(
+                {name: row[name] for name in ("identity", "path", "split_part")}
+                | {name: _minus(row[name], past[name]) if whole else None for name in ("draws", "epochs", *COUNTERS)}
+            )
+    return {
+        "settings": _changed_settings(before, after),
+        "weights": [] if before["weights"] == after["weights"] else [before["weights"], after["weights"]],
+        "leaves": [*diff_leaves(saved, here), *_moved(saved, here), *_parked(before, after)],
+        "microbatches": after["microbatches"] - before["microbatches"],
+        "epochs": after["epoch"] - before["epoch"],
+        "progress": progress,
+        "comparable": whole,
+    }
+
+
+def _changed_settings(before: State, after: State) -> list[str]:
+    lines = [
+        f"~ {name}: {before[name]!r} is {after[name]!r} now" for name in _RUN_SETTINGS if before[name] != after[name]
+    ]
+    then, now = before["settings"], after["settings"]
+    for name in sorted(then.keys() | now.keys()):
+        if then.get(name) != now.get(name):
+            lines.append(f"~ {name}: {then.get(name)!r} is {now.get(name)!r} now")
+    return lines
+
+
+def _moved(saved: Sequence[State], here: Sequence[State]) -> list[str]:
+    paths = {leaf["identity"]: leaf["path"] for leaf in here}
+    return [
+        f"~ {leaf['path']} [{leaf['split_part']}] has moved to {paths[leaf['identity']]}, with the same content"
+        for leaf in saved
+        if paths.get(leaf["identity"], leaf["path"]) != leaf["path"]
+    ]
+
+
+def _parked(before: State, after: State) -> list[str]:
+    then, now = ({row["identity"]: row["parked"] for row in summary["leaves"]} for summary in (before, after))
+    rows = {row["identity"]: row for row in after["leaves"]}
+    changed = [identity for identity in then if identity in now and then[identity] != now[identity]]
+    return [
+        f"~ {rows[i]['path']} [{rows[i]['split_part']}] is {'parked' if now[i] else 'in the mix again'} now"
+        for i in changed
+    ]
+
+
+def _minus(now: Any, then: Any) -> Any:
+    return None if now is None or then is None else now - then

@@ -1,0 +1,282 @@
+"""`energon which` names what real loaders deliver, from a mix and from states, and says what its answer assumes."""
+
+from __future__ import annotations
+
+import json
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine import ENCODERS, SeveralEncoder, SkippingEncoder, config_of, with_prepared
+from forecasts import MIXES, NEEDS_MIX, OPTIONS, Delivered, answer, energon, opened, ranks_of, run, write_mixes
+from keyed import KEYS, join, keyed_dataset, shards, shuffled, write_mix
+
+from energon_bridge import get_savable_loader, get_train_dataset, get_val_dataset
+from energon_bridge.forecast.run import run_of_mix
+from energon_bridge.forecast.samples import assumption
+from energon_bridge.loader.document import read_lanes
+from energon_bridge.prepare import parse_patterns, prepare_dataset
+from energon_bridge.testing import create_captioning_test_dataset
+from energon_bridge.topology import WorkerConfig
+
+LANES = ("--num-lanes", 24)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_mixes(tmp_path_factory.mktemp("which"))
+
+
+def restore_keys(found: dict[str, Any]) -> list[list[tuple[Any, ...]] | None]:
+    """Return the restore keys of an answer by rank, None for a masked microbatch."""
+    return [
+        None if one["microbatch"] is None else [tuple(sample["restore_key"]) for sample in one["samples"]]
+        for one in found["microbatches"]
+    ]
+
+
+def delivered_keys(step: list[list[tuple[tuple[Any, ...], str]] | None]) -> list[list[tuple[Any, ...]] | None]:
+    return [None if rows is None else [key for key, _ in rows] for rows in step]
+
+
+def check(delivered: Delivered, steps: list[int], *arguments: object) -> None:
+    for step in steps:
+        assert restore_keys(answer("which", *arguments, "--step", step)) == delivered_keys(delivered[step])
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 4, 5])
+@pytest.mark.parametrize("mix", MIXES)
+def test_a_mix_names_what_is_delivered(data: Path, mix: str, ranks: int) -> None:
+    delivered = run(ranks_of(opened(data, mix), ranks), 26)
+    arguments = (data / f"{mix}.yaml", *OPTIONS, *LANES, "--world-size", ranks)
+    check(delivered, [0, 4, 13, 25], *arguments)
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 4, 5])
+@pytest.mark.parametrize("mix", MIXES)
+def test_a_state_names_what_came_before_and_what_comes(data: Path, tmp_path: Path, mix: str, ranks: int) -> None:
+    dataset = opened(data, mix)
+    delivered = run(ranks_of(dataset, ranks), 26)
+    loaders = ranks_of(dataset, ranks)
+    run(loaders, 11)
+    torch.save([loader.save_state_rank() for loader in loaders], tmp_path / "state.pt")
+    arguments = (tmp_path / "state.pt", "--world-size", ranks)
+    if mix in NEEDS_MIX:
+        refused = energon("which", *arguments, "--step", 3)
+        assert refused.exit_code == 1
+        assert "--mix" in refused.output
+        arguments += ("--mix", data / f"{mix}.yaml")
+    check(delivered, [0, 5, 10, 11, 12, 20, 25], *arguments)
+    assert answer("which", *arguments, "--step", 3)["assumption"].startswith("Exact")
+
+
+@pytest.mark.parametrize("mix", ["weights", "linear"])
+def test_weights_that_were_set_during_the_run(data: Path, tmp_path: Path, mix: str) -> None:
+    dataset = opened(data, mix)
+    loader = ranks_of(dataset, 1)[0]
+    delivered = run([loader], 40)
+    loader.set_weights([1, 9, 4][: len(dataset.leaves)])
+    delivered += run([loader], 3)
+    (tmp_path / "state.json").write_text(json.dumps(loader.save_state_rank()))
+    delivered += run([loader], 20)
+    arguments: tuple[Any, ...] = (tmp_path / "state.json",)
+    if mix in NEEDS_MIX:
+        arguments += ("--mix", data / f"{mix}.yaml")
+    check(delivered, [0, 39, 40, 41, 43, 60], *arguments)
+
+
+def test_a_skipping_encoder_is_accounted_for_up_to_the_state(data: Path, tmp_path: Path) -> None:
+    loader = ranks_of(opened(data, "weights", SkippingEncoder()), 1)[0]
+    run([loader], 49)
+    state = loader.save_state_rank()
+    torch.save({"dataloader_state_dict": state}, tmp_path / "state.pt")
+    # An encoder that skips nothing from there on delivers what the answer assumes.
+    delivered = run(ranks_of(opened(data, "weights"), 1, state=state), 30)
+    for step in (0, 1, 23, 24, 29):
+        found = answer("which", tmp_path / "state.pt", "--step", 49 + step)
+        assert restore_keys(found) == delivered_keys(delivered[step])
+        assert "as if no sample from there on is skipped" in found["assumption"]
+    before = answer("which", tmp_path / "state.pt", "--step", 5)
+    assert "as if no sample had been skipped" in before["assumption"]
+    assert restore_keys(before) == delivered_keys(run(ranks_of(opened(data, "weights"), 1), 6)[5])
+
+
+def test_what_is_left_of_a_draw_comes_first(data: Path, tmp_path: Path) -> None:
+    loader = ranks_of(opened(data, "weights", SeveralEncoder()), 1)[0]
+    run([loader], 49)
+    state = loader.save_state_rank()
+    (tmp_path / "state.json").write_text(json.dumps(state))
+    lanes = read_lanes(state)
+    delivered = run([loader], 24)
+    begun = [step for step in range(24) if lanes[(49 + step) % 24].taken]
+    assert len(begun) > 3
+    for step in begun:
+        found = restore_keys(answer("which", tmp_path / "state.json", "--step", 49 + step))
+        assert (found[0] or [])[0] == (delivered_keys(delivered[step])[0] or [])[0]
+
+
+def test_the_counts_of_skips_stand_in_the_answer(data: Path, tmp_path: Path) -> None:
+    loader = ranks_of(opened(data, "single", SkippingEncoder()), 1)[0]
+    run([loader], 30)
+    skipped = sum(row["skipped"] for row in loader.counters())
+    assert skipped > 5
+    (tmp_path / "s.json").write_text(json.dumps(loader.save_state_rank()))
+    for step in (3, 33):
+        assert (
+            f"until the state {skipped:,} were skipped" in energon("which", tmp_path / "s.json", "--step", step).output
+        )
+
+
+def test_passes_and_validation(data: Path, tmp_path: Path) -> None:
+    train = opened(data, "repetitions", repeat=False)
+    loader = ranks_of(train, 1)[0]
+    batches = [batch.__restore_key__[3] for _ in range(2) for batch in loader]
+    (tmp_path / "passes.json").write_text(json.dumps(loader.save_state_rank()))
+    for step in (0, 7, len(batches) - 1):
+        found = restore_keys(answer("which", tmp_path / "passes.json", "--step", step))
+        assert found == [list(batches[step])]
+    config = WorkerConfig(rank=0, world_size=1, num_workers=0)
+    validation = get_val_dataset(data / "concat.yaml", batch_size=4, worker_config=config)
+    loader = get_savable_loader(validation)
+    batches = [batch.__restore_key__[3] for batch in loader]
+    (tmp_path / "val.json").write_text(json.dumps(loader.save_state_rank()))
+    for step in (0, 7, len(batches) - 1):
+        assert restore_keys(answer("which", tmp_path / "val.json", "--step", step)) == [list(batches[step])]
+    assert "unless validation is packed" in energon("which", tmp_path / "val.json", "--step", 0).output
+    beyond = energon("which", tmp_path / "val.json", "--step", len(batches))
+    assert beyond.exit_code == 1
+    assert f"a pass has {len(batches)} steps" in beyond.output
+    ranks = restore_keys(answer("which", tmp_path / "val.json", "--step", 3, "--world-size", 3))
+    assert ranks == [list(batches[9]), list(batches[10]), None]
+
+
+def test_masked_microbatches_one_rank_and_one_row(data: Path) -> None:
+    arguments = (data / "weights.yaml", *OPTIONS, *LANES, "--world-size", 5)
+    assert restore_keys(answer("which", *arguments, "--step", 4))[4] is None
+    assert "Masked, with rows of an earlier microbatch: rank 4" in energon("which", *arguments, "--step", 4).output
+    (one,) = answer("which", *arguments, "--step", 6, "--rank", 2, "--row", 1)["microbatches"]
+    assert (one["rank"], one["microbatch"], one["lane"]) == (2, 24 + 5 + 2, 7)
+    assert [sample["row"] for sample in one["samples"]] == [1]
+    (same,) = answer("which", *arguments, "--microbatch", 31, "--row", 1)["microbatches"]
+    assert same["samples"] == one["samples"]
+
+
+def test_names_of_shards_and_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = create_captioning_test_dataset(tmp_path / "data", num_train=20, num_val=0, image_size=4)
+    prepare_dataset(root, split=parse_patterns(["train:.*"]), key_index=True)
+    before = sorted(path.name for path in (root / ".nv-meta").iterdir())
+    dataset = get_train_dataset(root, batch_size=4, worker_config=WorkerConfig(rank=0, world_size=1, num_workers=0))
+    batches = iter(get_savable_loader(dataset))
+    expected = [list(next(batches).__key__) for _ in range(3)]
+    # No byte of a shard or of its index is read.
+    monkeypatch.setattr("energon_bridge.storage.local.LocalStore.read_range", _refuse)
+    for step, keys in enumerate(expected):
+        (one,) = answer("which", root, "--batch-size", 4, "--step", step)["microbatches"]
+        assert [sample["key"] for sample in one["samples"]] == keys
+        assert {sample["excluded"] for sample in one["samples"]} == {False}
+        assert all((root / sample["shard"]).is_file() for sample in one["samples"])
+    assert sorted(path.name for path in (root / ".nv-meta").iterdir()) == before
+
+
+def test_a_join_names_its_rows(tmp_path: Path) -> None:
+    keyed_dataset(tmp_path / "a", train=shards(KEYS, 8, 12), exclude=["train/0.tar/k03"])
+    keyed_dataset(tmp_path / "b", train=shards(shuffled(KEYS)[:15], 5, 10))
+    mix = write_mix(tmp_path / "mix.yaml", train={"blend": [join({}, {"nonmatch": "skip"}, weight=2)]})
+    dataset = get_train_dataset(mix, batch_size=2, worker_config=config_of(1, 0))
+    loader = ranks_of(dataset, 1)[0]
+    delivered = run([loader], 9)
+    (tmp_path / "state.json").write_text(json.dumps(loader.save_state_rank()))
+    for arguments in ((mix, "--batch-size", 2, *LANES), (tmp_path / "state.json", "--mix", mix)):
+        for step in (0, 8):
+            found = answer("which", *arguments, "--step", step)
+            assert restore_keys(found) == delivered_keys(delivered[step])
+            samples = found["microbatches"][0]["samples"]
+            assert [sample["key"] for sample in samples] == [key for _, key in delivered[step][0] or ()]
+            for sample in samples:
+                assert sample["key"] == shards(KEYS, 8, 12)[int(sample["shard"][6])][sample["shard_index"]]
+    assert "how datasets are joined" in refused("which", tmp_path / "state.json", "--step", 8)
+
+
+def test_a_jsonl_file(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    path.write_text("".join(f'{{"text": "line {number}"}}\n' for number in range(40)))
+    loader = ranks_of(get_train_dataset(path, batch_size=2, worker_config=config_of(1, 0)), 1)[0]
+    batches = iter(loader)
+    delivered = [[list(batch["__restore_key__"][3])] for batch in islice(batches, 9)]
+    (tmp_path / "state.json").write_text(json.dumps(loader.save_state_rank()))
+    for arguments in ((path, "--batch-size", 2, *LANES), (tmp_path / "state.json",)):
+        found = answer("which", *arguments, "--step", 8)
+        assert restore_keys(found) == delivered[8]
+        assert all(sample["index"] == sample["shard_index"] for sample in found["microbatches"][0]["samples"])
+
+
+@pytest.mark.parametrize("encoder", ["packing", "grouping", "batches"])
+def test_what_the_content_of_samples_decides_is_refused(data: Path, tmp_path: Path, encoder: str) -> None:
+    size = {"packing": {"packing_buffer_size": 9}, "grouping": {"batch_size": None}}.get(encoder, {})
+    loader = ranks_of(opened(data, "weights", ENCODERS[encoder](), **size), 1)[0]
+    for _ in islice(loader, 30):
+        pass
+    (tmp_path / "state.json").write_text(json.dumps(loader.save_state_rank()))
+    held = answer("checkpoint", "show", tmp_path / "state.json")["held"]
+    assert held > 0
+    assert f"not delivered yet: {held} rows" in refused("which", tmp_path / "state.json", "--step", 40)
+
+
+def _refuse(*_: Any, **__: Any) -> None:
+    raise AssertionError("data was read")
+
+
+# --- refusals -----------------------------------------------------------------------------------------------------
+
+
+def refused(*arguments: object) -> str:
+    result = energon(*arguments)
+    assert result.exit_code == 1
+    return result.output
+
+
+def test_what_cannot_be_named_is_refused_by_name(data: Path, tmp_path: Path) -> None:
+    loaders = ranks_of(opened(data, "single"), 4)
+    run(loaders, 3)
+    states = [loader.save_state_rank() for loader in loaders]
+    for rank, state in enumerate(states):
+        torch.save(state, tmp_path / f"rank{rank}.pt")
+    every = [tmp_path / f"rank{rank}.pt" for rank in range(4)]
+    assert restore_keys(answer("which", *every, "--step", 4)) == restore_keys(
+        answer("which", data / "a", *OPTIONS, *LANES, "--world-size", 4, "--step", 4)
+    )
+    assert "the state holds 6 of 24 lanes" in refused("which", every[0], "--step", 4)
+    assert "where no step of 5 ranks begins" in refused("which", *every, "--world-size", 5, "--step", 4)
+    assert "cannot share 24 lanes" in refused("which", *every, "--world-size", 25, "--step", 4)
+    assert "--rank 4 is not below" in refused("which", *every, "--step", 4, "--rank", 4)
+    assert "either --step or --microbatch" in refused("which", *every)
+    assert "--batch-size" in refused("which", data / "a", "--step", 4)
+    assert "identity" in refused("which", *every, "--step", 4, "--mix", data / "b")
+
+
+def test_a_dataset_that_changed_and_a_mix_that_changed(data: Path, tmp_path: Path) -> None:
+    root = write_mixes(tmp_path / "own")
+    loader = ranks_of(opened(root, "weights"), 1)[0]
+    run([loader], 30)
+    (tmp_path / "old.json").write_text(json.dumps(loader.save_state_rank()))
+    other = ranks_of(opened(root, "subset"), 1)[0]
+    other.restore_state_rank(loader.save_state_rank(), on_mismatch="adapt")
+    (tmp_path / "adapted.json").write_text(json.dumps(other.save_state_rank()))
+    delivered = run([other], 3)
+    assert restore_keys(answer("which", tmp_path / "adapted.json", "--step", 31)) == delivered_keys(delivered[1])
+    assert "the mix has been changed on the way" in refused("which", tmp_path / "adapted.json", "--step", 29)
+    (root / "a" / ".nv-meta" / "dataset.yaml").write_text(
+        (root / "a" / ".nv-meta" / "dataset.yaml").read_text() + "subflavors: {x: 1}\n"
+    )
+    output = refused("which", tmp_path / "old.json", "--step", 31)
+    assert "the content changed" in output
+    assert str(root / "a") in output
+
+
+def test_excluded_samples_are_mentioned(data: Path) -> None:
+    dataset = opened(data, "single")
+    assert "exclude" not in assumption(run_of_mix(dataset), 0)
+    dataset = with_prepared(dataset, excluded=frozenset({("train/shard_000.tar", "00001")}))
+    assert "1 samples are listed in `exclude`" in assumption(run_of_mix(dataset), 0)
