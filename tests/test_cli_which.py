@@ -144,7 +144,7 @@ def test_passes_and_validation(data: Path, tmp_path: Path) -> None:
     (tmp_path / "val.json").write_text(json.dumps(loader.save_state_rank()))
     for step in (0, 7, len(batches) - 1):
         assert restore_keys(answer("which", tmp_path / "val.json", "--step", step)) == [list(batches[step])]
-    assert "unless validation is packed" in energon("which", tmp_path / "val.json", "--step", 0).output
+    assert "Exact: nothing moves in a pass" in energon("which", tmp_path / "val.json", "--step", 0).output
     beyond = energon("which", tmp_path / "val.json", "--step", len(batches))
     assert beyond.exit_code == 1
     assert f"a pass has {len(batches)} steps" in beyond.output

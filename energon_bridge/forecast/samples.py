@@ -110,9 +110,7 @@ def assumption(run: Run, m: int) -> str:
     excluded = sum(len(one.excluded) for one in datasets if not isinstance(one, JoinedDataset))
     listed = f" ({excluded:,} samples are listed in `exclude`)" if excluded else ""
     if run.spec.finite:
-        # Training says in its state that it packs; validation does not.
-        unless = "" if run.spec.shuffled else ", unless validation is packed"
-        return f"Exact{unless}: nothing moves in a pass, samples that are skipped{listed} are missing from their batch."
+        return f"Exact: nothing moves in a pass, samples that are skipped{listed} are missing from their batch."
     if run.state is None:
         return (
             f"As if no sample had been skipped, and each gave one: skipping, packing or generators move them{listed}."

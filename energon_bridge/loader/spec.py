@@ -143,6 +143,8 @@ class DatasetSpec:
         settings: dict[str, Any] = {"seed": seed, "batch_size": self.batch_size}
         if self.finite:
             settings |= {"batch_drop_last": self.batch_drop_last}
+        if self.packing_buffer_size is not None:
+            settings |= {"packing_buffer_size": self.packing_buffer_size}
         if self.kind != "finite":
             shuffle = [_shuffle_setting(leaf.shuffle_epochs) for leaf in self.ordered]
             settings |= {
@@ -152,8 +154,6 @@ class DatasetSpec:
                 "shuffle": shuffle[0] if len(set(shuffle)) == 1 else shuffle,
                 "mode": self.mode,
             }
-            if self.packing_buffer_size is not None:
-                settings["packing_buffer_size"] = self.packing_buffer_size
             if self.mode == "weights" and self.mix.is_scheduled:
                 settings["schedule"] = self.weights.fingerprint()
         # A pass has one order, whoever delivers it.
