@@ -60,10 +60,11 @@ class Grouping:
             key, size = self._pipeline.code.group(row.content, *self._pipeline.seed_of(row))
         except Exception as error:  # the policy decides
             where = self._pipeline.source(row.members[0].leaf).where(row.members[0].sample)
-            name = COUNTERS.index(self._pipeline.code.failed(error, where))
+            name = COUNTERS.index(self._pipeline.code.failed(error, where, "rows"))
             for ref in row.members:
                 counts.of(ref.leaf)[name] += 1
             return []
+        self._pipeline.code.succeeded("rows")
         size = self._size(key, size)
         group = self._groups.get(key)
         if group is None:

@@ -26,6 +26,7 @@ from energon_bridge.stream.draws import Draws
 from energon_bridge.stream.pipeline import Pipeline
 from energon_bridge.stream.rows import SAMPLE, Row, make_again, rows_of
 from energon_bridge.stream.state import COUNTERS, Counts, Held, Ref, Stage, as_members
+from energon_bridge.task_encoder.deferred import decode_deferred
 from energon_bridge.task_encoder.packing import LONGEST_WAIT
 
 logger = logging.getLogger(__name__)
@@ -202,15 +203,19 @@ def pack_rows(pipeline: Pipeline, rows: list[Row], counts: Counts) -> list[Row]:
     code = pipeline.code
     members: list[Row] = []
     samples: list[Any] = []
+    pipeline.decode_deferred([row.content for row in rows])
     for row in rows:
         ref = row.members[0]
         content, row.content = row.content, None
         try:
+            if code.posts:
+                decode_deferred([content])  # what is left is a broken image
             samples.append(code.post(content, *pipeline.seed_of(row)))
         except Exception as error:  # the policy decides
             where = pipeline.source(ref.leaf).where(ref.sample)
-            counts.of(ref.leaf)[COUNTERS.index(code.failed(error, where))] += 1
+            counts.of(ref.leaf)[COUNTERS.index(code.failed(error, where, "members"))] += 1
             continue
+        code.succeeded("members")
         members.append(row)
     if not members:
         return []
@@ -219,11 +224,11 @@ def pack_rows(pipeline: Pipeline, rows: list[Row], counts: Counts) -> list[Row]:
         outputs = code.pack(samples, *pipeline.seed_of(members[0]))
     except Exception as error:  # the policy decides
         where = f"the pack of {', '.join(pipeline.source(r.leaf).where(r.sample) for r in refs[:4])}"
-        name = COUNTERS.index(code.failed(error, where))
+        name = COUNTERS.index(code.failed(error, where, "packs"))
         for ref in refs:
             counts.of(ref.leaf)[name] += 1
         return []
-    code.succeeded()
+    code.succeeded("packs")
     size = sum(row.size for row in members)
     return [Row(refs, number, output, size) for number, output in enumerate(outputs)]
 

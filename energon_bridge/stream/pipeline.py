@@ -14,12 +14,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from energon_bridge.errors import DecodeError
 from energon_bridge.plan.leaf import Round
 from energon_bridge.stream.leaf import Cursor, Leaf, LeafSource
 from energon_bridge.stream.reader import RoundBuffer
 from energon_bridge.stream.state import COUNTERS, Counts, Ref
 from energon_bridge.stream.user_code import UserCode, generators_put_back
 from energon_bridge.stream.values import Problem, RestoreKey
+from energon_bridge.task_encoder.deferred import decode_deferred
 
 logger = logging.getLogger(__name__)
 
@@ -216,6 +218,13 @@ class Pipeline:
             counts.of(leaf)[COUNTERS.index(name)] += leaves.count(leaf)
         return batches
 
+    def decode_deferred(self, samples: Sequence[Any]) -> None:
+        """Decode the deferred images of samples that are about to be packed, on the loading threads."""
+        if self.code.posts:
+            # The first error by itself: the members are then decoded one by one, so that the others are kept.
+            with contextlib.suppress(DecodeError):
+                decode_deferred(samples, map if self._pool is None else self._pool.map)
+
     def seed_of(self, row: Any) -> tuple[int, int, int, int]:
         """Return what keys the randomness of hooks over a row: that of its first sample."""
         ref = row.members[0]
@@ -273,6 +282,7 @@ class Pipeline:
             _, output, keys = key
             members = [self._restore_one(tuple(one)) for one in keys]
             seeds = [(self.source(leaf).user_key, *one[1:]) for (_, leaf), one in zip(members, keys, strict=True)]
+            self.decode_deferred([sample for sample, _ in members])
             samples = [self.code.post(sample, *seed) for (sample, _), seed in zip(members, seeds, strict=True)]
             row, leaf = self.code.pack(samples, *seeds[0])[output], members[0][1]
         else:

@@ -13,6 +13,7 @@ from energon_bridge.stream.draws import Encoded
 from energon_bridge.stream.pipeline import Pipeline
 from energon_bridge.stream.state import Counts, Ref
 from energon_bridge.stream.values import RestoreKey
+from energon_bridge.task_encoder.deferred import values_of
 
 SAMPLE = -1
 """Stands for the output of a pack where a row is a sample by itself."""
@@ -56,9 +57,8 @@ def rows_of(encoded: Encoded) -> list[Row]:
 
 def size_of(sample: Any, read: int) -> int:
     """Return about how many bytes an encoded sample holds: its tensors, arrays and strings, or what was read."""
-    values = sample.values() if isinstance(sample, dict) else getattr(sample, "__dict__", {}).values()
     held = 0
-    for value in values:
+    for _, value in values_of(sample):
         if isinstance(value, (torch.Tensor, np.ndarray)):
             held += value.nbytes
         elif isinstance(value, (bytes, str)):

@@ -20,6 +20,7 @@ import torch
 from energon_bridge.errors import ConfigurationError, FatalSampleError, SkipSample
 from energon_bridge.rng import fold
 from energon_bridge.task_encoder.current import BATCH, SAMPLE
+from energon_bridge.task_encoder.deferred import decode_deferred
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +36,13 @@ _ALWAYS_FATAL = (
     NameError,
 )
 _ENCODE, _BATCH, _POST, _SELECT, _PACK, _GROUP = 1, 2, 3, 4, 5, 6
-_ONE_OF = {"samples": "a sample", "microbatches": "a microbatch"}
+_ONE_OF = {
+    "samples": "a sample",
+    "members": "a sample of a pack",
+    "packs": "a pack",
+    "rows": "a row to be grouped",
+    "microbatches": "a microbatch",
+}
 
 
 class UserCode:
@@ -47,6 +54,7 @@ class UserCode:
     Attributes:
         encodes: Whether code of the user's sees every sample that is drawn.
         groups: Whether rows are batched by groups.
+        posts: Whether `postencode_sample` is code of the user's.
 
     Raises:
         ConfigurationError: Hooks are overridden that exclude each other.
@@ -55,9 +63,9 @@ class UserCode:
     def __init__(self, encoder: Any, *, packs: bool = False) -> None:
         self.encoder = encoder
         self._packs = packs
-        pre, self._posts = (not is_default(_hook(encoder, f"{name}encode_sample")) for name in ("pre", "post"))
+        pre, self.posts = (not is_default(_hook(encoder, f"{name}encode_sample")) for name in ("pre", "post"))
         encodes = not is_default(encoder.encode_sample)
-        if encodes and (pre or self._posts):
+        if encodes and (pre or self.posts):
             raise ConfigurationError(
                 f"{type(encoder).__name__} overrides encode_sample and preencode_sample or postencode_sample: the last "
                 "two, around packing, take the place of the first"
@@ -70,7 +78,7 @@ class UserCode:
                     )
         self._first = encoder.encode_sample if encodes else _hook(encoder, "preencode_sample")
         self._pre = encodes or pre
-        self.encodes = self._pre or (self._posts and not packs)
+        self.encodes = self._pre or (self.posts and not packs)
         self.groups = not is_default(_hook(encoder, "batch_group_criterion"))
         self._batches = not (is_default(encoder.batch) and is_default(encoder.encode_batch))
         self.tolerance: int = getattr(encoder, "__default_failure_tolerance__", 100) or 0
@@ -95,11 +103,13 @@ class UserCode:
             encoded = _listed(self._first(sample))
         if self._packs:
             return encoded
+        if self.posts:
+            decode_deferred(encoded)
         return [self.post(one, leaf_key, index, epoch, output) for output, one in enumerate(encoded)]
 
     def post(self, sample: Any, leaf_key: int, index: int, epoch: int, output: int) -> Any:
         """Return a sample that is about to be packed or batched, by `postencode_sample`."""
-        if not self._posts:
+        if not self.posts:
             return sample
         SAMPLE.set((leaf_key, index, epoch))
         seed_everything(fold(leaf_key, _POST, index, epoch, output))

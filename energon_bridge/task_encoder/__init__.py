@@ -1,10 +1,10 @@
 """Task encoders: what becomes of raw samples on their way to a batch.
 
-`base` has the hooks, `augment` wraps an encoder, `current` says what a hook is working on, `decoder` and `images` turn
-bytes into values, `collate`, `convert` and `concat` turn samples into batches, records of one kind into another, and
-batches into one. `packing` (with `bins`) and `grouping` are ready-made choices of what shares a pack or a batch. The
-`multimodal` encoder makes tokens, labels and pixel values of images and texts: `sample_encoders` say what a sample has
-to say, `conversation` how that is written, `sequences` and `packed_sequences` what the model is given.
+`base` has the hooks, `augment` wraps an encoder, `current` says what a hook is working on, `decoder`, `images` and
+`deferred` turn bytes into values, `collate`, `convert` and `concat` turn samples into batches, records of one kind into
+another, and batches into one. `packing` (with `bins`) and `grouping` are ready-made choices of what shares a pack or a
+batch. The `multimodal` encoder makes tokens, labels and pixel values of images and texts: `sample_encoders` say what a
+sample has to say, `conversation` how that is written, `sequences` and `packed_sequences` what the model is given.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from energon_bridge.task_encoder.conversation import (
     llava_template,
 )
 from energon_bridge.task_encoder.decoder import SampleDecoder
+from energon_bridge.task_encoder.deferred import DeferredImage
 from energon_bridge.task_encoder.grouping import LengthGrouper
 from energon_bridge.task_encoder.multimodal import MultiModalTaskEncoder
 from energon_bridge.task_encoder.packed_sequences import batch_packs, pack_sequences, packed_seq_params
@@ -36,6 +37,7 @@ __all__ = [
     "Conversation",
     "ConversationTemplateConfig",
     "DefaultTaskEncoder",
+    "DeferredImage",
     "Document",
     "ImageToken",
     "LengthGrouper",

@@ -34,6 +34,7 @@ import numpy as np
 import torch
 
 from energon_bridge.errors import ConfigurationError, DecodeError
+from energon_bridge.task_encoder.deferred import DeferredImage
 from energon_bridge.task_encoder.images import (
     IMAGE_EXTENSIONS,
     IMAGE_FORMS,
@@ -52,13 +53,15 @@ class SampleDecoder:
     """Decodes the parts of a sample.
 
     `image_decode` is one of IMAGE_FORMS, `av_decode` one of AV_FORMS; with `guess_content` an image is known by its
-    first bytes, whatever its part is called. Raises ConfigurationError for a form that does not exist.
+    first bytes, whatever its part is called; with `defer_images` it is a `DeferredImage`, decoded when it is needed.
+    Raises ConfigurationError for a form that does not exist.
     """
 
     image_decode: str = "torchrgb"
     av_decode: str = "AVDecoder"
     video_decode_audio: bool = False
     guess_content: bool = False
+    defer_images: bool = False
 
     def __post_init__(self) -> None:
         image_form(self.image_decode)
@@ -80,7 +83,10 @@ class SampleDecoder:
             data = _run("gz", gzip.decompress, part_name, data)
         extension = name.rpartition(".")[2]
         if extension.lower() in IMAGE_EXTENSIONS or (self.guess_content and guess_image_extension(data)):
-            return decode_image(data, IMAGE_FORMS[self.image_decode], part=part_name)
+            form = IMAGE_FORMS[self.image_decode]
+            if self.defer_images:
+                return DeferredImage(bytes(data), form, part_name)
+            return decode_image(data, form, part=part_name)
         codec = _CODECS.get(extension)
         # A memoryview would keep the whole read alive.
         return bytes(data) if codec is None else _run(extension, codec, part_name, bytes(data))
@@ -93,6 +99,7 @@ class SampleDecoder:
             "av_decode": self.av_decode,
             "video_decode_audio": self.video_decode_audio,
             "guess_content": self.guess_content,
+            "defer_images": self.defer_images,
         }
 
 

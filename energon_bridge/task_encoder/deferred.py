@@ -1,0 +1,85 @@
+"""Images that are decoded when they are needed: what `SampleDecoder(defer_images=True)` gives in place of pixels.
+
+Around packing most of what is drawn is far from being delivered. A deferred image keeps the encoded bytes and knows its
+size from their header, which is what a packer needs; `get` decodes. Where an encoder has `postencode_sample`, the
+engine decodes what is still deferred in a sample's fields right before it, all of a pack at once and on its threads.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
+from typing import Any
+
+from PIL import Image, UnidentifiedImageError
+
+from energon_bridge.errors import DecodeError
+from energon_bridge.task_encoder.images import ImageForm, decode_image
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class DeferredImage:
+    """An image that has not been decoded.
+
+    Attributes:
+        data: The encoded bytes.
+        form: What decoding gives.
+        part: Name of the part, for errors.
+    """
+
+    data: bytes
+    form: ImageForm
+    part: str
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Width and height in pixels, read from the header.
+
+        Raises:
+            DecodeError: There is no header to be read.
+        """
+        try:
+            with Image.open(io.BytesIO(self.data)) as image:
+                return image.size
+        except (UnidentifiedImageError, OSError, SyntaxError, ValueError) as error:
+            raise DecodeError(
+                f"part {self.part!r} ({len(self.data)} bytes) is no image whose size can be read: {error}"
+            ) from error
+
+    def get(self) -> Any:
+        """Return the pixels, decoded anew at each call. Raises DecodeError."""
+        return decode_image(self.data, self.form, part=self.part)
+
+    def __repr__(self) -> str:
+        return f"DeferredImage({self.part!r}, {len(self.data)} bytes)"
+
+
+def deferred_in(sample: Any) -> list[tuple[Callable[[Any], None], DeferredImage]]:
+    """Return the deferred images in a sample's fields, or in lists there, each with what puts pixels in its place."""
+    found: list[tuple[Callable[[Any], None], DeferredImage]] = []
+    for name, value in values_of(sample):
+        if isinstance(value, DeferredImage):
+            put = sample.__setitem__ if isinstance(sample, dict) else partial(setattr, sample)
+            found.append((partial(put, name), value))
+        elif isinstance(value, list):
+            places = (place for place, one in enumerate(value) if isinstance(one, DeferredImage))
+            found += [(partial(value.__setitem__, place), value[place]) for place in places]
+    return found
+
+
+def values_of(sample: Any) -> list[tuple[str, Any]]:
+    """Return the fields of a sample, of whatever kind, with their values."""
+    if isinstance(sample, dict):
+        return list(sample.items())
+    if is_dataclass(sample):
+        return [(one.name, getattr(sample, one.name, None)) for one in fields(sample)]
+    return list(getattr(sample, "__dict__", {}).items())
+
+
+def decode_deferred(samples: Iterable[Any], over: Callable[..., Iterable[Any]] = map) -> None:
+    """Decode what is deferred in some samples, in place; `over` maps, on threads if it likes. Raises DecodeError."""
+    found = [entry for sample in samples for entry in deferred_in(sample)]
+    for (put, _), pixels in zip(found, over(DeferredImage.get, [image for _, image in found]), strict=True):
+        put(pixels)
