@@ -34,7 +34,7 @@ class MultiModalPack(Sample):
     """The samples of one pack as one sequence of T tokens; its key is those of the samples, joined by commas.
 
     `tokens`, `labels`, `position_ids`, `attention_mask` (int64) and `loss_mask` (float32) have shape (T,). `lengths`,
-    `padded_lengths`, `num_images`, `answers` and `keys` have an entry for each sample.
+    `padded_lengths`, `num_images`, `answers` and `sample_keys` have an entry for each sample.
     """
 
     tokens: Tensor
@@ -47,7 +47,7 @@ class MultiModalPack(Sample):
     padded_lengths: list[int]
     num_images: list[int]
     answers: list[str]
-    keys: list[str]
+    sample_keys: list[str]
 
 
 def pack_sequences(
@@ -87,7 +87,7 @@ def pack_sequences(
         padded_lengths=padded,
         num_images=[sample.num_images for sample in samples],
         answers=[sample.answer for sample in samples],
-        keys=[sample.__key__ for sample in samples],
+        sample_keys=[sample.__key__ for sample in samples],
     )
 
 
@@ -112,7 +112,7 @@ def batch_packs(packs: Sequence[MultiModalPack], filling: Filling) -> MultiModal
         visual_inputs=visual,
         answers=[answer for pack in packs for answer in pack.answers],
         num_images=[count for pack in packs for count in pack.num_images],
-        keys=[key for pack in packs for key in pack.keys],
+        sample_keys=[key for pack in packs for key in pack.sample_keys],
         cu_seqlens=cu_seqlens([size for pack in packs for size in pack.lengths]),
         cu_seqlens_padded=cu_seqlens(padded),
         max_seqlen=max(padded),
@@ -140,7 +140,7 @@ def unpack_batch(batch: MultiModalBatch, filling: Filling) -> MultiModalBatch:
     kinds = batch.__subflavors__
     return replace(
         batch,
-        __key__=batch.keys,
+        __key__=batch.sample_keys,
         __valid__=None if batch.__valid__ is None else batch.__valid__[pack_of],
         __subflavors__=None if kinds is None else [kinds[pack] for pack in pack_of],
         tokens=rows(batch.tokens, filling.pad_id),
