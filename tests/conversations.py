@@ -35,7 +35,7 @@ def turns_of(number: int) -> list[tuple[str, str]]:
     """Return questions and answers, each image in a question of its own; every second conversation has one without."""
     colors = colors_of(number)
     turns = [("<image> color?", color) for color in colors]
-    return turns + [("how many?", str(len(colors)))] if number % 2 else turns
+    return [*turns, ("how many?", str(len(colors)))] if number % 2 else turns
 
 
 def picture_of(color: str) -> Image.Image:

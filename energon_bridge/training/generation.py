@@ -2,7 +2,9 @@
 
 `predictions.jsonl` has one line per validation sample, each an object with the text fields `key`, `expected` and
 `generated`: in the order of the split, or, where samples are packed, in that of the packs and in each pack in its own.
-Packs are taken apart to generate: each sample is prompted by itself, and is shown the images of its prompt. `exact_match` of its lines is the figure that a run ends with.
+`exact_match` of its lines is the figure that a run ends with.
+
+Packs are taken apart to generate: each sample is prompted by itself, and is shown the images of its prompt.
 """
 
 from __future__ import annotations
