@@ -28,7 +28,7 @@ from energon_bridge.task_encoder.conversation import (
 from energon_bridge.task_encoder.decoder import SampleDecoder
 from energon_bridge.task_encoder.grouping import LengthGrouper
 from energon_bridge.task_encoder.multimodal import MultiModalTaskEncoder
-from energon_bridge.task_encoder.packed_sequences import batch_packs, pack_sequences, packed_seq_params
+from energon_bridge.task_encoder.packed_sequences import batch_packs, pack_sequences, packed_seq_params, unpack_batch
 from energon_bridge.task_encoder.packing import OverLong, Packer
 
 __all__ = [
@@ -63,4 +63,5 @@ __all__ = [
     "pack_sequences",
     "packed_seq_params",
     "stateless",
+    "unpack_batch",
 ]
