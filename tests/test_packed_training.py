@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from conversations import colors_of, conversations_dataset, picture_of, turns_of
+from forked import become_rank, free_port, run_forked
 
 pytest.importorskip("lightning.pytorch")
 pytest.importorskip("transformers")
@@ -181,6 +182,18 @@ def test_a_model_that_would_mix_samples_is_refused(
         check_packing(model)
 
 
+def test_a_family_with_positions_of_several_axes_is_refused() -> None:
+    from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 300}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2}
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+    vision = {"depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 2}
+    config = Qwen2VLConfig(text_config={**sizes, **heads, "rope_parameters": rope}, vision_config=vision)
+    with pytest.raises(ConfigurationError, match=r"^Qwen2VL\w+ does not keep the samples of a pack apart"):
+        check_packing(Qwen2VLForConditionalGeneration(config))
+
+
 # Answers of packed samples -------------------------------------------------------------------------------------------
 
 
@@ -268,6 +281,22 @@ def test_a_run_on_packs_that_was_stopped_goes_on_bit_for_bit(
     result = training.run(config, resume=True)
     assert hexes(config) == hexes(finished[0])
     assert (result.validation_loss, result.read) == (finished[1].validation_loss, finished[1].read)
+
+
+def test_two_ranks_train_on_the_same_packs(finished: tuple[RunConfig, Any], dataset: Path, tmp_path: Path) -> None:
+    config = configuration(dataset, tmp_path / "run")
+    port = free_port()
+
+    def train(rank: int) -> float:
+        become_rank(rank, 2, port)
+        return float(training.run(config).validation_loss or 0)
+
+    losses = run_forked(2, train)
+    assert losses == pytest.approx([finished[1].validation_loss] * 2, rel=1e-3)
+    alone, both = (read_losses(Path(run.run_dir) / "metrics.jsonl") for run in (finished[0], config))
+    assert both == pytest.approx(alone, rel=1e-3)
+    alone_read, both_read = (read_predictions(Path(run.run_dir) / "predictions.jsonl") for run in (finished[0], config))
+    assert [(p.key, p.expected) for p in both_read] == [(p.key, p.expected) for p in alone_read]
 
 
 def test_packed_and_unpacked_validation_have_the_same_loss(finished: tuple[RunConfig, Any], dataset: Path) -> None:
