@@ -19,9 +19,9 @@ from energon_bridge.errors import ConfigurationError
 from energon_bridge.task_encoder.packed_sequences import batch_packs, pack_sequences
 from energon_bridge.task_encoder.sequences import Filling, MultiModalBatch, MultiModalSample
 
-# Of a change in the first sample, 0.13 to 0.81 came across the border in small models of LLaVA and Idefics3 with a cache
-# and of Qwen2-VL, and exactly nothing in LLaVA and Idefics3 as they are called here. Room is left for noise where the
-# tokens of all samples are computed together, as in mixtures of experts.
+# Of a change in the first sample, 0.13 to 0.81 came across the border in small models (LLaVA and Idefics3 with a cache,
+# Qwen2-VL as it is), and exactly nothing in LLaVA and Idefics3 as they are called here. Room is left for noise where
+# the tokens of all samples are computed together, as in mixtures of experts.
 _NOISE = 1e-2
 
 
