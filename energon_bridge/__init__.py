@@ -124,6 +124,7 @@ if TYPE_CHECKING:
         pack_sequences as pack_sequences,
         packed_seq_params as packed_seq_params,
         stateless as stateless,
+        unpack_batch as unpack_batch,
     )
     from energon_bridge.topology import WorkerConfig as WorkerConfig
     from energon_bridge.verify import ResumeReport as ResumeReport, verify_resume as verify_resume
@@ -228,6 +229,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
         "pack_sequences",
         "packed_seq_params",
         "stateless",
+        "unpack_batch",
     ),
     "topology": ("WorkerConfig",),
     "verify": ("ResumeReport", "verify_resume"),

@@ -13,9 +13,15 @@ from multimodal import caption, encoder
 
 from energon_bridge.errors import ConfigurationError, OverLongSampleError
 from energon_bridge.samples import SourceInfo
-from energon_bridge.task_encoder.packed_sequences import batch_packs, cu_seqlens, pack_sequences, packed_seq_params
+from energon_bridge.task_encoder.packed_sequences import (
+    batch_packs,
+    cu_seqlens,
+    pack_sequences,
+    packed_seq_params,
+    unpack_batch,
+)
 from energon_bridge.task_encoder.packing import Packer
-from energon_bridge.task_encoder.sequences import Filling, MultiModalSample
+from energon_bridge.task_encoder.sequences import Filling, MultiModalSample, batch_sequences
 
 FILLING = Filling(pad_id=0, ignore=-100)
 
@@ -97,6 +103,33 @@ def test_packs_of_unequal_length_are_rows_of_one_batch() -> None:
     assert batch.max_seqlen == 4
 
 
+@given(st.lists(lengths, min_size=1, max_size=3), st.sampled_from([1, 4]), st.booleans())
+def test_packs_taken_apart_are_the_samples_as_they_were(sizes, multiple, kinds):
+    numbers = iter(range(1, 100))
+    groups = [[sample(size, number := next(numbers), images=number % 3) for size in group] for group in sizes]
+    packs = [pack_sequences(group, FILLING, multiple_of=multiple) for group in groups]
+    batch = batch_packs(packs, FILLING)
+    batch.__valid__ = torch.arange(len(packs)) % 2 == 0
+    batch.__subflavors__ = [{"pack": number} for number in range(len(packs))] if kinds else None
+    samples = [one for group in groups for one in group]
+    expected = batch_sequences(samples, max(len(one.tokens) for one in samples), FILLING)
+    rows = unpack_batch(batch, FILLING)
+    for name in ("tokens", "labels", "loss_mask", "position_ids", "attention_mask"):
+        assert torch.equal(getattr(rows, name), getattr(expected, name)), name
+    assert (rows.pixel_values is None) == (expected.pixel_values is None)
+    assert rows.pixel_values is None or torch.equal(rows.pixel_values, expected.pixel_values)
+    for name in ("__key__", "sample_keys", "answers", "num_images", "cu_seqlens", "cu_seqlens_padded", "max_seqlen"):
+        assert getattr(rows, name) == getattr(expected, name), name
+    pack_of = [number for number, group in enumerate(groups) for _ in group]
+    assert rows.__valid__.tolist() == [pack % 2 == 0 for pack in pack_of]
+    assert rows.__subflavors__ == ([{"pack": pack} for pack in pack_of] if kinds else None)
+
+
+def test_a_batch_that_is_not_packed_cannot_be_taken_apart() -> None:
+    with pytest.raises(ConfigurationError, match="not packed"):
+        unpack_batch(batch_sequences([sample(3, 1)], 3, FILLING), FILLING)
+
+
 @given(lengths)
 def test_cumulative_lengths(sizes):
     found = cu_seqlens(sizes)
@@ -123,6 +156,7 @@ def test_the_parameters_of_megatron_core(multiple: int) -> None:
     params: Any = packed_seq_params(batch)
     assert params.qkv_format == "thd"
     for side in ("q", "kv"):
+        assert getattr(params, f"cu_seqlens_{side}").dtype == torch.int32
         assert getattr(params, f"cu_seqlens_{side}").tolist() == [0, 3, 7]
         assert getattr(params, f"max_seqlen_{side}") == 4
         padded = getattr(params, f"cu_seqlens_{side}_padded")

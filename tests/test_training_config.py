@@ -95,6 +95,14 @@ def test_an_unknown_key_names_the_file(tmp_path: Path) -> None:
         ("optimizer.lr=-1e-3", r"optimizer.lr must be a number above 0, got -0\.001"),
         ("optimizer.lr=.inf", "optimizer.lr must be a number above 0, got inf"),
         ("optimizer.lr=.nan", "optimizer.lr must be a number above 0, got nan"),
+        ("data.packing_buffer_size=0", "data.packing_buffer_size must be at least 1, got 0"),
+        ("data.packing_buffer_size=some", "data.packing_buffer_size must be int or null, got 'some'"),
+        (
+            "data.packing_max_samples=4",
+            "packing_max_samples=4 limits packs, but nothing is packed: set data.packing_bu",
+        ),
+        ("data.packing_max_images=4", "data.packing_max_images=4 limits packs, but nothing is packed"),
+        ("data.packing_max_images=-1", "data.packing_max_images must be at least 1, got -1"),
         ("model.init=maybe", "'pretrained' or 'random', got 'maybe'"),
     ],
 )
@@ -106,6 +114,13 @@ def test_wrong_values_are_refused(override: str, complaint: str) -> None:
 def test_shuffled_images_need_other_images() -> None:
     with pytest.raises(ConfigurationError, match="micro_batch_size of at least 2"):
         load_config(None, ["data.shuffle_images=true", "data.micro_batch_size=1"])
+
+
+def test_images_of_packs_are_not_exchanged() -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"shuffle_images=true .* not those of packs.*packing_buffer_size=null"
+    ):
+        load_config(None, ["data.shuffle_images=true", "data.packing_buffer_size=100"])
 
 
 @pytest.mark.parametrize(

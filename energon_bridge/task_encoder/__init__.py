@@ -29,7 +29,7 @@ from energon_bridge.task_encoder.decoder import SampleDecoder
 from energon_bridge.task_encoder.deferred import DeferredImage
 from energon_bridge.task_encoder.grouping import LengthGrouper
 from energon_bridge.task_encoder.multimodal import MultiModalTaskEncoder
-from energon_bridge.task_encoder.packed_sequences import batch_packs, pack_sequences, packed_seq_params
+from energon_bridge.task_encoder.packed_sequences import batch_packs, pack_sequences, packed_seq_params, unpack_batch
 from energon_bridge.task_encoder.packing import OverLong, Packer
 
 __all__ = [
@@ -65,4 +65,5 @@ __all__ = [
     "pack_sequences",
     "packed_seq_params",
     "stateless",
+    "unpack_batch",
 ]

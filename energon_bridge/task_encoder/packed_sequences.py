@@ -1,6 +1,7 @@
 """Packed sequences: several samples in one row, without attention, positions, labels or loss across their borders.
 
-`pack_sequences` makes one row of a pack, `batch_packs` a microbatch of packs. Its rows laid end to end are the form
+`pack_sequences` makes one row of a pack, `batch_packs` a microbatch of packs, and `unpack_batch` one row of each sample
+again. The rows of packs laid end to end are the form
 that variable-length attention kernels take (`thd` in Megatron, which trains on one row at a time). Labels are shifted
 before packing, so the label of a sample's last token is its own; `position_ids` begin at 0 in every sample; images
 stand in the order of their samples.
@@ -13,6 +14,7 @@ in `cu_seqlens`, only in `cu_seqlens_padded`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,7 +34,7 @@ class MultiModalPack(Sample):
     """The samples of one pack as one sequence of T tokens; its key is those of the samples, joined by commas.
 
     `tokens`, `labels`, `position_ids`, `attention_mask` (int64) and `loss_mask` (float32) have shape (T,). `lengths`,
-    `padded_lengths`, `num_images` and `answers` have an entry for each sample.
+    `padded_lengths`, `num_images`, `answers` and `sample_keys` have an entry for each sample.
     """
 
     tokens: Tensor
@@ -45,6 +47,7 @@ class MultiModalPack(Sample):
     padded_lengths: list[int]
     num_images: list[int]
     answers: list[str]
+    sample_keys: list[str]
 
 
 def pack_sequences(
@@ -84,6 +87,7 @@ def pack_sequences(
         padded_lengths=padded,
         num_images=[sample.num_images for sample in samples],
         answers=[sample.answer for sample in samples],
+        sample_keys=[sample.__key__ for sample in samples],
     )
 
 
@@ -108,9 +112,45 @@ def batch_packs(packs: Sequence[MultiModalPack], filling: Filling) -> MultiModal
         visual_inputs=visual,
         answers=[answer for pack in packs for answer in pack.answers],
         num_images=[count for pack in packs for count in pack.num_images],
+        sample_keys=[key for pack in packs for key in pack.sample_keys],
         cu_seqlens=cu_seqlens([size for pack in packs for size in pack.lengths]),
         cu_seqlens_padded=cu_seqlens(padded),
         max_seqlen=max(padded),
+    )
+
+
+def unpack_batch(batch: MultiModalBatch, filling: Filling) -> MultiModalBatch:
+    """Make a microbatch with one row for each sample of a batch of packs, as if nothing had been packed.
+
+    The images need no change: they are in the order of the samples. The restore keys stay those of the packs.
+    Raises ConfigurationError if the batch is not packed.
+    """
+    if batch.cu_seqlens is None or batch.cu_seqlens_padded is None:
+        raise ConfigurationError("the batch is not packed: it has no cu_seqlens; make it with batch_packs")
+    starts, lengths = batch.cu_seqlens_padded[:-1].tolist(), batch.cu_seqlens.diff().tolist()
+    places = [slice(start, start + size) for start, size in zip(starts, lengths, strict=True)]
+    longest, row_length = max(lengths), batch.tokens.shape[1]
+
+    def rows(packed: Tensor, value: float) -> Tensor:
+        flat = packed.reshape(-1)
+        return pad_rows([flat[place] for place in places], longest, value)
+
+    # A sample is as real, and of the kind, as its pack is.
+    pack_of = [start // row_length for start in starts]
+    kinds = batch.__subflavors__
+    return replace(
+        batch,
+        __key__=batch.sample_keys,
+        __valid__=None if batch.__valid__ is None else batch.__valid__[pack_of],
+        __subflavors__=None if kinds is None else [kinds[pack] for pack in pack_of],
+        tokens=rows(batch.tokens, filling.pad_id),
+        labels=rows(batch.labels, filling.ignore),
+        loss_mask=rows(batch.loss_mask, 0.0),
+        position_ids=torch.arange(longest, device=batch.tokens.device).repeat(len(places), 1),
+        attention_mask=rows(batch.attention_mask, 0),
+        cu_seqlens=None,
+        cu_seqlens_padded=None,
+        max_seqlen=None,
     )
 
 

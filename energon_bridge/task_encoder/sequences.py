@@ -40,12 +40,12 @@ class MultiModalBatch(Batch):
     `tokens`, `labels`, `position_ids`, `attention_mask` (1 on real tokens): int64 (B, S); `loss_mask`: float32 (B, S).
     `pixel_values`: the images of all rows in their order, joined along dimension 0. `visual_inputs`: what else the
     image processor returned, joined likewise. `answers`: the text that each sample should produce first;
-    `num_images`: how many images each has.
+    `num_images`: how many images each has; `sample_keys`: its key.
 
     A pack is one row. Of the rows laid end to end, `tensor.reshape(1, -1)`, sample i has the positions from
     `cu_seqlens_padded[i]` on and `cu_seqlens[i + 1] - cu_seqlens[i]` tokens; the two, int32 (samples + 1,), differ only
     where something is padded. `max_seqlen` is the length of the longest sample, padding included. `position_ids` begin
-    at 0 in every sample. `answers` and `num_images` have an entry for each sample, not for each row.
+    at 0 in every sample. `answers`, `num_images` and `sample_keys` have an entry for each sample, not for each row.
     """
 
     tokens: Tensor
@@ -57,6 +57,7 @@ class MultiModalBatch(Batch):
     visual_inputs: dict[str, Tensor]
     answers: list[str]
     num_images: list[int] = field(default_factory=list)
+    sample_keys: list[str] = field(default_factory=list)
     cu_seqlens: Tensor | None = None
     cu_seqlens_padded: Tensor | None = None
     max_seqlen: int | None = None
@@ -119,6 +120,8 @@ def batch_sequences(samples: Sequence[MultiModalSample], length: int, filling: F
         pixel_values=visual.pop("pixel_values", None),
         visual_inputs=visual,
         answers=[sample.answer for sample in samples],
+        num_images=[sample.num_images for sample in samples],
+        sample_keys=[sample.__key__ for sample in samples],
     )
 
 

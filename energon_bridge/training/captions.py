@@ -14,17 +14,20 @@ class _TextOnly(TaskEncoder[Any, list[str], list[str], list[str]]):
     """Keep what a sample says."""
 
     def encode_sample(self, sample: Any) -> list[str]:
-        texts = [getattr(sample, name, None) for name in ("caption", "context", "text")]
-        answers = getattr(sample, "answers", None)
-        texts += answers if isinstance(answers, list) else [answers]
+        texts: list[Any] = []
+        for name in ("caption", "context", "text", "answers", "sequence", "texts"):
+            value = getattr(sample, name, None)
+            texts += value if isinstance(value, list | tuple) else [value]
         return [text for text in texts if isinstance(text, str)]
 
     def batch(self, samples: list[list[str]]) -> list[str]:
         return [text for texts in samples for text in texts]
 
 
-def dataset_captions(path: str, *, limit: int, split_part: str = "train") -> Iterator[str]:
-    """Give the texts of up to `limit` samples, in the order of the split: captions, questions and answers."""
+def dataset_captions(
+    path: str, *, limit: int, split_part: str = "train", trust_remote_code: bool = False
+) -> Iterator[str]:
+    """Give the texts of up to `limit` samples, in the order of the split: captions, questions, answers, documents."""
     batch_size = 64
     dataset = get_val_dataset(
         path,
@@ -33,6 +36,7 @@ def dataset_captions(path: str, *, limit: int, split_part: str = "train") -> Ite
         batch_size=batch_size,
         limit=-(-limit // batch_size),
         task_encoder=_TextOnly(),
+        trust_remote_code=trust_remote_code,
     )
     for texts in get_loader(dataset):
         yield from texts

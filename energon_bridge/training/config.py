@@ -19,9 +19,9 @@ class DataConfig:
 
     Args:
         path: A prepared dataset.
-        micro_batch_size: Samples in one forward pass of one rank.
-        global_batch_size: Samples in one optimizer step, all ranks together; gradients are accumulated to get there.
-        seq_length: Longest token sequence, image tokens included.
+        micro_batch_size: Samples in one forward pass of one rank; packs, where samples are packed.
+        global_batch_size: The same in one optimizer step, all ranks together; gradients are accumulated to get there.
+        seq_length: Longest token sequence, image tokens included; also the most tokens of a pack.
         num_workers: Worker processes per rank for training; 0 loads in the training process.
         num_val_workers: The same for validation; default: num_workers.
         shuffle_buffer_size: Samples among which the order is shuffled.
@@ -29,6 +29,11 @@ class DataConfig:
         num_lanes: Logical streams of the run; null: chosen to fit the global batch size.
         prefetch_factor: Microbatches made ahead, per worker.
         decode_threads: Threads that read and decode, per process; null: the cores, shared out.
+        packing_buffer_size: Samples of which packs are chosen, per lane; null: nothing is packed. Training and
+            validation are packed alike.
+        packing_max_samples: The most samples of a pack; null: as many as fit into `seq_length`.
+        packing_max_images: The most images of a pack; null: the same. A sample with more of them stops the run.
+        trust_remote_code: Run the `sample_loader` and `part_filter` that come with the dataset.
         shuffle_images: Give each sample of a microbatch the image of another one: a control that shows whether the
             model reads its images at all.
     """
@@ -44,6 +49,10 @@ class DataConfig:
     num_lanes: int | None = None
     prefetch_factor: int = 2
     decode_threads: int | None = None
+    packing_buffer_size: int | None = None
+    packing_max_samples: int | None = None
+    packing_max_images: int | None = None
+    trust_remote_code: bool = False
     shuffle_images: bool = False
 
 
@@ -174,16 +183,19 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
     def __post_init__(self) -> None:
-        positive = {
+        positive: dict[str, int | None] = {
             "data.micro_batch_size": self.data.micro_batch_size,
             "data.global_batch_size": self.data.global_batch_size,
             "data.seq_length": self.data.seq_length,
+            "data.packing_buffer_size": self.data.packing_buffer_size,
+            "data.packing_max_samples": self.data.packing_max_samples,
+            "data.packing_max_images": self.data.packing_max_images,
             "train.max_steps": self.train.max_steps,
             "train.log_interval": self.train.log_interval,
             "validation.max_new_tokens": self.validation.max_new_tokens,
         }
         for name, value in positive.items():
-            if value < 1:
+            if value is not None and value < 1:
                 raise ConfigurationError(f"{name} must be at least 1, got {value}")
         if not 0 < self.optimizer.lr < math.inf:
             raise ConfigurationError(f"optimizer.lr must be a number above 0, got {self.optimizer.lr}")
@@ -192,10 +204,26 @@ class RunConfig:
                 f"data.global_batch_size={self.data.global_batch_size} is not a multiple of "
                 f"data.micro_batch_size={self.data.micro_batch_size}"
             )
+        self._check_packing()
         if self.data.shuffle_images and self.data.micro_batch_size < 2:
             raise ConfigurationError("data.shuffle_images=true needs data.micro_batch_size of at least 2")
         if self.model.init not in ("pretrained", "random"):
             raise ConfigurationError(f"model.init must be 'pretrained' or 'random', got {self.model.init!r}")
+
+    def _check_packing(self) -> None:
+        data = self.data
+        if data.packing_buffer_size is None:
+            for name in ("packing_max_samples", "packing_max_images"):
+                if (value := getattr(data, name)) is not None:
+                    raise ConfigurationError(
+                        f"data.{name}={value} limits packs, but nothing is packed: set data.packing_buffer_size, to "
+                        "some hundred samples for example"
+                    )
+        elif data.shuffle_images:
+            raise ConfigurationError(
+                "data.shuffle_images=true exchanges the images of samples, not those of packs: run the control with "
+                "data.packing_buffer_size=null"
+            )
 
     def accumulate(self, world_size: int) -> int:
         """Return the microbatches that each of `world_size` ranks runs for one optimizer step.

@@ -1,7 +1,10 @@
 """Letting a model write its answers, and comparing them with the expected ones.
 
-`predictions.jsonl` has one line per validation sample, in the order of the split, each an object with the text fields
-`key`, `expected` and `generated`. `exact_match` of its lines is the figure that a run ends with.
+`predictions.jsonl` has one line per validation sample, each an object with the text fields `key`, `expected` and
+`generated`: in the order of the split, or, where samples are packed, in that of the packs and in each pack in its own.
+`exact_match` of its lines is the figure that a run ends with.
+
+Packs are taken apart to generate: each sample is prompted by itself, and is shown the images of its prompt.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from energon_bridge.errors import ConfigurationError
 from energon_bridge.task_encoder.multimodal import MultiModalBatch
 
 
@@ -63,6 +67,39 @@ def prompts_of(batch: MultiModalBatch, pad_id: int) -> tuple[Tensor, Tensor]:
         tokens[row, width - length :] = batch.tokens[row, :length]
         mask[row, width - length :] = 1
     return tokens, mask
+
+
+def visible_images(
+    inputs: Mapping[str, Tensor],
+    batch: MultiModalBatch,
+    prompts: Tensor,
+    *,
+    image_token_id: int,
+    per_image: int | None,
+) -> dict[str, Tensor]:
+    """Leave out the images that stand behind the prompts.
+
+    Args:
+        inputs: What the image processor made of all images of the batch.
+        batch: Has one sample in each row.
+        prompts: What `prompts_of` made of it.
+        image_token_id: Stands for an image in tokens and prompts.
+        per_image: That often for each; None if it depends on the image.
+
+    Raises:
+        ConfigurationError: Images must be left out, and which they are cannot be told.
+    """
+    shown = torch.eq(prompts, image_token_id).sum(dim=1)
+    if torch.equal(shown, torch.eq(batch.tokens, image_token_id).sum(dim=1)):
+        return dict(inputs)
+    if per_image is None or any(len(values) != sum(batch.num_images) for values in inputs.values()):
+        raise ConfigurationError(
+            f"samples {batch.__key__} have images behind the first answer, and this model's image tokens depend on the "
+            "image, so that the images of a prompt cannot be told from the others: set validation.generate=false"
+        )
+    counts = zip(batch.num_images, (shown // per_image).tolist(), strict=True)
+    keep = [number < first for images, first in counts for number in range(images)]
+    return {name: values[keep] for name, values in inputs.items()} if any(keep) else {}
 
 
 @torch.no_grad()

@@ -1,9 +1,10 @@
 """The Lightning module: loss, optimizer, validation.
 
-The loss of a microbatch is the mean over its tokens that carry loss; the loss of an optimizer step is the mean over its
-microbatches. Neither depends on how many ranks there are, so a run keeps its meaning when their number changes. A
-microbatch that does not exist (its rank had none to deliver) has no such token; it adds nothing and is not counted.
-How many there are is known only when the step is complete, so the gradients are scaled then, once.
+The loss of an optimizer step is the mean over all of its tokens that carry loss, whatever microbatch, rank or pack they
+are in. So it does not depend on how the samples of the step are grouped: not on the number of ranks, and a pack of k
+samples counts as those k samples do. A microbatch that does not exist (its rank had none to deliver) has no such token.
+How many tokens there are is known only when the step is complete, so microbatches have the sum as their loss, and the
+gradients are scaled then, once.
 
 Everything random in the model is seeded by (seed, optimizer step, microbatch, rank): there is no generator state to
 save, and a resumed run draws what the uninterrupted one would have drawn.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from itertools import chain, zip_longest
 from typing import Any
 
 import torch
@@ -23,8 +25,11 @@ from torch.nn import functional
 
 from energon_bridge.rng import key_of
 from energon_bridge.task_encoder.multimodal import MultiModalBatch
+from energon_bridge.task_encoder.packed_sequences import unpack_batch
+from energon_bridge.task_encoder.sequences import Filling
 from energon_bridge.training.config import RunConfig
-from energon_bridge.training.generation import Prediction, generate_answers, prompts_of
+from energon_bridge.training.generation import Prediction, generate_answers, prompts_of, visible_images
+from energon_bridge.training.packed import check_packing, sequence_inputs
 from energon_bridge.training.presets import ModelBundle
 
 _SEED_BITS = (1 << 63) - 1
@@ -38,11 +43,13 @@ class VisionLanguageModule(LightningModule):
         self.model = bundle.model
         self.tokenizer = bundle.tokenizer
         self.image_token_id = bundle.image_token_id
+        self.image_tokens = bundle.image_tokens
         self.config = config
         self.last_loss: Tensor | None = None
         self.step_scale: Tensor | float = 1.0
-        self._real_microbatches: Tensor | None = None
+        self._step_tokens: Tensor | None = None
         self.predictions: list[Prediction] = []
+        self._written: list[list[Prediction]] = []
         self.validation_loss: float | None = None
         self.validated_step = -1
         self._validation_sums = torch.zeros(2, dtype=torch.float64)
@@ -51,11 +58,11 @@ class VisionLanguageModule(LightningModule):
     def forward(self, batch: MultiModalBatch) -> Tensor:
         """Return the logits, shape (B, S, vocabulary)."""
         inputs = self.model_inputs(batch)
-        logits: Tensor = self.model(input_ids=batch.tokens, attention_mask=batch.attention_mask, **inputs).logits
+        logits: Tensor = self.model(input_ids=batch.tokens, **sequence_inputs(batch), **inputs).logits
         return logits
 
     def model_inputs(self, batch: MultiModalBatch) -> dict[str, Tensor]:
-        """Return what the model takes besides tokens and attention mask."""
+        """Return what the model takes besides tokens and what says which of them belong together."""
         inputs = dict(batch.visual_inputs)
         if batch.pixel_values is not None:
             inputs["pixel_values"] = batch.pixel_values.to(next(self.model.parameters()).dtype)
@@ -63,27 +70,30 @@ class VisionLanguageModule(LightningModule):
             inputs["mm_token_type_ids"] = torch.eq(batch.tokens, self.image_token_id).long()
         return inputs
 
+    def on_train_start(self) -> None:
+        """Refuse a model that would mix the samples of packs."""
+        if self.config.data.packing_buffer_size is not None:
+            with self.trainer.precision_plugin.forward_context():
+                check_packing(self.model)
+
     def training_step(self, batch: MultiModalBatch, batch_idx: int) -> Tensor:
-        """Return the loss of one microbatch; that of one that does not exist is 0, with gradients of 0."""
+        """Return the summed loss of one microbatch; that of one that does not exist is 0, with gradients of 0."""
         key = key_of("step", self.config.seed, self.trainer.global_step, batch_idx, self.global_rank)
         torch.manual_seed(key & _SEED_BITS)
         losses, mask = self._token_losses(batch)
-        tokens = mask.sum()
-        loss = (losses * mask).sum() / tokens.clamp(min=1.0)
-        real = (tokens > 0).float()
-        self._real_microbatches = real if self._real_microbatches is None else self._real_microbatches + real
+        loss, tokens = (losses * mask).sum(), mask.sum()
+        self._step_tokens = tokens if self._step_tokens is None else self._step_tokens + tokens
         self.last_loss = loss.detach()
         return loss
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Turn the mean over all microbatches of the step, whose gradients these are, into that over the real ones."""
-        assert self._real_microbatches is not None
-        real, self._real_microbatches = self._real_microbatches, None
+        """Turn the mean over the microbatches of the step, whose gradients these are, into that over their tokens."""
+        assert self._step_tokens is not None
+        tokens, self._step_tokens = self._step_tokens, None
         world_size = self.trainer.world_size
         if world_size > 1:
-            dist.all_reduce(real)
-        # Exactly 1 where every microbatch is real; multiplied by all the same, since asking would wait for the device.
-        self.step_scale = world_size * self.trainer.accumulate_grad_batches / real.clamp(min=1.0)
+            dist.all_reduce(tokens)
+        self.step_scale = world_size * self.trainer.accumulate_grad_batches / tokens.clamp(min=1.0)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -92,26 +102,28 @@ class VisionLanguageModule(LightningModule):
     def on_validation_epoch_start(self) -> None:
         """Forget the previous validation."""
         self._validation_sums = torch.zeros(2, dtype=torch.float64)
-        self.predictions = []
+        self._written = []
 
     def validation_step(self, batch: MultiModalBatch, batch_idx: int) -> None:
         """Add the loss of a microbatch, and let the model write its answers."""
         losses, mask = self._token_losses(batch)
         self._validation_sums += torch.stack([(losses * mask).sum(), mask.sum()]).double().cpu()
         if self.config.validation.generate:
-            self.predictions += self._predict(batch)
+            self._written.append(self._predict(batch))
 
     def on_validation_epoch_end(self) -> None:
-        """Bring the ranks' sums and predictions together; the latter in the order of the split."""
-        sums, predictions = [self._validation_sums], [self.predictions]
+        """Bring the ranks' sums and predictions together; the latter in the order of the split, or of its packs."""
+        sums, written = [self._validation_sums], [self._written]
         if self.trainer.world_size > 1:
             gathered: list[Any] = [None] * self.trainer.world_size
-            dist.all_gather_object(gathered, (self._validation_sums, self.predictions))
-            sums, predictions = [g[0] for g in gathered], [g[1] for g in gathered]
+            dist.all_gather_object(gathered, (self._validation_sums, self._written))
+            sums, written = [g[0] for g in gathered], [g[1] for g in gathered]
         loss, tokens = (float(value) for value in torch.stack(sums).sum(0))
         self.validation_loss = loss / max(1.0, tokens)
         self.validated_step = self.trainer.global_step
-        self.predictions = _interleave(predictions, self.config.data.micro_batch_size)
+        # Rank r has microbatches r, r + R, r + 2R, …
+        in_turn = chain.from_iterable(zip_longest(*written, fillvalue=()))
+        self.predictions = list(chain.from_iterable(in_turn))
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restate Lightning's count of microbatches for the accumulation of this run.
@@ -156,29 +168,22 @@ class VisionLanguageModule(LightningModule):
         return functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none"), mask
 
     def _predict(self, batch: MultiModalBatch) -> list[Prediction]:
-        valid = [True] * len(batch.__key__) if batch.__valid__ is None else batch.__valid__.tolist()
-        if not any(valid):
+        if batch.__valid__ is not None and not batch.__valid__.any():
             return []
+        if batch.cu_seqlens is not None:
+            batch = unpack_batch(batch, Filling(pad_id=self._pad_id(), ignore=-100))
         prompts, prompt_mask = prompts_of(batch, self._pad_id())
         inputs = self.model_inputs(batch)
+        inputs = visible_images(inputs, batch, prompts, image_token_id=self.image_token_id, per_image=self.image_tokens)
         if self._wants_token_types:
             inputs["mm_token_type_ids"] = torch.eq(prompts, self.image_token_id).long()
         texts = generate_answers(
             self.model, self.tokenizer, prompts, prompt_mask, inputs, self.config.validation.max_new_tokens
         )
+        valid = [True] * len(texts) if batch.__valid__ is None else batch.__valid__.tolist()
         rows = zip(batch.__key__, batch.answers, texts, valid, strict=True)
         return [Prediction(key=k, expected=e, generated=g) for k, e, g, real in rows if real]
 
     def _pad_id(self) -> int:
         pad: int | None = self.tokenizer.pad_token_id
         return pad if pad is not None else int(self.tokenizer.eos_token_id or 0)
-
-
-def _interleave(per_rank: list[list[Prediction]], micro_batch_size: int) -> list[Prediction]:
-    """Put predictions into the order of the split: rank r has microbatches r, r + R, r + 2R, …"""
-    out: list[Prediction] = []
-    longest = max(len(predictions) for predictions in per_rank)
-    for start in range(0, longest, micro_batch_size):
-        for predictions in per_rank:
-            out += predictions[start : start + micro_batch_size]
-    return out

@@ -29,16 +29,15 @@ class ProgressReporter(Callback):
     Losses stay on the device until they are reported, so that no step waits for the accelerator.
     """
 
-    def __init__(self, metrics_path: Path, *, log_interval: int, save_interval: int, global_batch_size: int) -> None:
+    def __init__(self, metrics_path: Path, *, log_interval: int, save_interval: int) -> None:
         self.metrics_path = metrics_path
         self.log_interval = log_interval
         self.save_interval = save_interval
-        self.global_batch_size = global_batch_size
         self._microbatch_losses: list[Tensor] = []
         self._steps: list[tuple[int, float, Tensor]] = []
         self._step = 0
         self._started = 0.0
-        self._started_step = 0
+        self._samples = 0
         self._waited = 0.0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -53,6 +52,7 @@ class ProgressReporter(Callback):
         assert isinstance(pl_module, VisionLanguageModule)
         assert pl_module.last_loss is not None
         self._microbatch_losses.append(pl_module.last_loss)
+        self._samples += len(batch.answers)
         step = trainer.global_step
         if step == self._step:
             return
@@ -77,7 +77,7 @@ class ProgressReporter(Callback):
 
     def _restart_clock(self, trainer: Trainer) -> None:
         self._started = time.perf_counter()
-        self._started_step = trainer.global_step
+        self._samples = 0
         self._waited = _wait_seconds(trainer)
 
     def _write(self, trainer: Trainer) -> None:
@@ -95,16 +95,19 @@ class ProgressReporter(Callback):
         self._steps.clear()
 
     def _log(self, trainer: Trainer) -> None:
+        # Packs hold unequal numbers of samples, on each rank its own.
+        samples = torch.tensor(float(self._samples), device=trainer.strategy.root_device)
+        if trainer.world_size > 1:
+            dist.all_reduce(samples)
         if trainer.is_global_zero:
             elapsed = max(1e-9, time.perf_counter() - self._started)
-            steps = trainer.global_step - self._started_step
             logger.info(
                 "step %d/%d  loss %.4f  lr %.2e  %.0f samples/s  waiting for data %.1f %%",
                 trainer.global_step,
                 trainer.max_steps,
                 self.last_loss,
                 trainer.optimizers[0].param_groups[0]["lr"],
-                steps * self.global_batch_size / elapsed,
+                float(samples) / elapsed,
                 100 * (_wait_seconds(trainer) - self._waited) / elapsed,
             )
         self._restart_clock(trainer)

@@ -36,7 +36,7 @@ from energon_bridge.training.captions import dataset_captions
 from energon_bridge.training.checkpoints import AtomicCheckpointIO, Checkpointer, list_checkpoints
 from energon_bridge.training.config import RunConfig
 from energon_bridge.training.config_file import dump_config, write_config
-from energon_bridge.training.encoder import training_task_encoder
+from energon_bridge.training.encoder import ENCODER_SETTINGS, training_task_encoder
 from energon_bridge.training.generation import exact_match, write_predictions
 from energon_bridge.training.module import VisionLanguageModule
 from energon_bridge.training.presets import ModelBundle, load_model, write_preset
@@ -121,7 +121,8 @@ def dry_run(config: RunConfig) -> str:
 def build_data_module(config: RunConfig, bundle: ModelBundle) -> EnergonMultiModalDataModule:
     """Return the data module of a run."""
     settings = asdict(config.data)
-    del settings["shuffle_images"]
+    for name in ENCODER_SETTINGS:
+        del settings[name]
     return EnergonMultiModalDataModule(
         tokenizer=bundle.tokenizer,
         image_processor=bundle.image_processor,
@@ -140,7 +141,6 @@ def _build_trainer(config: RunConfig, run_dir: Path, checkpointer: Checkpointer)
         run_dir / "metrics.jsonl",
         log_interval=config.train.log_interval,
         save_interval=config.checkpoint.interval,
-        global_batch_size=config.data.global_batch_size,
     )
     return Trainer(
         accelerator=config.train.accelerator,
@@ -208,7 +208,7 @@ def _prepare_run_dir(config: RunConfig, run_dir: Path, *, resume: bool, overwrit
 def _write_preset(config: RunConfig, folder: Path) -> None:
     if config.model.name_or_path is None:
         captions: Callable[[], Iterable[str]] = lambda: dataset_captions(  # noqa: E731
-            config.data.path, limit=config.model.tokenizer_samples
+            config.data.path, limit=config.model.tokenizer_samples, trust_remote_code=config.data.trust_remote_code
         )
         write_preset(config.model, folder, captions)
 
