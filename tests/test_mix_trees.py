@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 from engine import deliver, loaders_of
 from hypothesis import given, settings
-from trees import Case, Change, Leg, cases, write_datasets
+from trees import Case, Change, cases, write_datasets
 
 from energon_bridge.loader.document import merge, read_lanes, read_leaves
 from energon_bridge.loader.savable import SavableDataLoader
@@ -52,13 +53,23 @@ def counted(states: list[Any]) -> dict[str, dict[str, int]]:
     return {row["identity"]: row["counts"] for row in read_leaves(merge(states))}
 
 
-def legs_of(case: Case) -> tuple[Leg, ...]:
-    """Return the legs of a case, with two more microbatches of each lane where they are packed.
-
-    After a restore a packing buffer gets its share one microbatch later, and so do the counts of what it skips.
-    """
-    settled = Leg(ranks=2, workers=1, steps=case.num_lanes, order=(0, 1))
-    return (*case.legs, settled) if "packing_buffer_size" in case.settings else case.legs
+def check_counts(case: Case, state: Any, expected: Any) -> None:
+    """Compare the counters of a chain with those of an uninterrupted run."""
+    found, uninterrupted = counted(state), counted(expected)
+    if "packing_buffer_size" not in case.settings:
+        assert found == uninterrupted
+        return
+    # How far a packing buffer is filled, and so what has been drawn and skipped, depends on where a chain is cut.
+    for identity, counts in found.items():
+        assert counts["samples"] == uninterrupted[identity]["samples"]
+    if case.encoder != "packing":
+        return
+    drawn = Counter[int]()
+    for lane in read_lanes(merge(state)).values():
+        drawn.update(dict(enumerate(lane.leaf_draws)))
+        drawn.subtract(lane.held.members[:, 0].tolist())
+    for leaf, counts in enumerate(found.values()):
+        assert counts["samples"] + counts["skipped"] == drawn[leaf]
 
 
 @given(case=cases())
@@ -68,7 +79,7 @@ def test_any_chain_of_topologies_gives_the_stream_of_any_mix(data: Path, case: C
     found: list[str] = []
     changes: list[tuple[int, list[Any]]] = []
     state: Any = None
-    for leg in legs_of(case):
+    for leg in case.legs:
         config = {"num_lanes": case.num_lanes, "prefetch_factor": leg.prefetch}
         loaders = loaders_of(dataset, leg.ranks, leg.workers, state=state, **config)
         before, rest, masked = len(found), leg.steps, 0
@@ -87,4 +98,4 @@ def test_any_chain_of_topologies_gives_the_stream_of_any_mix(data: Path, case: C
         whole[0].set_weights(weights, from_draw=start)
     expected = deliver(whole, len(found), [len(found)])
     assert found == expected.digests
-    assert counted(state) == counted(expected.states[len(found)])
+    check_counts(case, state, expected.states[len(found)])
