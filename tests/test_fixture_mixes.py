@@ -26,10 +26,10 @@ SHARES = {
     "mix_v2.yaml:val": {"captioning:val": 1},
     "mix_v2.yaml:test": {"captioning:test": 1},
     "nested.yaml:train": {"captioning:val": 3 / 4, "vqa:val": 1 / 4},
-    "joined.yaml:train": {"join of captioning:train": 1},
+    "joined.yaml:train": {"captioning_extra:train": 1},  # what the path of the join ends in
 }
 SIZES = {"captioning:train": 12, "captioning:val": 6, "captioning:test": 6, "vqa:train": 9, "vqa:val": 3}
-SIZES |= {"join of captioning:train": 12}
+SIZES["captioning_extra:train"] = 12  # rows of the join
 
 
 def opened(fixtures: Path, mix: str, **kwargs: Any) -> DatasetSpec:
@@ -53,7 +53,7 @@ def draws_of(dataset: DatasetSpec, samples: list[Any]) -> list[Draw]:
 def test_fractions_and_epochs(fixtures: Path, mix: str) -> None:
     dataset = opened(fixtures, mix)
     with closing(get_savable_loader(dataset)) as loader:
-        draws = draws_of(dataset, list(islice(loader, 160 * 24)))
+        draws = draws_of(dataset, list(islice(loader, 100 * 24)))
     for first in range(0, len(draws), 240):
         found = Counter(name for name, _, _ in draws[first : first + 240])
         assert found.keys() <= SHARES[mix].keys()
@@ -67,7 +67,7 @@ def test_fractions_and_epochs(fixtures: Path, mix: str) -> None:
         size = 6 if (mix, name) == ("mix_v2.yaml:train", "captioning:train") else SIZES[name]  # 25 % to 75 %
         done = min(lanes[name].values())
         assert len(lanes[name]) == 24
-        assert done >= 20
+        assert done >= 10
         for epoch in range(done):  # the epochs that no lane is still in
             assert len(epochs[name, epoch]) == size
             assert set(epochs[name, epoch].values()) == {1}

@@ -72,9 +72,10 @@ def check_counts(case: Case, state: Any, expected: Any) -> None:
         assert counts["samples"] + counts["skipped"] == drawn[leaf]
 
 
+@pytest.mark.parametrize("part", range(8 if LONG else 1))
 @given(case=cases())
-@settings(max_examples=600 if LONG else 30, derandomize=not LONG)
-def test_any_chain_of_topologies_gives_the_stream_of_any_mix(data: Path, case: Case) -> None:
+@settings(max_examples=80 if LONG else 40, derandomize=not LONG)
+def test_any_chain_of_topologies_gives_the_stream_of_any_mix(data: Path, part: int, case: Case) -> None:
     dataset = case.open(data)
     found: list[str] = []
     changes: list[tuple[int, list[Any]]] = []
