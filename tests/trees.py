@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from engine import ENCODERS, text_dataset
+from engine import ENCODERS, NEEDED, text_dataset
 from hypothesis import strategies as st
 from keyed import BOTH, keyed_dataset, shards, shuffled
 from mixing import metadataset, mixed
@@ -35,6 +35,7 @@ CHILDREN: dict[Kind, tuple[Kind, ...]] = {
 }
 PERCENT = [["0%", "50%"], ["25%", "75%"], ["40%", "end"], ["87.5%", "100%"], ["0%", "100%"]]
 ABSOLUTE: list[list[Any]] = [[0, 1], [3, 5], [2, "end"], [1, 11]]
+BATCHING = ("refusing", "batches")
 RANKS = [1, 2, 3, 4, 6, 8, 5, 7, 9, 10, 16, 23]
 
 
@@ -101,9 +102,7 @@ def repetitions(draw: st.DrawFn, positive: bool) -> float:
 
 
 @st.composite
-def trees(
-    draw: st.DrawFn, kinds: tuple[Kind, ...] = ("leaf", *CHILDREN), depth: int = 3, outer: tuple[SubsetRange, ...] = ()
-) -> Tree:
+def trees(draw: st.DrawFn, kinds: tuple[Kind, ...], depth: int = 3, outer: tuple[SubsetRange, ...] = ()) -> Tree:
     """Draw a whole mix, of legal nestings only; nothing in it is empty."""
     kind = draw(st.sampled_from(kinds if depth else ("leaf",)))
     if kind == "leaf":
@@ -165,31 +164,42 @@ class Leg:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A mix, how it is trained on, and the chain of topologies that deliver it."""
+    """A mix, how it is trained on, and the chain of topologies that deliver it.
+
+    An encoder takes those of the settings that it can: not all pack, and not all do without batches.
+    """
 
     tree: Tree
     blender: bool
-    encoder: str
     settings: dict[str, Any]
     num_lanes: int
     legs: tuple[Leg, ...]
 
-    def open(self, data: Path) -> DatasetSpec:
+    def open(self, data: Path, encoder: str) -> DatasetSpec:
+        """Open the mix for an encoder."""
         source = as_blender(data, self.tree) if self.blender else metadataset(data, train=self.tree)
-        return mixed(data, source, ENCODERS[self.encoder](), **self.settings)
+        needed = NEEDED.get(encoder, {})
+        settings = needed | self.settings
+        if encoder == "grouping":
+            settings["batch_size"] = None
+        elif encoder in BATCHING:
+            settings["batch_size"] = settings["batch_size"] or 2
+        if "packing_buffer_size" not in needed:
+            del settings["packing_buffer_size"]
+        return mixed(data, source, ENCODERS[encoder](), **settings)
 
 
 @st.composite
 def legs(draw: st.DrawFn, num_lanes: int, changeable: int) -> Leg:
     """Draw a leg; `changeable` is the number of weights that may be set in it, 0 if none."""
     ranks = draw(st.sampled_from([ranks for ranks in RANKS if ranks <= num_lanes]))
-    steps = draw(st.integers(0, 1 + 30 // ranks))
+    steps = draw(st.sampled_from([*range(1, 3 + 30 // ranks), 0]))  # not integers(), which are mostly small
     change = None
-    if changeable and draw(st.integers(0, 3)) == 3:
+    if changeable and draw(st.sampled_from([False, False, True])):
         sure = draw(st.integers(0, changeable - 1))
         given = [draw(weights(number == sure)) for number in range(changeable)]
         later = draw(st.none() | st.integers(0, 60) if ranks == 1 else st.integers(0, 60))
-        change = Change(after=draw(st.integers(0, steps)), weights=given, later=later)
+        change = Change(after=draw(st.sampled_from(range(steps + 1))), weights=given, later=later)
     return Leg(
         ranks=ranks,
         workers=draw(st.integers(0, 3)),
@@ -204,26 +214,21 @@ def legs(draw: st.DrawFn, num_lanes: int, changeable: int) -> Leg:
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     """Draw a case."""
-    tree = draw(trees())
-    encoder = draw(st.sampled_from(sorted(ENCODERS, key="tensors".__ne__)))
+    tree = draw(trees(("leaf", "concat", "blend", "blend", "blend_epochized")))
     settings: dict[str, Any] = {
-        "batch_size": draw(st.integers(1, 4)),
+        "batch_size": draw(st.sampled_from([2, 1, 3, 4, None])),
         "max_samples_per_sequence": draw(st.sampled_from([4, 1, 2, 10, None])),
         "shuffle_buffer_size": draw(st.sampled_from([0, 2, 5, 30])),
         "parallel_shard_iters": draw(st.sampled_from([1, 3, 16])),
         "shuffle_over_epochs_multiplier": draw(st.sampled_from([1, 1, 1, None, 2])),
+        "packing_buffer_size": draw(st.integers(3, 12)),
     }
-    if encoder == "grouping" or (encoder in ("default", "tensors", "skipping", "several") and draw(st.booleans())):
-        settings["batch_size"] = None
-    if encoder in ("packing", "prepost"):
-        settings["packing_buffer_size"] = draw(st.integers(3, 12))
     num_lanes = draw(st.sampled_from([24, 10]))
     changeable = num_leaves(tree) if "blend" in tree and num_leaves(tree) > 1 else 0
     return Case(
         tree=tree,
         blender=draw(st.booleans()),
-        encoder=encoder,
         settings=settings,
         num_lanes=num_lanes,
-        legs=tuple(draw(st.lists(legs(num_lanes, changeable), min_size=1, max_size=4))),
+        legs=tuple(draw(legs(num_lanes, changeable)) for _ in range(draw(st.sampled_from([2, 1, 3, 4])))),
     )
