@@ -22,6 +22,7 @@ from engine import (
     NUM_LANES,
     InProcessLoader,
     config_of,
+    counts_of,
     deliver,
     digest,
     is_masked,
@@ -146,6 +147,16 @@ def test_an_encoder_around_an_encoder_changes_nothing(data: Path, encoder: str) 
         assert numbers == list(range(60))
     with pytest.raises(ConfigurationError, match="inside a hook"):
         contextvars.Context().run(lambda: dataset.task_encoder.current_sample_index)
+
+
+@pytest.mark.parametrize("encoder", ["skipping", "several", "refusing", "grouping", "batches"])
+def test_counters_are_those_of_an_uninterrupted_run(data: Path, encoder: str) -> None:
+    """Saved after each of the steps: what a resume makes again has been counted, bytes that were read included."""
+    dataset, state = dataset_of(data, encoder), None
+    expected = deliver(loaders_of(dataset, 1, 0, num_lanes=3), 40, range(41)).states
+    for step in range(1, 41):
+        state = deliver(loaders_of(dataset, 1, 0, state=state, num_lanes=3), 1, [1]).states[1]
+        assert counts_of(state[0]) == counts_of(expected[step][0])
 
 
 @pytest.mark.parametrize("encoder", ENCODERS)

@@ -119,6 +119,34 @@ def test_virtual_epochs_over_passes_never_come_empty(data: Path) -> None:
     assert len(list(islice(endless, 3))) == 3
 
 
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize(("ranks", "workers"), [(1, 0), (1, 2), (3, 1)])
+def test_virtual_epochs_over_passes_go_on_from_any_state(data: Path, source: str, ranks: int, workers: int) -> None:
+    """Saved at the end of a virtual epoch, of a pass, of both, or anywhere else."""
+    length = 5
+    dataset = mixed(data, SOURCES[source], repeat=False, virtual_epoch_length=length)
+    rounds = epochs_of(loaders_of(dataset, ranks, workers), 7)
+    assert {0 < len(epoch) <= length for epoch in rounds} == {True}
+    whole = [digests for epoch in rounds for digests in epoch]
+    for step in range(len(whole) - 2 * length):
+        loaders = loaders_of(dataset, ranks, workers)
+        streams = [endless(loader) for loader in loaders]
+        assert [sorted(digest(next(stream)) for stream in streams) for _ in range(step)] == whole[:step]
+        resumed = loaders_of(dataset, ranks, 0, state=[loader.save_state_rank() for loader in loaders])
+        found = epochs_of(resumed, 3)
+        assert all(found[1:])
+        assert [digests for epoch in found for digests in epoch] == whole[step : step + sum(map(len, found))]
+
+
+def epochs_of(loaders: list[SavableDataLoader], count: int) -> list[list[list[str]]]:
+    """Return the digests of each step of some iterators, all ranks together."""
+    found = []
+    for _ in range(count):
+        columns = [[digest(batch) for batch in loader] for loader in loaders]
+        found.append([sorted(step) for step in zip(*columns, strict=True)])
+    return found
+
+
 def test_drop_last_leaves_out_what_is_not_full(data: Path) -> None:
     (loader,) = loaders_of(mixed(data, data / "b", repeat=False, batch_size=4, batch_drop_last=True), 1, 0)
     assert [len(batch["__key__"]) for batch in loader] == [4] * 7

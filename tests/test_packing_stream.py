@@ -30,7 +30,14 @@ from engine import (
 )
 from forked import run_forked
 
-from energon_bridge import ConfigurationError, DefaultTaskEncoder, FatalSampleError, get_savable_loader, get_val_dataset
+from energon_bridge import (
+    ConfigurationError,
+    DefaultTaskEncoder,
+    FatalSampleError,
+    SkipSample,
+    get_savable_loader,
+    get_val_dataset,
+)
 from energon_bridge.loader.document import read_lanes
 from energon_bridge.loader.spec import DatasetSpec
 
@@ -88,6 +95,31 @@ def test_what_is_left_over_comes_later(data: Path) -> None:
     assert not held & set(drawn)
     early = {key for key in expected if key[2] < 3}
     assert early <= set(drawn) | held
+
+
+class Halves(Pairs):
+    """Leaves every fifth sample out once it is selected, and makes two rows of a pack."""
+
+    def postencode_sample(self, sample: Any) -> Any:
+        if int(sample.number) % 5 == 0:
+            raise SkipSample
+        return sample
+
+    def pack_selected_samples(self, samples: list[Any]) -> Any:
+        yield samples[0]
+        yield samples[-1]
+
+
+def test_what_a_pack_leaves_out_is_counted_once(data: Path) -> None:
+    """Saved after each row, and so between the two rows of a pack, which is then made again."""
+    dataset = train_dataset(data, "default", task_encoder=Halves(), packing_buffer_size=10, batch_size=1)
+    expected = deliver(loaders_of(dataset, 1, 0, num_lanes=2), 60, range(61)).states
+    state = None
+    for step in range(1, 61):
+        state = deliver(loaders_of(dataset, 1, 0, state=state, num_lanes=2), 1, [1]).states[1]
+        found, whole = counts_of(state[0]), counts_of(expected[step][0])
+        assert (found["skipped"], found["samples"]) == (whole["skipped"], whole["samples"])
+    assert whole["skipped"] > 5
 
 
 def test_work_is_spread_evenly_over_the_microbatches(data: Path) -> None:

@@ -8,7 +8,8 @@ import subprocess
 import sys
 import textwrap
 from argparse import Namespace
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from click.testing import CliRunner
 
 import energon_bridge
 from energon_bridge import (
+    Blender,
     CaptioningSample,
     EnergonDataloader,
     EnergonMultiModalDataModule,
@@ -40,6 +42,51 @@ NUM_TRAIN = 64
 def path(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("captioning")
     return str(create_captioning_test_dataset(folder, num_train=NUM_TRAIN, num_val=7, image_format="jpg"))
+
+
+COYO_COCO = """
+__module__: megatron.energon
+__class__: MetadatasetV2
+splits:
+  # Train dataset, the datasets will be blended according to their weights
+  train:
+    blend:
+      - weight: 5
+        path: ./coco
+      - weight: 2
+        path: ./coyo
+  # For val and test, datasets will be concatenated
+  val:
+    path: ./coco
+  test:
+    path: ./coyo
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the datasets that the documents blend, and their file."""
+    folder = tmp_path_factory.mktemp("blends")
+    for name, num_val in (("coco", 6), ("coyo", 5), ("dataset3", 0)):
+        create_captioning_test_dataset(folder / name, num_train=NUM_TRAIN, num_val=num_val)
+    split = folder / "coyo" / ".nv-meta" / "split.yaml"
+    split.write_text(split.read_text().replace("val:", "test:"))
+    (folder / "coyo-coco-dataset.yaml").write_text(COYO_COCO)
+    return folder
+
+
+@pytest.fixture(params=["a dataset", "coyo-coco-dataset.yaml"])
+def source(request: pytest.FixtureRequest, path: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return what the tutorials train on: the path of a dataset, or the blend, in the current folder."""
+    monkeypatch.chdir(folder)
+    return path if request.param == "a dataset" else request.param
+
+
+def check_shares(ds: Any, batches: Iterable[Any], **expected: float) -> None:
+    """Check the part of the samples that comes from each dataset, by the name of its folder."""
+    names = {leaf.identity: Path(leaf.dataset.path).name for leaf in ds.leaves}
+    found = Counter(names[key[0]] for batch in batches for key in batch.__restore_key__[3])
+    assert {name: count / found.total() for name, count in found.items()} == pytest.approx(expected, abs=0.01)
 
 
 @pytest.fixture
@@ -144,6 +191,19 @@ def test_giving_both_sizes_logs_nothing(path: str, caplog: pytest.LogCaptureFixt
     assert caplog.messages == []
 
 
+def test_dataset_blending(folder: Path, opened: list[Any]) -> None:
+    blended_ds = Blender(
+        [
+            (f"{folder}/coco", 0.6),  # 60%
+            (f"{folder}/coyo", 0.3),  # 30%
+            (f"{folder}/dataset3", 0.1),  # 10%
+        ]
+    )
+    ds = get_train_dataset(blended_ds, batch_size=32)
+    check_shares(ds, islice(get_loader(ds), 40), coco=0.6, coyo=0.3, dataset3=0.1)
+    assert next(iter(get_loader(blended_ds))).image.shape == (1, 3, 16, 16)  # as it stands
+
+
 # README --------------------------------------------------------------------------------------------------------------
 
 
@@ -220,7 +280,21 @@ def test_tutorial_3_pads_and_stacks_a_batch(path: str, opened: list[Any]) -> Non
         assert [type(entry) for entry in column] == [str, str]
 
 
-def test_tutorial_4_distributed_loading(path: str, opened: list[Any]) -> None:
+@pytest.mark.usefixtures("opened")
+def test_tutorial_3_blends_by_a_metadataset(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    ds = quickstart("coyo-coco-dataset.yaml", 4)
+    batches = list(islice(get_loader(ds), 350))
+    assert batches[0].image.shape == (4, 3, 16, 16)
+    check_shares(ds, batches, coco=5 / 7, coyo=2 / 7)
+    for split_part, name, size in (("val", "coco", 6), ("test", "coyo", 5)):
+        ds = get_val_dataset("coyo-coco-dataset.yaml", split_part=split_part, batch_size=1)
+        batches = [batch for batch in get_loader(ds) if batch.__valid__.all()]
+        assert len(batches) == size
+        check_shares(ds, batches, **{name: 1})
+
+
+def test_tutorial_4_distributed_loading(source: str, path: str, opened: list[Any]) -> None:
     batches = []
     for rank in range(2):
         worker_config = WorkerConfig(
@@ -228,17 +302,17 @@ def test_tutorial_4_distributed_loading(path: str, opened: list[Any]) -> None:
             world_size=2,
             num_workers=2,
         )
-        loader = get_loader(quickstart(path, 4, worker_config))
+        loader = get_loader(quickstart(source, 4, worker_config))
         batches.append([batch.__key__ for batch in islice(loader, NUM_TRAIN // 8)])
     num_lanes = opened[0].save_state_rank()["num_lanes"]
-    alone = get_loader(quickstart(path, 4, WorkerConfig(num_workers=0, num_lanes=num_lanes)))
+    alone = get_loader(quickstart(source, 4, WorkerConfig(num_workers=0, num_lanes=num_lanes)))
     in_turn = [keys for step in zip(*batches, strict=True) for keys in step]
     assert in_turn == [batch.__key__ for batch in islice(alone, NUM_TRAIN // 4)]
-    assert len({key for keys in in_turn for key in keys}) == NUM_TRAIN
+    assert len({key for keys in in_turn for key in keys}) == NUM_TRAIN or source != path
 
 
-def test_tutorial_5_saving_and_restoring(path: str, opened: list[Any], tmp_path: Path) -> None:
-    ds = quickstart(path, 4)
+def test_tutorial_5_saving_and_restoring(source: str, path: str, opened: list[Any], tmp_path: Path) -> None:
+    ds = quickstart(source, 4)
     loader = get_savable_loader(ds)
     for _i, batch in zip(range(10), loader):  # noqa: B007, B905 - as the tutorial has it
         break
@@ -251,7 +325,7 @@ def test_tutorial_5_saving_and_restoring(path: str, opened: list[Any], tmp_path:
     from energon_bridge import WorkerConfig, get_savable_loader, get_train_dataset
 
     ds = get_train_dataset(
-        {path!r},
+        {source!r},
         batch_size=4,
         shuffle_buffer_size=100,
         max_samples_per_sequence=100,
@@ -266,7 +340,7 @@ def test_tutorial_5_saving_and_restoring(path: str, opened: list[Any], tmp_path:
     )
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip() == str(following)
-    assert batch.__key__ not in following[: NUM_TRAIN // 4 - 1]
+    assert batch.__key__ not in following[: NUM_TRAIN // 4 - 1] or source != path
 
 
 # Walkthrough: what the article says a loader for multimodal data must do ---------------------------------------------

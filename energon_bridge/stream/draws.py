@@ -117,7 +117,7 @@ class Draws:
         self._at += 1
         leaf = self._outputs_of = loaded.leaves[at]
         self._outputs_size = loaded.sizes[at]
-        counts.of(leaf)[_BYTES] += loaded.sizes[at]
+        counts.of(leaf)[_BYTES] += 0 if self.taken else loaded.sizes[at]  # of a state: they have been counted
         self._outputs.extend(self._pipeline.encode(leaf, loaded.samples[at], loaded.keys[at], counts))
         for _ in range(min(self.taken, len(self._outputs))):
             self._outputs.popleft()

@@ -164,6 +164,7 @@ class Packing:
         """Return the rows of a pack, none where the encoder makes none of it."""
         rows = self._with_contents(pack.members, counts)
         self._pipeline.held_bytes -= sum(row.size for row in rows)
+        counts = Counts() if pack.taken else counts  # of a state: what it skips has been counted
         return pack_rows(self._pipeline, rows, counts)
 
     def made_again(self, rows: list[Row], counts: Counts) -> list[Row]:
