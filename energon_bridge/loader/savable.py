@@ -277,8 +277,8 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
 
         Args:
             weights: A weight (a number or a `WeightSchedule`) for each dataset, by path, or a list in order of the mix.
-            from_draw: Global draw from which they hold, until a later change that was set before takes over; default: the
-                first one that no rank has delivered.
+            from_draw: Global draw from which they hold, until a later change that was set before; default: the first
+                one that no rank has delivered.
 
         Returns:
             The global draw from which they hold.
