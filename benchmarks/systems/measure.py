@@ -31,7 +31,7 @@ class Job:
 
     Attributes:
         task: `throughput`, `save` or `restore`.
-        mode: `raw` (bytes as they are), `uint8` or `float` (decoded CHW images).
+        mode: `raw` (bytes as they are), `uint8` or `float` (decoded CHW images), `packed` (uint8, four in a pack).
         part: the part of a sample that carries the payload, `jpg` or `json`.
         state_file: where `save` writes the state and `restore` finds it.
     """

@@ -11,14 +11,34 @@ NAMES = (
     *("DefaultTaskEncoder", "SampleDecoder", "WorkerConfig"),
     *("get_loader", "get_savable_loader", "get_train_dataset"),
 )
-IMAGE_FORMS = {"uint8": "torchrgb8", "float": "torchrgb"}
+IMAGE_FORMS = {"uint8": "torchrgb8", "float": "torchrgb", "packed": "torchrgb8"}
+PACK = 4
+"""Images in a pack of the mode `packed`; a batch has as many images as in the other modes."""
+PACKING_BUFFER = 100
 
 
 def touch(batch: Any) -> list[str]:
     payload = batch.image if hasattr(batch, "image") else batch.text
     assert len(payload) == len(batch.__key__)
     assert len(batch.__sources__) >= len(payload)
-    return list(batch.__key__)
+    return [key for keys in batch.__key__ for key in keys.split(" ")]
+
+
+class Packing:
+    """Packs four neighbours of the buffer."""
+
+    def select_samples_to_pack(self, samples: list[Any]) -> list[list[Any]]:
+        return [samples[first : first + PACK] for first in range(0, len(samples) - PACK + 1, PACK)]
+
+    def pack_selected_samples(self, samples: list[Any]) -> Any:
+        import torch  # both packages have imported it
+
+        return type(samples[0]).derive_from(
+            samples[0],
+            __key__=" ".join(sample.__key__ for sample in samples),
+            image=torch.stack([sample.image for sample in samples]),
+            caption=" ".join(sample.caption for sample in samples),
+        )
 
 
 def run(package: ModuleType) -> None:
@@ -28,10 +48,13 @@ def run(package: ModuleType) -> None:
 
     def open_loader(job: Job) -> Any:
         decoder = package.SampleDecoder(image_decode=IMAGE_FORMS[job.mode]) if job.mode in IMAGE_FORMS else None
-        encoder = type("Encoder", (package.DefaultTaskEncoder,), {"decoder": decoder})
+        packed = job.mode == "packed"
+        bases = (*([Packing] if packed else []), package.DefaultTaskEncoder)
+        encoder = type("Encoder", bases, {"decoder": decoder})
         dataset = package.get_train_dataset(
             job.path,
-            batch_size=job.batch_size,
+            batch_size=job.batch_size // PACK if packed else job.batch_size,
+            packing_buffer_size=PACKING_BUFFER if packed else None,
             shuffle_buffer_size=job.shuffle_buffer_size,
             max_samples_per_sequence=job.slice_size,
             task_encoder=encoder(),
