@@ -19,6 +19,7 @@ from energon_bridge.loader.position import OnMismatch
 from energon_bridge.loader.savable import SavableDataLoader
 from energon_bridge.loader.spec import DatasetSpec
 from energon_bridge.mix import MixSource, load_mix
+from energon_bridge.stores import CachePool
 from energon_bridge.task_encoder.base import DefaultTaskEncoder
 from energon_bridge.task_encoder.decoder import SampleDecoder
 from energon_bridge.topology import WorkerConfig
@@ -188,6 +189,7 @@ def get_savable_loader(
     prefetch_factor: int | None = None,
     start_at: int = 0,
     on_mismatch: OnMismatch = "refuse",
+    cache_pool: CachePool | None = None,
     **kwargs: Any,
 ) -> SavableDataLoader:
     """Return a loader over a dataset, whose position can be saved and restored.
@@ -199,6 +201,7 @@ def get_savable_loader(
         prefetch_factor: Overrides that of the worker configuration.
         start_at: Step to start at, as if no sample before it had been skipped; nothing is read to get there.
         on_mismatch: What becomes of a state of another mix: "refuse" it, or "adapt" to it (`restore_state_rank`).
+        cache_pool: Keeps files near that cookers and hooks need later; never changes what is delivered.
     """
     ignored = kwargs.keys() & _IGNORED_LOADER_ARGUMENTS
     _refuse_unknown(get_savable_loader, {name: value for name, value in kwargs.items() if name not in ignored})
@@ -209,6 +212,8 @@ def get_savable_loader(
     config = worker_config or dataset.worker_config
     if prefetch_factor is not None:
         config = dataclasses.replace(config, prefetch_factor=prefetch_factor)
+    if cache_pool is not None:
+        dataset = dataclasses.replace(dataset, cache_pool=cache_pool)
     loader = SavableDataLoader(dataset, worker_config=config, on_mismatch=on_mismatch)
     if start_at:
         loader.seek(start_at)

@@ -5,7 +5,8 @@
     EnergonError
     ├── ConfigurationError              an argument or a configuration value is wrong (also a ValueError)
     │   ├── UnknownArgumentError        a keyword or key that does not exist; names the nearest match
-    │   └── MaskedMicrobatchesError     the ranks do not divide the lanes, and masked microbatches are not allowed
+    │   ├── MaskedMicrobatchesError     the ranks do not divide the lanes, and masked microbatches are not allowed
+    │   └── NoCookerError               no cooker of the encoder takes the samples of a crude dataset
     ├── DatasetError                    a dataset on disk cannot be used
     │   ├── DatasetNotFoundError        the folder or file does not exist
     │   ├── NotPreparedError            there is no .nv-meta; run `energon prepare`
@@ -19,12 +20,14 @@
     │   ├── EmptyDatasetError           the split part has no samples
     │   ├── MetadataError               a file in .nv-meta cannot be parsed or has wrong types
     │   ├── FieldMapError               dataset.yaml maps an unknown field or misses a required one
+    │   ├── MediaMetadataError          there is no media metadata; run `energon prepare-media`
     │   └── UntrustedCodeError          the dataset wants to run code; pass trust_remote_code=True
     ├── StorageError                    bytes could not be read or written (after retries)
     │   └── ShortReadError              fewer bytes than the index promises
     ├── SampleError                     one sample is bad; skipped and counted unless the policy says otherwise
     │   ├── DecodeError                 a part cannot be decoded
-    │   └── FieldAccessError            a field cannot be found in the parts of a sample
+    │   ├── FieldAccessError            a field cannot be found in the parts of a sample
+    │   └── FileNotInStoreError         a file store has no file (or no metadata) of that key
     ├── FatalSampleError                a sample error that must stop the run
     │   └── OverLongSampleError         a sample exceeds a limit of its pack by itself
     ├── StateError                      a saved state does not fit this run
@@ -64,6 +67,10 @@ class UnknownArgumentError(ConfigurationError, TypeError):
 
 class MaskedMicrobatchesError(ConfigurationError):
     """The ranks do not divide the lanes, and nobody said that the loss weighs by the mask."""
+
+
+class NoCookerError(ConfigurationError):
+    """No cooker of the encoder takes the samples of a crude dataset."""
 
 
 class DatasetError(EnergonError):
@@ -122,6 +129,10 @@ class FieldMapError(MetadataError):
     """The field map names an unknown field or misses a required one."""
 
 
+class MediaMetadataError(DatasetError):
+    """A store has no media metadata, or some that cannot be read."""
+
+
 class UntrustedCodeError(DatasetError):
     """The dataset wants to run code and the caller did not allow it."""
 
@@ -144,6 +155,12 @@ class DecodeError(SampleError, ValueError):
 
 class FieldAccessError(SampleError, KeyError):
     """A field of a sample cannot be found in its parts."""
+
+    __str__ = Exception.__str__
+
+
+class FileNotInStoreError(SampleError, KeyError):
+    """A file store has no file, or no metadata of a file, of that key."""
 
     __str__ = Exception.__str__
 

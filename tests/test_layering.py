@@ -22,6 +22,7 @@ LAYERS = (
     "samples",
     "storage",
     "format",
+    "stores",
     "mix",
     "plan",
     "task_encoder",

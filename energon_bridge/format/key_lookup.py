@@ -65,14 +65,20 @@ def local_key_index(store: Store, scratch: str) -> KeyIndex:
         index = KeyIndex(store.url(rel), store.root)
     else:
         index = KeyIndex(scratch, store.root)
-        size = store.size(rel)
-        with open(scratch, "wb") as file:
-            for start in range(0, size, _COPY_BYTES):
-                file.write(store.read_range(rel, start, min(_COPY_BYTES, size - start)))
+        copy_key_index(store, scratch)
     with _connected(index) as connection:
         if not any(is_unique for _, _, is_unique, *_ in connection.execute("PRAGMA index_list(samples)")):
             raise sqlite3.DatabaseError("there is no table of samples with unique keys")
     return index
+
+
+def copy_key_index(store: Store, path: str) -> None:
+    """Copy the key index of a dataset to a local file, a bounded part at a time."""
+    rel = meta_path(INDEX_SQLITE)
+    size = store.size(rel)
+    with open(path, "wb") as file:
+        for start in range(0, size, _COPY_BYTES):
+            file.write(store.read_range(rel, start, min(_COPY_BYTES, size - start)))
 
 
 def matches(own: KeyIndex, other: KeyIndex, shard: int) -> IntArray:
@@ -112,9 +118,9 @@ def keys_at(index: KeyIndex, shard: int, indices: Sequence[int]) -> list[str]:
 def _connected(own: KeyIndex, other: KeyIndex | None = None) -> Iterator[sqlite3.Connection]:
     """Open a key index, with another attached as `other`; what goes wrong inside is a KeyIndexError."""
     try:
-        with closing(sqlite3.connect(_uri(own), uri=True)) as connection:
+        with closing(sqlite3.connect(sqlite_uri(own.path), uri=True)) as connection:
             if other is not None:
-                connection.execute("ATTACH ? AS other", (_uri(other),))
+                connection.execute("ATTACH ? AS other", (sqlite_uri(other.path),))
             yield connection
     except (sqlite3.Error, ValueError, TypeError) as error:
         datasets = own.dataset if other is None else f"{own.dataset} or {other.dataset}"
@@ -124,5 +130,6 @@ def _connected(own: KeyIndex, other: KeyIndex | None = None) -> Iterator[sqlite3
         ) from error
 
 
-def _uri(index: KeyIndex) -> str:
-    return f"file:{urllib.parse.quote(index.path)}?mode=ro&immutable=1"
+def sqlite_uri(path: str) -> str:
+    """Return the URI under which sqlite opens a local file read-only, without looking for locks or journals."""
+    return f"file:{urllib.parse.quote(path)}?mode=ro&immutable=1"

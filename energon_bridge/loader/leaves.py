@@ -5,24 +5,24 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property, partial
 
 import numpy as np
 
-from energon_bridge.errors import ConfigurationError, EmptyDatasetError
+from energon_bridge.errors import EmptyDatasetError, MetadataError
 from energon_bridge.format.dataset import PreparedDataset, open_dataset
 from energon_bridge.format.join import JoinedDataset
 from energon_bridge.format.jsonl import JsonlDataset, open_jsonl
 from energon_bridge.format.nvmeta import DEFAULT_DATASET_CONFIG, DEFAULT_SPLIT_CONFIG
+from energon_bridge.loader.aux import aux_fingerprint
 from energon_bridge.loader.joins import open_join
-from energon_bridge.mix import JoinRef, LeafRef, Mix, combine_multipliers, evaluate_subset
+from energon_bridge.mix import AuxRef, JoinRef, LeafRef, Mix, combine_multipliers, evaluate_subset
 from energon_bridge.rng import IntArray
+from energon_bridge.samples import CrudeSample
 from energon_bridge.task_encoder.images import IMAGE_EXTENSIONS
-
-_NOT_YET = "cannot be read yet by this version of energon_bridge; leave it out of the mix"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +35,8 @@ class OpenLeaf:
         share: Its weight (mode "weights"), or how often a mix epoch goes through it.
         occurrence: Number among the leaves of the mix that have the same content.
         shuffle_epochs: Epochs that are shuffled as one, -1 without an end; None keeps the dataset's own order.
+        aux: Stores for the cooker of a crude dataset, by name.
+        aux_fingerprint: A hash of what `aux` holds, empty where there is none.
     """
 
     dataset: PreparedDataset | JoinedDataset
@@ -43,13 +45,16 @@ class OpenLeaf:
     share: Fraction = Fraction(1)
     occurrence: int = 0
     shuffle_epochs: int | None = 1
+    aux: Mapping[str, AuxRef] = field(default_factory=dict)
+    aux_fingerprint: str = ""
 
     @cached_property
     def identity(self) -> str:
         """A hash of what the leaf contains, wherever it lies: 16 hex digits."""
         whole = self.start == 0 and self.stop == self.dataset.num_samples
         subset = "" if whole else f"{self.start}:{self.stop}"
-        parts = (self.dataset.fingerprint, self.dataset.split_part, subset, str(self.occurrence))
+        parts = [self.dataset.fingerprint, self.dataset.split_part, subset, str(self.occurrence)]
+        parts += [self.aux_fingerprint] * bool(self.aux_fingerprint)
         return hashlib.blake2b("\0".join(parts).encode(), digest_size=8).hexdigest()
 
     @property
@@ -92,12 +97,19 @@ def open_leaves(mix: Mix, *, trust_remote_code: bool, shuffle_epochs: int | None
     for entry in mix.leaves:
         ref = entry.leaf
         dataset: PreparedDataset | JoinedDataset
+        aux: Mapping[str, AuxRef] = {}
         if isinstance(ref, JoinRef):
             dataset = open_join(ref, partial(open_prepared, opened, trust=trust_remote_code), trust=trust_remote_code)
         else:
             dataset = open_prepared(opened, ref, trust=trust_remote_code)
             if ref.subflavors:
                 dataset = dataclasses.replace(dataset, subflavors=dataset.subflavors | ref.subflavors)
+            aux = ref.aux
+            if aux and not issubclass(dataset.sample_type, CrudeSample):
+                raise MetadataError(
+                    f"{ref.where}: `aux` is for cookers, but the samples of {dataset.path} are of the type "
+                    f"{dataset.sample_type.__name__}. Only a crude dataset is cooked; leave {', '.join(aux)} out."
+                )
         start, stop = evaluate_subset(ref.subsets, dataset.num_samples)
         if start == stop:
             raise EmptyDatasetError(
@@ -111,6 +123,8 @@ def open_leaves(mix: Mix, *, trust_remote_code: bool, shuffle_epochs: int | None
                 stop=stop,
                 share=Fraction(1) if share is None else share,
                 shuffle_epochs=combine_multipliers(shuffle_epochs, ref.shuffle_over_epochs_multiplier),
+                aux=aux,
+                aux_fingerprint=aux_fingerprint(aux, where=ref.where),
             )
         )
     return _numbered(leaves)
@@ -120,8 +134,6 @@ def open_prepared(
     opened: dict[tuple[str, str, str, str], PreparedDataset], ref: LeafRef, *, trust: bool
 ) -> PreparedDataset:
     """Open the prepared dataset or JSONL file of a reference, or take it from those opened before."""
-    if ref.aux:
-        raise ConfigurationError(f"{ref.where}: an aux store {_NOT_YET}")
     dataset_config = ref.dataset_config or DEFAULT_DATASET_CONFIG
     split_config = ref.split_config or DEFAULT_SPLIT_CONFIG
     place = (ref.path, ref.split_part, dataset_config, split_config)

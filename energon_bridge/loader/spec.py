@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,8 @@ from energon_bridge.plan.blend import Blend, ChangedBlend, EpochizedBlend, Weigh
 from energon_bridge.plan.leaf import LeafOrder
 from energon_bridge.plan.scheduled import ScheduledBlend
 from energon_bridge.rng import key_of
+from energon_bridge.stores import CachePool, NoCachePool
+from energon_bridge.stream.cooking import check_cooker
 from energon_bridge.stream.finite import DrawnRows, PackedRows, num_microbatches
 from energon_bridge.stream.leaf import Leaf
 from energon_bridge.stream.passes import FinitePlan, InOrder, Shuffled
@@ -57,6 +59,7 @@ class DatasetSpec:
         shuffled: Whether a pass of a finite stream has an order of its own (training) or the datasets' (validation).
         virtual_epoch_length: Steps after which an iterator over training data ends; the next one goes on.
         limit: Steps after which a pass over validation data ends.
+        cache_pool: Where files that are needed later are kept.
 
     The others are those of `get_train_dataset`.
     """
@@ -75,9 +78,12 @@ class DatasetSpec:
     shuffled: bool = True
     virtual_epoch_length: int | None = None
     packing_buffer_size: int | None = None
+    cache_pool: CachePool = field(default_factory=NoCachePool)
 
     def __post_init__(self) -> None:
         UserCode(self.task_encoder, packs=self.packing_buffer_size is not None)  # refuses what cannot be
+        for leaf in self.leaves:
+            check_cooker(self.task_encoder, leaf.dataset, leaf.aux)
         if not (self.finite and self.shuffled):
             return
         if self.mix.mode == "weights" and len(self.leaves) > 1:
@@ -185,7 +191,7 @@ class DatasetSpec:
             first_sample=leaf.start,
             epochs_per_shuffle=leaf.shuffle_epochs or 1,
         )
-        return Leaf(identity=leaf.identity, dataset=leaf.dataset, order=order)
+        return Leaf(identity=leaf.identity, dataset=leaf.dataset, order=order, aux=leaf.aux)
 
     def _blend(self, leaves: Sequence[Leaf], lanes: int, seed: int, changes: ChangedWeights) -> Blend | None:
         if self.kind == "finite" or self.mode == "single":
@@ -253,6 +259,7 @@ class DatasetSpec:
             background_reads=not config.num_workers,
             restore_generators=not config.num_workers,
             packing_buffer_size=self.packing_buffer_size,
+            cache=self.cache_pool,
         )
         return Pipeline(units.leaves, settings)
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from energon_bridge.format.dataset import PreparedDataset
 from energon_bridge.format.join import JoinedDataset
 from energon_bridge.format.jsonl import JsonlDataset
+from energon_bridge.mix import AuxRef
 from energon_bridge.plan.leaf import LeafOrder
 from energon_bridge.rng import fold
+from energon_bridge.stream.cooking import Cook
 from energon_bridge.stream.joined import JoinReader, JoinValues
 from energon_bridge.stream.lines import LineValues
 from energon_bridge.stream.reader import LeafReader, Reader, RoundBuffer
@@ -20,18 +23,20 @@ _USER_CODE = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Leaf:
-    """One dataset of a stream: what it is and in which order it is read."""
+    """One dataset of a stream: what it is, in which order it is read, and the stores that its cooker is given."""
 
     identity: str
     dataset: PreparedDataset | JoinedDataset
     order: LeafOrder
+    aux: Mapping[str, AuxRef] = field(default_factory=dict)
 
 
 class LeafSource:
     """A leaf that has been opened in this process."""
 
-    def __init__(self, leaf: Leaf, decoder: Any) -> None:
+    def __init__(self, leaf: Leaf, decoder: Any, cook: Cook | None) -> None:
         self.leaf = leaf
+        self.cook = cook
         self.reader: Reader
         self.values: Values | JoinValues
         dataset = leaf.dataset

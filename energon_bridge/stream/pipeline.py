@@ -8,7 +8,7 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,11 +16,14 @@ import torch
 
 from energon_bridge.errors import DecodeError
 from energon_bridge.plan.leaf import Round
+from energon_bridge.stores import CachePool, NoCachePool
+from energon_bridge.stream.cooking import StorePool, cook_of, cooker_of
 from energon_bridge.stream.leaf import Cursor, Leaf, LeafSource
 from energon_bridge.stream.reader import RoundBuffer
 from energon_bridge.stream.state import COUNTERS, Counts, Ref
 from energon_bridge.stream.user_code import UserCode, generators_put_back
 from energon_bridge.stream.values import Problem, RestoreKey
+from energon_bridge.task_encoder.current import CACHE
 from energon_bridge.task_encoder.deferred import decode_deferred
 
 logger = logging.getLogger(__name__)
@@ -42,6 +45,7 @@ class StreamSettings:
         restore_generators: Put the global random generators back after each microbatch.
         packing_buffer_size: Encoded samples from which the encoder selects packs; None: it does not pack.
         held_bytes: Bytes that the contents of samples waiting in packs may take, all lanes of the process together.
+        cache: Where cookers and hooks keep files that are needed later.
     """
 
     batch_size: int | None
@@ -52,6 +56,7 @@ class StreamSettings:
     restore_generators: bool = False
     packing_buffer_size: int | None = None
     held_bytes: int = 1 << 30
+    cache: CachePool = field(default_factory=NoCachePool)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +87,9 @@ class Pipeline:
         self.leaves = leaves
         self.settings = settings
         self.rows = settings.batch_size or 1
-        self.code = UserCode(settings.encoder, packs=settings.packing_buffer_size is not None)
+        cooks = any(cooker_of(settings.encoder, leaf.dataset) is not None for leaf in leaves)
+        self.code = UserCode(settings.encoder, packs=settings.packing_buffer_size is not None, cooks=cooks)
+        self._stores = StorePool(settings.encoder.decoder)
         self.held_bytes = 0
         self._sources: list[LeafSource | None] = [None] * len(leaves)
         self._cursors: OrderedDict[tuple[int, int], Cursor] = OrderedDict()
@@ -101,7 +108,9 @@ class Pipeline:
         """Return what reads a leaf, opened when it is first drawn from."""
         source = self._sources[leaf]
         if source is None:
-            source = self._sources[leaf] = LeafSource(self.leaves[leaf], self.settings.encoder.decoder)
+            encoder, of = self.settings.encoder, self.leaves[leaf]
+            cook = cook_of(encoder, of.dataset, of.aux, self._stores, self.settings.cache)
+            source = self._sources[leaf] = LeafSource(of, encoder.decoder, cook)
         return source
 
     def cursor(self, lane: int, leaf: int) -> Cursor:
@@ -164,7 +173,7 @@ class Pipeline:
         identity, index, epoch, _ = key
         source = self.source(leaf)
         try:
-            encoded = self.code.encode(sample, source.user_key, index, epoch)
+            encoded = self.code.encode(sample, source.user_key, index, epoch, source.cook)
         except Exception as error:  # the policy decides
             counted[COUNTERS.index(self.code.failed(error, source.where(index)))] += 1
             return []
@@ -254,6 +263,7 @@ class Pipeline:
 
     def user_code(self) -> contextlib.AbstractContextManager[None]:
         """Enter wherever hooks may run."""
+        CACHE.set(self.settings.cache)
         if self.settings.restore_generators and self.code.present:
             return generators_put_back()
         return contextlib.nullcontext()
@@ -266,6 +276,7 @@ class Pipeline:
         Raises:
             LookupError: The key belongs to another dataset, or its sample gives no output any more.
         """
+        CACHE.set(self.settings.cache)
         if not key or key[0] != "Batch":
             with generators_put_back():
                 return self._row(key)[0]

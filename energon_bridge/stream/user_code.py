@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import GeneratorType
 from typing import Any
 
@@ -35,7 +35,7 @@ _ALWAYS_FATAL = (
     ReferenceError,
     NameError,
 )
-_ENCODE, _BATCH, _POST, _SELECT, _PACK, _GROUP = 1, 2, 3, 4, 5, 6
+_ENCODE, _BATCH, _POST, _SELECT, _PACK, _GROUP, _COOK = 1, 2, 3, 4, 5, 6, 7
 _ONE_OF = {
     "samples": "a sample",
     "members": "a sample of a pack",
@@ -50,6 +50,8 @@ class UserCode:
 
     Args:
         encoder: The task encoder.
+        packs: Whether it packs.
+        cooks: Whether it cooks samples of a leaf.
 
     Attributes:
         encodes: Whether code of the user's sees every sample that is drawn.
@@ -60,7 +62,7 @@ class UserCode:
         ConfigurationError: Hooks are overridden that exclude each other.
     """
 
-    def __init__(self, encoder: Any, *, packs: bool = False) -> None:
+    def __init__(self, encoder: Any, *, packs: bool = False, cooks: bool = False) -> None:
         self.encoder = encoder
         self._packs = packs
         pre, self.posts = (not is_default(_hook(encoder, f"{name}encode_sample")) for name in ("pre", "post"))
@@ -78,7 +80,7 @@ class UserCode:
                     )
         self._first = encoder.encode_sample if encodes else _hook(encoder, "preencode_sample")
         self._pre = encodes or pre
-        self.encodes = self._pre or (self.posts and not packs)
+        self.encodes = self._pre or (self.posts and not packs) or cooks
         self.groups = not is_default(_hook(encoder, "batch_group_criterion"))
         self._batches = not (is_default(encoder.batch) and is_default(encoder.encode_batch))
         self.tolerance: int = getattr(encoder, "__default_failure_tolerance__", 100) or 0
@@ -89,15 +91,20 @@ class UserCode:
         """Whether any hook is not the package's own."""
         return self.encodes or self._batches or self._packs or self.groups
 
-    def encode(self, sample: Any, leaf_key: int, index: int, epoch: int) -> list[Any]:
-        """Return the encoded samples of one draw (several, where the hook is a generator).
+    def encode(
+        self, sample: Any, leaf_key: int, index: int, epoch: int, cook: Callable[[Any], Any] | None = None
+    ) -> list[Any]:
+        """Return the encoded samples of one draw (several, where the hook is a generator), cooked before.
 
         What a pack is made of has been through `preencode_sample` only.
         """
         if not self.encodes:
             return [sample]
-        encoded = [sample]
         SAMPLE.set((leaf_key, index, epoch))
+        if cook is not None:
+            seed_everything(fold(leaf_key, _COOK, index, epoch))
+            sample = cook(sample)
+        encoded = [sample]
         if self._pre:
             seed_everything(fold(leaf_key, _ENCODE, index, epoch))
             encoded = _listed(self._first(sample))

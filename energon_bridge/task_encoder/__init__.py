@@ -25,6 +25,7 @@ from energon_bridge.task_encoder.conversation import (
     chatml_template,
     llava_template,
 )
+from energon_bridge.task_encoder.cooking import Cooker, basic_sample_keys, cooker
 from energon_bridge.task_encoder.decoder import SampleDecoder
 from energon_bridge.task_encoder.deferred import DeferredImage
 from energon_bridge.task_encoder.grouping import LengthGrouper
@@ -36,6 +37,7 @@ __all__ = [
     "AugmentTaskEncoder",
     "Conversation",
     "ConversationTemplateConfig",
+    "Cooker",
     "DefaultTaskEncoder",
     "DeferredImage",
     "Document",
@@ -50,6 +52,7 @@ __all__ = [
     "TaskEncoder",
     "Turn",
     "TurnLayout",
+    "basic_sample_keys",
     "batch_list",
     "batch_packs",
     "batch_pad_stack",
@@ -57,6 +60,7 @@ __all__ = [
     "batch_stack",
     "chatml_template",
     "concat_pad",
+    "cooker",
     "default_hook",
     "generic_batch",
     "generic_concat",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from energon_bridge.task_encoder.base import TaskEncoder
 
@@ -27,9 +27,10 @@ class AugmentTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
     def __init__(self, task_encoder: Any) -> None:
         self.task_encoder = task_encoder
 
-    cookers: ClassVar[Any] = _Inner()
+    cookers: Any = _Inner()
     decoder: Any = _Inner()
     __default_failure_tolerance__: Any = _Inner()
+    cook_crude_sample: Any = _Inner()
     encode_sample: Any = _Inner()
     preencode_sample: Any = _Inner()
     postencode_sample: Any = _Inner()

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from types import MethodType
-from typing import Any, ClassVar, Generic, TypeVar, cast, overload
+from typing import Any, Generic, TypeVar, cast, overload
 
+from energon_bridge.samples import CrudeSample
+from energon_bridge.stores import CachePool, FileStore
 from energon_bridge.task_encoder import current
 from energon_bridge.task_encoder.collate import Action, batch_samples, generic_batch
 from energon_bridge.task_encoder.convert import convert_record, is_record_type, target_fields
+from energon_bridge.task_encoder.cooking import Cooker, cook_sample
 from energon_bridge.task_encoder.decoder import SampleDecoder
 
 SampleT = TypeVar("SampleT")
@@ -55,10 +58,11 @@ def stateless(
 class TaskEncoder(Generic[SampleT, EncodedT, RawBatchT, BatchT]):
     """The root of task encoders. Override the hooks you need. `encode_sample` may be a generator function.
 
-    `decoder` turns the raw parts of a sample into values; None leaves them bytes.
+    `decoder` turns the raw parts of a sample into values; None leaves them bytes. `cookers` make typed samples of those
+    of crude datasets; an encoder without any gets the crude samples themselves.
     """
 
-    cookers: ClassVar[Sequence[Any]] = ()
+    cookers: Sequence[Cooker[Any]] = ()
     decoder: SampleDecoder | None = SampleDecoder()
     __default_failure_tolerance__: int | None = 100
 
@@ -71,6 +75,19 @@ class TaskEncoder(Generic[SampleT, EncodedT, RawBatchT, BatchT]):
     def current_batch_index(self) -> int:
         """The number of the microbatch that a batch hook makes, counted over the whole run."""
         return current.current_batch_index()
+
+    @property
+    def cache(self) -> CachePool:
+        """The cache pool of the loader that runs the hook; one that keeps nothing where the loader has none."""
+        return current.current_cache()
+
+    @default_hook
+    def cook_crude_sample(self, sample: CrudeSample, cooker: Cooker[SampleT], aux: dict[str, FileStore]) -> SampleT:
+        """Make a typed sample of a crude one. By default the cooker does, given the stores that it asks for.
+
+        `aux` has the auxiliary stores by name, and the dataset itself as `primary` if the cooker needs it.
+        """
+        return cast(SampleT, cook_sample(sample, cooker, aux, self.cache))
 
     @default_hook
     def encode_sample(self, sample: SampleT) -> EncodedT | Iterator[EncodedT]:

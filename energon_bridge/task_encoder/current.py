@@ -9,11 +9,14 @@ from contextvars import ContextVar
 
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.rng import fold
+from energon_bridge.stores import CachePool, NoCachePool
 
 SAMPLE: ContextVar[tuple[int, ...]] = ContextVar("energon_bridge_sample")
 """Keys of the draw whose sample a hook has."""
 BATCH: ContextVar[int] = ContextVar("energon_bridge_batch")
 """Number of the microbatch in the global sequence."""
+CACHE: ContextVar[CachePool] = ContextVar("energon_bridge_cache")
+"""The cache pool of the loader."""
 
 
 def current_sample_index() -> int:
@@ -38,3 +41,8 @@ def current_batch_index() -> int:
     if number < 0:
         raise ConfigurationError("current_batch_index can only be asked for inside batch and encode_batch")
     return number
+
+
+def current_cache() -> CachePool:
+    """Return the cache pool of the loader whose hook is running; outside of hooks, one that keeps nothing."""
+    return CACHE.get(None) or NoCachePool()

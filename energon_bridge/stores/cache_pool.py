@@ -1,0 +1,174 @@
+"""`FileStoreCachePool`: files that are needed later are copied to a folder near by, in the background.
+
+Each process that uses a pool has a folder of its own below the pool's (`own_folder`), so that processes share nothing,
+and a process that is killed leaves nothing for another to read; the next one to come clears it away. The bytes are
+those of the store, decoded when they are got. Limits hold for each process (`kept`).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+import threading
+from multiprocessing.util import Finalize
+from typing import Any, Literal
+
+from energon_bridge.errors import ConfigurationError, LoaderError
+from energon_bridge.samples import SourceInfo
+from energon_bridge.stores.base import FileStore
+from energon_bridge.stores.cache import CachePool, HeldLazy, Lazy, NoCachePool
+from energon_bridge.stores.kept import KeptFile, KeptFiles, own_files
+from energon_bridge.stores.plain_data import from_bytes, to_bytes
+
+_log = logging.getLogger(__name__)
+
+
+class FileStoreCachePool(CachePool):
+    """Keeps files in a folder until the samples that need them are gone.
+
+    It may be made before worker processes are started; each of them then keeps files of its own.
+
+    Args:
+        parent_cache_dir: Folder below which each process makes its own; default: the folder for temporary files.
+        num_workers: Threads that copy, in each process.
+        max_cache_size_gbytes: Limit of each process, in 10^9 bytes; what finds no room is read when it is got.
+        max_cache_count: Limit of the number of files of each process.
+        method: "raw", the bytes as they are stored. (megatron-energon's "pickle" is refused: reading a pickle runs the
+            code in it.)
+
+    Raises:
+        ConfigurationError: An argument is wrong.
+    """
+
+    def __init__(
+        self,
+        *,
+        parent_cache_dir: str | os.PathLike[str] | None = None,
+        num_workers: int = 8,
+        max_cache_size_gbytes: float = 1024,
+        max_cache_count: int = 10_000_000,
+        method: Literal["raw"] = "raw",
+    ) -> None:
+        if method != "raw":
+            raise ConfigurationError(
+                f"FileStoreCachePool: method={method!r}: only 'raw' is there, which keeps the bytes of files and "
+                "decodes them when they are got; no pickle is ever read from a disk"
+            )
+        for name, value in (("num_workers", num_workers), ("max_cache_count", max_cache_count)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigurationError(f"FileStoreCachePool: {name} must be an integer of at least 1, got {value!r}")
+        if not max_cache_size_gbytes > 0:
+            raise ConfigurationError(
+                f"FileStoreCachePool: max_cache_size_gbytes must be above 0, got {max_cache_size_gbytes!r}"
+            )
+        self._parent = os.path.abspath(os.fspath(parent_cache_dir or tempfile.gettempdir()))
+        self._limits = {
+            "num_workers": num_workers,
+            "max_bytes": int(max_cache_size_gbytes * 1e9),
+            "max_count": max_cache_count,
+        }
+        self._plain = NoCachePool()
+        self._pid = -1
+        self._files: KeptFiles | None = None
+        self._lock = threading.Lock()
+        self._said: set[str] = set()
+
+    def get(self, ds: FileStore, fname: str, sample: Any = None) -> Any:
+        """Return the value of a file now; nothing is kept of it."""
+        return self._plain.get(ds, fname, sample)
+
+    def get_lazy(self, ds: FileStore, fname: str) -> Lazy:
+        """Return what stands for a file, and begin to copy the file if there is room."""
+        files = self._here()
+        if files is None:
+            return self._plain.get_lazy(ds, fname)
+        return _FileLazy(self, files, files.ask(ds, fname), ds, fname)
+
+    def to_cache(self, data: Any, name: str) -> Lazy:
+        """Write data away and return what stands for it; kept in memory where there is no room.
+
+        Numbers, texts, bytes, tensors, arrays, and lists, tuples and dicts of them are written. Anything else stays in
+        memory, and is warned of once.
+        """
+        files = self._here()
+        try:
+            entry = None if files is None else files.put(to_bytes(data), name)
+        except TypeError as error:
+            entry = None
+            if str(error) not in self._said:
+                self._said.add(str(error))
+                _log.warning(
+                    "to_cache(%r): %s cannot be written without pickle and stays in memory; give bytes, texts, "
+                    "numbers, tensors or arrays",
+                    name,
+                    error,
+                )
+        if files is None or entry is None:
+            return HeldLazy(data)
+        return _DataLazy(self, files, entry)
+
+    def close(self) -> None:
+        """Delete what this process keeps; what is asked for later is kept anew."""
+        files = self._files if self._pid == os.getpid() else None
+        self._files, self._pid = None, -1
+        if files is not None:
+            files.close()
+
+    def _here(self) -> KeptFiles | None:
+        """Return the kept files of this process, None where none can be kept."""
+        if self._pid == os.getpid():
+            return self._files
+        if self._pid != -1:  # a fork copied the lock, perhaps held by a thread that is not here
+            self._lock = threading.Lock()
+        with self._lock:
+            if self._pid != os.getpid():
+                if self._files is not None:
+                    self._files.folder.leave()
+                self._files = files = own_files(self._parent, **self._limits)
+                self._pid = os.getpid()
+                if files is not None:
+                    # At the end of worker processes, too, which end without what `atexit` would run.
+                    Finalize(self, files.close, exitpriority=10)
+        return self._files
+
+
+class _KeptLazy(Lazy):
+    """A lazy with a kept file, which it lets go of when it goes itself."""
+
+    def __init__(self, pool: FileStoreCachePool, files: KeptFiles, entry: KeptFile) -> None:
+        self._pool = pool  # which closes when nothing needs it any more
+        self._files = files
+        self._entry = entry
+
+    def __del__(self) -> None:
+        if self._files.pid == os.getpid():
+            self._files.release(self._entry)
+
+
+class _FileLazy(_KeptLazy):
+    """A file of a store, from its copy if there is one."""
+
+    def __init__(self, pool: FileStoreCachePool, files: KeptFiles, entry: KeptFile, ds: FileStore, fname: str) -> None:
+        super().__init__(pool, files, entry)
+        self._ds = ds
+        self._fname = fname
+
+    def read(self) -> tuple[Any, SourceInfo | None]:
+        data = self._files.read(self._entry) if self._files.pid == os.getpid() else None
+        if data is None:
+            return self._ds[self._fname]
+        return self._ds.decode(self._fname, data), self._entry.source
+
+
+class _DataLazy(_KeptLazy):
+    """Data that was written away."""
+
+    def read(self) -> tuple[Any, SourceInfo | None]:
+        data = self._files.read(self._entry) if self._files.pid == os.getpid() else None
+        if data is None:
+            raise LoaderError(
+                f"{self._entry.name}: data given to to_cache is gone: the pool was closed, or its folder "
+                f"{self._files.folder.path} deleted, or this is another process"
+            )
+        return from_bytes(data), None

@@ -1,0 +1,50 @@
+"""The files of a folder by their paths in it.
+
+Invariant: a key never leaves the folder. What is written in a sample is data, and data must not choose other files of
+the machine; links inside the folder are its owner's and are followed.
+"""
+
+from __future__ import annotations
+
+import os
+
+from energon_bridge.errors import FileNotInStoreError, ShardMissingError
+from energon_bridge.format.media import MediaMetadata
+from energon_bridge.format.part_index import PartIndex
+from energon_bridge.samples import SourceInfo
+from energon_bridge.storage import open_store
+from energon_bridge.stores.base import FileStore
+from energon_bridge.stores.webdataset import known_media
+
+
+class SystemFileStore(FileStore):
+    """Random access to the files below a folder or URL; any thread may read.
+
+    Args:
+        base_dir: The folder; None: the current directory of the process that makes the store.
+    """
+
+    def __init__(self, base_dir: str | os.PathLike[str] | None = None) -> None:
+        self._store = open_store(os.getcwd() if base_dir is None else base_dir)
+        self._index = PartIndex(self._store)
+
+    def read(self, key: str) -> tuple[bytes, SourceInfo]:
+        """Return the bytes of a file by its path in the folder; raises FileNotInStoreError."""
+        parts = key.split("/")
+        if not key or not parts[0] or ".." in parts or "\0" in key:
+            raise FileNotInStoreError(
+                f"{self._store.root}: {key!r} leads out of the folder; expected the path of a file below it, without .."
+            )
+        try:
+            data = self._store.read(key)
+        except ShardMissingError as error:
+            raise FileNotInStoreError(f"{self._store.root}: no file {key!r}") from error
+        return data, SourceInfo(self._store.root, key, self._store.root, (key,))
+
+    def get_path(self) -> str:
+        """Return the folder or URL."""
+        return self._store.root
+
+    def get_media_metadata(self, key: str) -> MediaMetadata:
+        """Return what the folder's media index knows of a file."""
+        return known_media(self._index.media(key), self._store.root, key)

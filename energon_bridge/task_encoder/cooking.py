@@ -1,0 +1,120 @@
+"""Cookers: functions that make typed samples of crude ones, chosen by the labels of a dataset.
+
+An encoder lists them in `cookers`; the first whose `has_subflavors` are all among a dataset's subflavors cooks its
+samples, with the auxiliary stores of the dataset as keyword arguments, and, if it asks for them, `primary` (the
+dataset itself as a store) and `cache` (the loader's pool).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import GeneratorType
+from typing import Any, Generic, TypeVar, overload
+
+from energon_bridge.errors import ConfigurationError, FatalSampleError
+from energon_bridge.samples import CrudeSample, SourceInfo
+from energon_bridge.stores import CachePool, FileStore, PrimaryFileStore
+
+T_co = TypeVar("T_co", covariant=True)
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+PRIMARY, CACHE = "primary", "cache"
+
+
+@dataclass(frozen=True)
+class Cooker(Generic[T_co]):
+    """A function that cooks the samples of the datasets that have certain subflavors.
+
+    Args:
+        cook: Takes a crude sample (a dict) and stores by name, and returns a sample. It may raise `SkipSample`.
+        has_subflavors: Labels that the dataset must have; None: any dataset.
+    """
+
+    cook: Callable[..., T_co]
+    has_subflavors: Mapping[str, Any] | None = None
+
+    def is_match(self, subflavors: Mapping[str, Any] | None) -> bool:
+        """Whether it cooks the samples of a dataset with these subflavors."""
+        wanted, given = self.has_subflavors or {}, subflavors or {}
+        return all(name in given and given[name] == value for name, value in wanted.items())
+
+    @property
+    def name(self) -> str:
+        """The name of its function, for people."""
+        return getattr(self.cook, "__qualname__", type(self.cook).__qualname__)
+
+    @property
+    def needs_primary(self) -> bool:
+        """Whether it asked for the dataset as a store."""
+        return bool(getattr(self.cook, "__need_primary__", False))
+
+    @property
+    def needs_cache(self) -> bool:
+        """Whether it asked for the loader's cache pool."""
+        return bool(getattr(self.cook, "__need_cache__", False))
+
+
+@overload
+def cooker(fn: Function) -> Function: ...
+@overload
+def cooker(*, need_cache: bool = False, need_primary: bool = False) -> Callable[[Function], Function]: ...
+def cooker(
+    fn: Function | None = None, *, need_cache: bool = False, need_primary: bool = False
+) -> Function | Callable[[Function], Function]:
+    """Mark a function as a cooker, and say which of `cache` and `primary` it takes; `@cooker` and `@cooker(…)` work."""
+
+    def mark(function: Function) -> Function:
+        function.__need_cache__ = need_cache  # type: ignore[attr-defined]
+        function.__need_primary__ = need_primary  # type: ignore[attr-defined]
+        return function
+
+    return mark if fn is None else mark(fn)
+
+
+def basic_sample_keys(
+    crude_sample: Mapping[str, Any], additional_source_info: Iterable[SourceInfo] = ()
+) -> dict[str, Any]:
+    """Return the fields that every sample carries, as keyword arguments for the sample that a cooker makes."""
+    return {
+        "__key__": crude_sample["__key__"],
+        "__restore_key__": crude_sample.get("__restore_key__", ()),
+        "__subflavors__": crude_sample.get("__subflavors__"),
+        "__sources__": (*(crude_sample.get("__sources__") or ()), *additional_source_info),
+    }
+
+
+def matching_cooker(cookers: Sequence[Cooker[Any]], subflavors: Mapping[str, Any] | None) -> Cooker[Any] | None:
+    """Return the first cooker for these subflavors, None if there is none."""
+    return next((one for one in cookers if one.is_match(subflavors)), None)
+
+
+def check_call(of: Cooker[Any], stores: Iterable[str]) -> None:
+    """Raise ConfigurationError unless a cooker can be called with stores of these names."""
+    names = [*stores, *[PRIMARY] * of.needs_primary, *[CACHE] * of.needs_cache]
+    try:
+        inspect.signature(of.cook).bind({}, **dict.fromkeys(names))
+    except TypeError as error:
+        raise ConfigurationError(
+            f"the cooker {of.name} is called with a sample and {', '.join(names) or 'no stores'}, but {error}: give it "
+            "a parameter for each store of `aux`; @cooker(need_primary=…, need_cache=…) asks for the other two"
+        ) from error
+    except ValueError:
+        return  # a builtin that does not say what it takes
+
+
+def cook_sample(sample: CrudeSample, of: Cooker[Any], stores: Mapping[str, FileStore], cache: CachePool) -> Any:
+    """Cook one sample; `stores` has the auxiliary ones, and the dataset itself as `primary` if the cooker needs it."""
+    given: dict[str, Any] = dict(stores)
+    if of.needs_primary:
+        given[PRIMARY] = PrimaryFileStore(given[PRIMARY], sample["__key__"])
+    if of.needs_cache:
+        given[CACHE] = cache
+    cooked = of.cook(sample, **given)
+    if cooked is None or isinstance(cooked, GeneratorType):
+        raise FatalSampleError(
+            f"the cooker {of.name} returned {type(cooked).__name__}, expected one sample: raise SkipSample to leave "
+            "one out, and let encode_sample yield several"
+        )
+    return cooked
