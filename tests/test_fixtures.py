@@ -16,9 +16,12 @@ import torch
 from conftest import FIXTURES
 
 from energon_bridge import (
+    Cooker,
     DefaultTaskEncoder,
+    FileStore,
     TextSample,
     WorkerConfig,
+    basic_sample_keys,
     get_loader,
     get_train_dataset,
     get_val_dataset,
@@ -34,6 +37,18 @@ LEAVES = [leaf for leaf in EXPECTED if leaf.partition(":")[0] in PLAIN]
 
 class Encoder(DefaultTaskEncoder):
     decoder = SampleDecoder(image_decode="torchrgb8")
+
+
+def cook(sample: CrudeSample, pictures: FileStore, files: FileStore) -> TextSample:
+    """Cook as the cooker did that expected.json was made with."""
+    name = sample["json"]["image"]
+    parts = {name: value for name, value in sample.items() if not name.startswith("__")}
+    parts |= {"pictures": pictures.get(name, sample), "files": files.get(name, sample)}
+    return TextSample(**basic_sample_keys(sample), text=json.dumps(plain(parts), sort_keys=True))
+
+
+class CookingEncoder(Encoder):
+    cookers = (Cooker(cook, has_subflavors={"kind": "chat"}),)
 
 
 def plain(value: Any) -> Any:
@@ -56,12 +71,12 @@ def rendered(sample: Any) -> dict[str, Any]:
     return meta | fields | {"type": type(sample).__name__}
 
 
-def validation(path: str | Path, split_part: str, num_workers: int) -> list[dict[str, Any]]:
+def validation(path: str | Path, split_part: str, num_workers: int, encoder: Any = None) -> list[dict[str, Any]]:
     dataset = get_val_dataset(
         path,
         split_part=split_part,
         batch_size=None,
-        task_encoder=Encoder(),
+        task_encoder=encoder or Encoder(),
         worker_config=WorkerConfig(num_workers=num_workers, rank=0, world_size=1),
     )
     loader = get_loader(dataset)
@@ -86,6 +101,12 @@ def join_caption_and_text(image: Any, extra: Any) -> TextSample:
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_joined_samples_are_those_of_megatron_energon(fixtures: Path, num_workers: int) -> None:
     assert validation(fixtures / "joined.yaml", "train", num_workers) == EXPECTED["joined.yaml:train"]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_cooked_samples_are_those_of_megatron_energon(num_workers: int) -> None:
+    """With pictures from a prepared dataset and from a folder of files."""
+    assert validation(FIXTURES / "aux.yaml", "train", num_workers, CookingEncoder()) == EXPECTED["aux.yaml:train"]
 
 
 def test_every_plain_dataset_was_compared() -> None:
