@@ -1,6 +1,7 @@
 """The command group: finds the subcommands, and turns errors of this package into one message and exit code 1.
 
-A subcommand's module is imported when it runs, so that `energon --help` and shell completion answer at once.
+A subcommand's module (its name with underscores) is imported when it runs, so that `energon --help` and shell
+completion answer at once.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ _COMMANDS = {
     "lint": "Read and decode every sample, and name those that fail.",
     "plan": "Forecast epochs per dataset of a mix, and what its weights mean.",
     "prepare": "Index a folder of WebDataset tars and write its .nv-meta.",
+    "prepare-media": "Write down the sizes of images and the lengths of videos and sound.",
     "which": "Name the samples of a step, without reading data.",
 }
 
@@ -32,7 +34,7 @@ class _LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _COMMANDS:
             return None
-        command: click.Command = import_module(f"energon_bridge.cli.{cmd_name}").command
+        command: click.Command = import_module(f"energon_bridge.cli.{cmd_name.replace('-', '_')}").command
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -7,6 +7,7 @@ import os
 import click
 
 from energon_bridge.cli.assistant import ask_dataset_yaml, ask_field_map, ask_ratio, show_first_samples
+from energon_bridge.cli.prepare_media import media_filter, media_options, report_media
 from energon_bridge.cli.progress import shard_progress
 from energon_bridge.errors import ConfigurationError, MetadataError, NotPreparedError
 from energon_bridge.format.jsonl import index_jsonl, is_jsonl
@@ -44,6 +45,7 @@ _DEFAULT_WORKERS = min(16, os.cpu_count() or 1)
 @click.option("--force-overwrite", is_flag=True, help="Prepare again without asking.")
 @click.option("--skip-dataset-yaml", is_flag=True, help="Write no dataset.yaml.")
 @click.option("--dataset-yaml-name", default="dataset.yaml", show_default=True, help="Name of the file to write.")
+@media_options
 @click.option("--non-interactive", is_flag=True, help="Never ask.")
 @click.option("--trust-remote-code", is_flag=True, help="Of a mix: open datasets that bring code of their own.")
 def command(
@@ -61,6 +63,9 @@ def command(
     force_overwrite: bool,
     skip_dataset_yaml: bool,
     dataset_yaml_name: str,
+    media_metadata_by_glob: str | None,
+    media_metadata_by_header: bool,
+    media_metadata_by_extension: bool,
     non_interactive: bool,
     trust_remote_code: bool,
 ) -> None:
@@ -72,8 +77,9 @@ def command(
     Of a .jsonl file, its index is written beside it. Of a mix (a .yaml), the joins of all splits are looked up once,
     and kept in PATH.cache.
     """
+    media = media_filter(media_metadata_by_glob, media_metadata_by_header, media_metadata_by_extension)
     if is_jsonl(path) or path.endswith(".yaml"):
-        if split_ratio or split_parts or sample_type or tar_index_only:
+        if split_ratio or split_parts or sample_type or tar_index_only or media:
             what = "a JSONL file" if is_jsonl(path) else "a mix"
             raise ConfigurationError(f"{path} is {what}: these options go with the folder of a dataset.")
         if is_jsonl(path):
@@ -82,6 +88,8 @@ def command(
         _prepare_mix(path, num_workers=num_workers, trust=trust_remote_code, progress=progress)
         return
     if tar_index_only:
+        if media is not None:
+            raise ConfigurationError("--tar-index-only keeps the media metadata there is; use `energon prepare-media`.")
         with shard_progress("Indexing shards", enabled=progress) as advance:
             prepared = rebuild_index(path, num_workers=num_workers, key_index=key_index, progress=advance)
         click.echo(f"Indexed {prepared.num_samples:,} samples in {len(prepared.shard_counts):,} shards.")
@@ -108,8 +116,11 @@ def command(
             key_index=key_index,
             dataset_yaml=dataset_yaml,
             dataset_yaml_name=dataset_yaml_name,
+            media=media,
             progress=advance,
         )
+    if prepared.media is not None:
+        report_media(prepared.media)
     _report(store, prepared, dataset_yaml_name)
 
 

@@ -36,6 +36,8 @@ from energon_bridge.format.parallel import map_shards
 from energon_bridge.format.tar_index import encode_index, index_name
 from energon_bridge.format.tar_scan import scan_tar
 from energon_bridge.prepare.discover import find_shards
+from energon_bridge.prepare.media import IndexedMedia, index_dataset_media
+from energon_bridge.prepare.media_kinds import MediaFilter
 from energon_bridge.prepare.split import SplitRule, split_shards
 from energon_bridge.prepare.staging import Staging
 from energon_bridge.storage import LocalStore, Store, open_store
@@ -47,11 +49,12 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """What `prepare_dataset` wrote: samples per shard, shards per split part, and the part names that it saw."""
+    """What `prepare_dataset` wrote: samples per shard, shards per split part, the part names that it saw, and media."""
 
     shard_counts: dict[str, int]
     split_parts: dict[str, list[str]]
     part_names: tuple[str, ...]
+    media: IndexedMedia | None = None
 
     @property
     def num_samples(self) -> int:
@@ -68,16 +71,20 @@ def prepare_dataset(
     key_index: bool = True,
     dataset_yaml: bytes | None = None,
     dataset_yaml_name: str = DEFAULT_DATASET_CONFIG,
+    media: MediaFilter | None = None,
     progress: Progress | None = None,
 ) -> Prepared:
     """Index all tars below a folder (or URL) and write `.nv-meta`; an earlier preparation is replaced.
 
     `dataset_yaml` is the content for the file of that name, None leaves what is there. `progress(done, total)` counts
-    shards. The excludes of an earlier split.yaml are kept. Raises NoShardsError, UnsupportedShardError,
+    shards. The excludes of an earlier split.yaml are kept, and its media metadata, unless `media` says which files to
+    look into anew. Raises NoShardsError, UnsupportedShardError,
     CorruptShardError, DuplicateKeyError or StorageError, and then leaves the dataset as it was.
     """
     if "/" in dataset_yaml_name or not dataset_yaml_name.endswith(".yaml"):
         raise ConfigurationError(f"--dataset-yaml-name {dataset_yaml_name!r}: expected the name of a .yaml file.")
+    if media is not None and not key_index:
+        raise ConfigurationError("media metadata stands in the key index: it cannot be had with --no-key-index.")
     store = open_store(path)
     store.check_root()
     shards = find_shards(store, exclude=exclude)
@@ -86,14 +93,14 @@ def prepare_dataset(
         if not listed:
             _logger.info("%s: the split part %r gets none of the %d shards.", store.root, part, len(shards))
     with Staging(store) as staging:
-        counts, part_names = _index(
-            store, shards, staging, num_workers=num_workers, key_index=key_index, progress=progress
+        counts, part_names, found = _index(
+            store, shards, staging, num_workers=num_workers, key_index=key_index, media=media, progress=progress
         )
         staging.add(meta_path(DEFAULT_SPLIT_CONFIG), render_splits(split_parts, exclude=_old_excludes(store)))
         if dataset_yaml is not None:
             staging.add(meta_path(dataset_yaml_name), dataset_yaml)
         _commit(store, staging, counts, key_index=key_index)
-    return Prepared(shard_counts=counts, split_parts=split_parts, part_names=part_names)
+    return Prepared(shard_counts=counts, split_parts=split_parts, part_names=part_names, media=found)
 
 
 def rebuild_index(
@@ -111,7 +118,7 @@ def rebuild_index(
     store.check_root()
     shards = list(read_info(store).shard_counts)
     with Staging(store) as staging:
-        counts, part_names = _index(
+        counts, part_names, _ = _index(
             store, shards, staging, num_workers=num_workers, key_index=key_index, progress=progress
         )
         _commit(store, staging, counts, key_index=key_index)
@@ -125,16 +132,18 @@ def _index(
     *,
     num_workers: int,
     key_index: bool,
+    media: MediaFilter | None = None,
     progress: Progress | None,
-) -> tuple[dict[str, int], tuple[str, ...]]:
-    """Stage the indexes of all shards; returns samples per shard and the part names of all of them, sorted."""
+) -> tuple[dict[str, int], tuple[str, ...], IndexedMedia | None]:
+    """Stage the indexes of all shards; returns samples per shard, all part names, sorted, and what media there is."""
     counts: dict[str, int] = {}
     part_names: set[str] = set()
     with ExitStack() as stack:
         scans = stack.enter_context(closing(map_shards(partial(scan_tar, store), shards, num_workers=num_workers)))
-        writer = None
+        writer, found = None, None
         if key_index:
-            writer = stack.enter_context(KeyIndexWriter(staging.path(meta_path(INDEX_SQLITE)), shards))
+            index = staging.path(meta_path(INDEX_SQLITE))
+            writer = stack.enter_context(KeyIndexWriter(index, shards))
         for number, (shard, scan) in enumerate(zip(shards, scans, strict=True)):
             if writer is not None:
                 writer.add(number, scan)
@@ -144,9 +153,12 @@ def _index(
             if progress is not None:
                 progress(number + 1, len(shards))
         if writer is not None:
-            _keep_media(store, writer)
+            if media is None:
+                _keep_media(store, writer)
             writer.finish()
-    return counts, tuple(sorted(part_names))
+            if media is not None:
+                found = index_dataset_media(store, shards, index, media, num_workers=num_workers, progress=progress)
+    return counts, tuple(sorted(part_names)), found
 
 
 def _commit(store: Store, staging: Staging, counts: dict[str, int], *, key_index: bool) -> None:

@@ -1,0 +1,86 @@
+"""`energon prepare-media PATH`, and the filters of media files that `energon prepare` takes as well."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+from energon_bridge.cli.progress import shard_progress
+from energon_bridge.errors import ConfigurationError
+from energon_bridge.prepare.media import IndexedMedia, prepare_media
+from energon_bridge.prepare.media_kinds import MediaFilter
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+_DEFAULT_WORKERS = min(16, os.cpu_count() or 1)
+_SHOWN = 5
+
+
+def media_options(command: Command) -> Command:
+    """Add the three filters of media files to a command."""
+    for option in (
+        click.option(
+            "--media-metadata-by-extension", is_flag=True, help="Look into the media files that their extensions tell."
+        ),
+        click.option(
+            "--media-metadata-by-header", is_flag=True, help="Look into the media files that their first bytes tell."
+        ),
+        click.option(
+            "--media-metadata-by-glob",
+            default=None,
+            metavar="PATTERNS",
+            help="Look into the media files whose names match one of these: '*.jpg,*.png'.",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+def media_filter(by_glob: str | None, by_header: bool, by_extension: bool) -> MediaFilter | None:
+    """Return the filter that the options say, None if there is none of them."""
+    if (by_glob is not None) + by_header + by_extension > 1:
+        raise ConfigurationError("the --media-metadata-by-… options exclude each other: give one of them.")
+    if by_glob is not None:
+        return MediaFilter(strategy="GLOB", patterns=by_glob)
+    if by_header:
+        return MediaFilter(strategy="HEADER")
+    return MediaFilter(strategy="EXTENSION") if by_extension else None
+
+
+def report_media(found: IndexedMedia) -> None:
+    """Say how many media files were looked into, and which could not be read."""
+    click.echo(f"Stored metadata for {found.num_files:,} files.")
+    if found.failed:
+        shown = ", ".join(found.failed[:_SHOWN]) + (", ..." if len(found.failed) > _SHOWN else "")
+        click.echo(f"{len(found.failed):,} files could not be read: {shown}")
+
+
+@click.command("prepare-media")
+@click.argument("path")
+@click.option("--progress/--no-progress", default=True, help="Show a progress bar.")
+@click.option(
+    "--num-workers", default=_DEFAULT_WORKERS, show_default=True, type=click.IntRange(min=1), help="Processes."
+)
+@media_options
+def command(
+    path: str,
+    progress: bool,
+    num_workers: int,
+    media_metadata_by_glob: str | None,
+    media_metadata_by_header: bool,
+    media_metadata_by_extension: bool,
+) -> None:
+    """Write down what the media files of PATH are, without decoding them: sizes of images, lengths of videos and sound.
+
+    PATH is a prepared dataset, whose key index the metadata is added to, or any folder of files, which can then be an
+    auxiliary store of a crude dataset. One of the three filters says which files are media.
+    """
+    media = media_filter(media_metadata_by_glob, media_metadata_by_header, media_metadata_by_extension)
+    if media is None:
+        raise ConfigurationError("give one of --media-metadata-by-glob, -by-header and -by-extension.")
+    with shard_progress("Reading media", enabled=progress) as advance:
+        found = prepare_media(path, media, num_workers=num_workers, progress=advance)
+    report_media(found)

@@ -1,0 +1,203 @@
+"""Indexing media: what is known of images, videos and sound without decoding them goes into `index.sqlite`.
+
+In a prepared dataset the metadata stands beside the key index; any other folder gets an `index.sqlite` that has nothing
+else, and can be an auxiliary store of cookers. Invariant: the new index replaces the old one as a whole, or nothing
+changes. Format: `format/media.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sqlite3
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+from energon_bridge.errors import ConfigurationError, DecodeError, EmptyDatasetError, KeyIndexError, StorageError
+from energon_bridge.format.key_lookup import copy_key_index, sqlite_uri
+from energon_bridge.format.media import MediaMetadata, create_media_tables, note_filter, write_media
+from energon_bridge.format.nvmeta import INDEX_SQLITE, INFO_JSON, INFO_YAML, META_FOLDER, meta_path, read_info
+from energon_bridge.format.parallel import map_shards
+from energon_bridge.prepare.media_files import read_media
+from energon_bridge.prepare.media_kinds import HEAD_BYTES, MediaFilter
+from energon_bridge.prepare.staging import Staging
+from energon_bridge.storage import Store, open_store
+
+Progress = Callable[[int, int], None]
+Item = TypeVar("Item")
+
+_FILES_AT_A_TIME = 256
+_SHARD_PARTS = """
+    SELECT sample_key || '.' || part_name, content_byte_offset, content_byte_size FROM samples JOIN sample_parts
+    ON sample_parts.tar_file_id = samples.tar_file_id AND sample_parts.sample_index = samples.sample_index
+    WHERE samples.tar_file_id = ? ORDER BY content_byte_offset
+"""
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexedMedia:
+    """How many files metadata was written of, and the keys of those that could not be read."""
+
+    num_files: int
+    failed: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    """A file: its key, and where its content lies."""
+
+    key: str
+    rel: str
+    offset: int
+    size: int
+
+
+Found = list[tuple[str, MediaMetadata | str]]
+"""Of each media file its key, and its metadata or what was wrong with it."""
+
+
+def prepare_media(
+    path: str | os.PathLike[str], media: MediaFilter, *, num_workers: int = 1, progress: Progress | None = None
+) -> IndexedMedia:
+    """Write the metadata of the media files of a prepared dataset, or of any other folder.
+
+    What is known of other files stays. `progress(done, total)` counts shards, or portions of files. Raises
+    EmptyDatasetError if a folder has no media, KeyIndexError if a dataset has no key index, ConfigurationError if PyAV
+    is needed and not there, and then leaves everything as it was.
+    """
+    store = open_store(path)
+    store.check_root()
+    is_dataset = any(store.exists(meta_path(name)) for name in (INFO_JSON, INFO_YAML))
+    rel = meta_path(INDEX_SQLITE)
+    with Staging(store) as staging:
+        index = staging.path(rel)
+        if store.exists(rel):
+            copy_key_index(store, index)
+        elif is_dataset:
+            raise KeyIndexError(
+                f"{store.root}: media metadata stands in the key index, and there is none. Run `energon prepare "
+                f"--tar-index-only {store.root}` first."
+            )
+        if is_dataset:
+            shards = tuple(read_info(store).shard_counts)
+            found = index_dataset_media(store, shards, index, media, num_workers=num_workers, progress=progress)
+        else:
+            found = _index_folder(store, index, media, num_workers=num_workers, progress=progress)
+        staging.commit()
+    return found
+
+
+def index_dataset_media(
+    store: Store,
+    shards: Sequence[str],
+    index: str,
+    media: MediaFilter,
+    *,
+    num_workers: int,
+    progress: Progress | None = None,
+) -> IndexedMedia:
+    """Add the metadata of a dataset's media to its key index, a local file; `shards` are in the order of the index."""
+    measure = partial(_measure_shard, store, index, media)
+    return _collect(index, media, measure, list(enumerate(shards)), num_workers=num_workers, progress=progress)
+
+
+def _index_folder(
+    store: Store, index: str, media: MediaFilter, *, num_workers: int, progress: Progress | None
+) -> IndexedMedia:
+    files = [
+        _File(name, name, 0, size)
+        for name, size in store.list()
+        if not name.startswith((f"{META_FOLDER}/", f"{META_FOLDER}.")) and media.may_pass(name)
+    ]
+    portions = [files[at : at + _FILES_AT_A_TIME] for at in range(0, len(files), _FILES_AT_A_TIME)]
+    measure = partial(_measure, store, media)
+    found = _collect(index, media, measure, portions, num_workers=num_workers, progress=progress)
+    if not found.num_files:
+        raise EmptyDatasetError(
+            f"{store.root}: no media files by the filter {media.strategy} {media.patterns or ''}. For a folder of tars "
+            "run `energon prepare` first."
+        )
+    return found
+
+
+def _collect(
+    index: str,
+    media: MediaFilter,
+    measure: Callable[[Item], Found],
+    items: Sequence[Item],
+    *,
+    num_workers: int,
+    progress: Progress | None,
+) -> IndexedMedia:
+    """Measure portions of files in several processes and write what they find.
+
+    The rows go to a file of their own first: the processes are still reading the index.
+    """
+    count, failed = 0, []
+    with tempfile.TemporaryDirectory(prefix="energon-media-") as folder:
+        rows = os.path.join(folder, "rows.sqlite")
+        found_all = map_shards(measure, items, num_workers=num_workers)
+        with closing(sqlite3.connect(rows)) as connection, closing(found_all):
+            create_media_tables(connection)
+            for number, found in enumerate(found_all, start=1):
+                good = [(key, known) for key, known in found if not isinstance(known, str)]
+                write_media(connection, good)
+                count += len(good)
+                for key, why in found:
+                    if isinstance(why, str):
+                        failed.append(key)
+                        _logger.warning("%s: %s", key, why)
+                if progress is not None:
+                    progress(number, len(items))
+            connection.commit()
+        _merge(rows, index, media)
+    return IndexedMedia(num_files=count, failed=tuple(failed))
+
+
+def _merge(rows: str, index: str, media: MediaFilter) -> None:
+    try:
+        with closing(sqlite3.connect(index, isolation_level=None)) as connection:
+            connection.execute("PRAGMA journal_mode = OFF")  # the index is still in staging
+            connection.execute("ATTACH ? AS rows", (rows,))
+            connection.execute("BEGIN")
+            create_media_tables(connection)
+            connection.execute("INSERT OR REPLACE INTO main.media_metadata SELECT * FROM rows.media_metadata")
+            note_filter(connection, media.strategy, media.patterns)
+            connection.execute("COMMIT")
+    except sqlite3.Error as error:
+        raise StorageError(f"cannot write the media metadata: {error}") from error
+
+
+def _measure_shard(store: Store, index: str, media: MediaFilter, shard: tuple[int, str]) -> Found:
+    number, rel = shard
+    try:
+        with closing(sqlite3.connect(sqlite_uri(index), uri=True)) as connection:
+            rows = connection.execute(_SHARD_PARTS, (number,)).fetchall()
+    except sqlite3.Error as error:
+        raise KeyIndexError(
+            f"{store.root}: cannot read the key index: {error}. Write it again with `energon prepare --tar-index-only "
+            f"{store.root}`."
+        ) from error
+    return _measure(store, media, (_File(key, rel, offset, size) for key, offset, size in rows if media.may_pass(key)))
+
+
+def _measure(store: Store, media: MediaFilter, files: Iterable[_File]) -> Found:
+    """Return what is known of those of some files that are media."""
+    out: Found = []
+    for file in files:
+        read = partial(store.read_range, file.rel, file.offset)
+        try:
+            kind = media.kind_of(file.key, read(min(HEAD_BYTES, file.size)))
+            if kind is not None:
+                out.append((file.key, read_media(kind, read, file.size)))
+        except (DecodeError, StorageError) as error:
+            out.append((file.key, f"{store.url(file.rel)}: {error}"))
+        except ConfigurationError as error:
+            raise ConfigurationError(f"{store.url(file.rel)}: {file.key}: {error}") from error
+    return out
