@@ -95,8 +95,6 @@ def write_media(connection: sqlite3.Connection, rows: Iterable[tuple[str, MediaM
     )
 
 
-def note_filter(connection: sqlite3.Connection, strategy: str, patterns: str | None) -> None:
+def note_filter(connection: sqlite3.Connection, strategy: str, patterns: str) -> None:
     """Note that files were chosen by a filter; once, however often it was used."""
-    known = "SELECT 1 FROM media_filters WHERE strategy = ? AND patterns IS ?"
-    if connection.execute(known, (strategy, patterns)).fetchone() is None:
-        connection.execute("INSERT INTO media_filters (strategy, patterns) VALUES (?, ?)", (strategy, patterns))
+    connection.execute("INSERT OR IGNORE INTO media_filters (strategy, patterns) VALUES (?, ?)", (strategy, patterns))

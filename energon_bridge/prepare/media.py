@@ -168,7 +168,7 @@ def _merge(rows: str, index: str, media: MediaFilter) -> None:
             connection.execute("BEGIN")
             create_media_tables(connection)
             connection.execute("INSERT OR REPLACE INTO main.media_metadata SELECT * FROM rows.media_metadata")
-            note_filter(connection, media.strategy, media.patterns)
+            note_filter(connection, media.strategy, media.patterns or "")
             connection.execute("COMMIT")
     except sqlite3.Error as error:
         raise StorageError(f"cannot write the media metadata: {error}") from error

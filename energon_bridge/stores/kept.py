@@ -173,6 +173,8 @@ class KeptFiles:
 
     def _start(self) -> None:
         """Let threads fetch waiting files while there is room."""
+        while self._waiting and not (self._waiting[0].references and self._waiting[0].state is _State.WAITING):
+            self._waiting.popleft()  # got or let go meanwhile: a pool that stays full must not gather them
         while (
             self._waiting
             and not self._closed
