@@ -13,6 +13,7 @@ from crude import CookingEncoder, LazyEncoder, LazyPackingEncoder, crude_mix, pr
 from engine import config_of, counts_of, deliver, digest, loaders_of, train_dataset
 
 from energon_bridge import (
+    AugmentTaskEncoder,
     ConfigurationError,
     Cooker,
     CrudeSample,
@@ -156,6 +157,11 @@ def test_an_encoder_of_any_class_cooks(tmp_path: Path) -> None:
             return batch
 
     assert samples_of(lines(tmp_path), Plain())[4] == '{"n": 4}'
+
+
+def test_an_encoder_around_another_cooks_as_that_one_does(mix: Path) -> None:
+    plain, around = (samples_of(mix, encoder) for encoder in (LazyEncoder(), AugmentTaskEncoder(LazyEncoder())))
+    assert [digest(sample) for sample in around] == [digest(sample) for sample in plain]
 
 
 # What it is given and gives ------------------------------------------------------------------------------------------

@@ -21,9 +21,8 @@ from energon_bridge.stream.cooking import StorePool, cook_of, cooker_of
 from energon_bridge.stream.leaf import Cursor, Leaf, LeafSource
 from energon_bridge.stream.reader import RoundBuffer
 from energon_bridge.stream.state import COUNTERS, Counts, Ref
-from energon_bridge.stream.user_code import UserCode, generators_put_back
+from energon_bridge.stream.user_code import UserCode, running_hooks
 from energon_bridge.stream.values import Problem, RestoreKey
-from energon_bridge.task_encoder.current import CACHE
 from energon_bridge.task_encoder.deferred import decode_deferred
 
 logger = logging.getLogger(__name__)
@@ -261,12 +260,11 @@ class Pipeline:
                     )
         return out
 
-    def user_code(self) -> contextlib.AbstractContextManager[None]:
+    def user_code(self, *, restoring: bool = False) -> contextlib.AbstractContextManager[None]:
         """Enter wherever hooks may run."""
-        CACHE.set(self.settings.cache)
-        if self.settings.restore_generators and self.code.present:
-            return generators_put_back()
-        return contextlib.nullcontext()
+        if not (restoring or self.code.present):
+            return contextlib.nullcontext()
+        return running_hooks(self.settings.cache, put_back=restoring or self.settings.restore_generators)
 
     # Samples by key --------------------------------------------------------------------------------------------------
 
@@ -276,12 +274,11 @@ class Pipeline:
         Raises:
             LookupError: The key belongs to another dataset, or its sample gives no output any more.
         """
-        CACHE.set(self.settings.cache)
         if not key or key[0] != "Batch":
-            with generators_put_back():
+            with self.user_code(restoring=True):
                 return self._row(key)[0]
         _, lane, number, keys, *which = key
-        with generators_put_back():
+        with self.user_code(restoring=True):
             rows = [self._row(tuple(one)) for one in keys]
             output = which[0] if which else 0
             batches = self.collate([row for row, _ in rows], list(keys), rows[0][1], lane, number - output)

@@ -19,7 +19,8 @@ import torch
 
 from energon_bridge.errors import ConfigurationError, FatalSampleError, SkipSample
 from energon_bridge.rng import fold
-from energon_bridge.task_encoder.current import BATCH, SAMPLE
+from energon_bridge.stores import CachePool
+from energon_bridge.task_encoder.current import BATCH, CACHE, SAMPLE
 from energon_bridge.task_encoder.deferred import decode_deferred
 
 logger = logging.getLogger(__name__)
@@ -209,6 +210,17 @@ def seed_everything(key: int) -> None:
     random.seed(key)
     np.random.seed(key & 0xFFFFFFFF)
     torch.default_generator.manual_seed(key >> 1)
+
+
+@contextlib.contextmanager
+def running_hooks(cache: CachePool, *, put_back: bool) -> Iterator[None]:
+    """Lend hooks a cache pool; with `put_back`, leave the global generators as they were found."""
+    token = CACHE.set(cache)
+    try:
+        with generators_put_back() if put_back else contextlib.nullcontext():
+            yield
+    finally:
+        CACHE.reset(token)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,109 @@
+"""Streams with cache pools: the same with any of them, on any topology, across resumes and in worker processes."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+from caching import files_in, wait_for
+from crude import LazyEncoder, LazyPackingEncoder, crude_mix
+from engine import config_of, deliver, digest, loaders_of, train_dataset
+
+from energon_bridge import CachePool, FileStoreCachePool, NoCachePool, get_loader, get_savable_loader
+from energon_bridge.loader.savable import SavableDataLoader
+
+ENCODERS = {"lazy": (LazyEncoder, {}), "packing": (LazyPackingEncoder, {"packing_buffer_size": 7})}
+
+
+@pytest.fixture(scope="module")
+def mix(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return crude_mix(tmp_path_factory.mktemp("mix"))
+
+
+def dataset_of(mix: Path, name: str, pool: CachePool | None = None) -> Any:
+    encoder, arguments = ENCODERS[name]
+    dataset = train_dataset(mix, task_encoder=encoder(), **arguments)
+    return get_loader(dataset, cache_pool=pool).spec
+
+
+@pytest.fixture(scope="module")
+def streams(mix: Path) -> dict[str, list[str]]:
+    """Return what comes without a pool, by encoder."""
+    return {name: deliver(loaders_of(dataset_of(mix, name), 1, 0), 120).digests for name in ENCODERS}
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+@pytest.mark.parametrize("limit", [1, 5, 1000])
+@pytest.mark.parametrize(("ranks", "workers"), [(1, 0), (2, 2)])
+def test_the_stream_does_not_depend_on_the_pool(
+    name: str, limit: int, ranks: int, workers: int, mix: Path, streams: dict[str, list[str]], tmp_path: Path
+) -> None:
+    pool = FileStoreCachePool(parent_cache_dir=tmp_path, max_cache_count=limit)
+    found = deliver(loaders_of(dataset_of(mix, name, pool), ranks, workers), 120 // ranks)
+    assert found.digests == streams[name]
+    gc.collect()
+    wait_for(lambda: files_in(tmp_path) == [])
+    pool.close()
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_a_resume_with_another_pool_goes_on(
+    name: str, mix: Path, streams: dict[str, list[str]], tmp_path: Path
+) -> None:
+    pool = FileStoreCachePool(parent_cache_dir=tmp_path)
+    first = deliver(loaders_of(dataset_of(mix, name), 2, 1), 12, save_at=[12])
+    middle = deliver(loaders_of(dataset_of(mix, name, pool), 3, 0, state=first.states[12]), 8, save_at=[8])
+    last = deliver(loaders_of(dataset_of(mix, name), 1, 2, state=middle.states[8]), 72)
+    assert first.digests + middle.digests + last.digests == streams[name]
+    pool.close()
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_worker_processes_cache_resume_and_restore_batches(
+    name: str, mix: Path, streams: dict[str, list[str]], tmp_path: Path
+) -> None:
+    """In megatron-energon a batch of such a loader cannot be restored."""
+    pool = FileStoreCachePool(parent_cache_dir=tmp_path)
+    dataset, state, digests, keys = dataset_of(mix, name), None, [], []
+    for _ in range(2):
+        loader: SavableDataLoader = get_savable_loader(dataset, worker_config=config_of(1, 2), cache_pool=pool)
+        if state is not None:
+            loader.restore_state_rank(state)
+        batches = iter(loader)
+        for _ in range(10):
+            batch = next(batches)
+            digests.append(digest(batch))
+            keys.append(batch["__restore_key__"])
+        state = loader.save_state_rank()
+        assert len(list(tmp_path.glob("energon_cache_*.lock"))) >= 2, "the workers keep nothing"
+        assert digest(loader.restore_sample(keys[-1])) == digests[-1]
+        loader.close()
+    assert digests == streams[name][:20]
+    pool.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_hooks_reach_the_pool_of_the_loader_that_runs_them(mix: Path, tmp_path: Path) -> None:
+    seen: list[CachePool] = []
+
+    class Encoder(LazyEncoder):
+        def encode_sample(self, sample: Any) -> Any:
+            seen.append(self.cache)
+            return super().encode_sample(sample)
+
+    encoder = Encoder()
+    assert isinstance(encoder.cache, NoCachePool)
+    pools = [FileStoreCachePool(parent_cache_dir=tmp_path) for _ in range(2)]
+    dataset = train_dataset(mix, task_encoder=encoder)
+    loaders = [get_loader(dataset, worker_config=config_of(1, 0), cache_pool=pool) for pool in pools]
+    iterators = [iter(loader) for loader in loaders]
+    for number in (0, 1, 0, 1):
+        seen.clear()
+        next(iterators[number])
+        assert seen
+        assert all(pool is pools[number] for pool in seen)
+    for loader, pool in zip(loaders, pools, strict=True):
+        loader.close()
+        pool.close()
