@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -107,3 +109,22 @@ def test_hooks_reach_the_pool_of_the_loader_that_runs_them(mix: Path, tmp_path: 
     for loader, pool in zip(loaders, pools, strict=True):
         loader.close()
         pool.close()
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_a_worker_that_is_killed_leaves_neither_files_nor_gaps(
+    name: str, mix: Path, streams: dict[str, list[str]], tmp_path: Path
+) -> None:
+    pool = FileStoreCachePool(parent_cache_dir=tmp_path)
+    loader = get_savable_loader(dataset_of(mix, name), worker_config=config_of(1, 2), cache_pool=pool)
+    batches = iter(loader)
+    digests = [digest(next(batches)) for _ in range(4)]
+    owners = [path for path in tmp_path.glob("energon_cache_*.lock") if f"_{os.getpid()}_" not in path.name]
+    killed = int(owners[0].name.split("_")[3])
+    os.kill(killed, signal.SIGKILL)
+    digests += [digest(next(batches)) for _ in range(16)]
+    assert digests == streams[name][:20]
+    assert not list(tmp_path.glob(f"*_{killed}_*"))
+    loader.close()
+    pool.close()
+    assert list(tmp_path.iterdir()) == []

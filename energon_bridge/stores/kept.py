@@ -23,6 +23,8 @@ from energon_bridge.stores.base import FileStore
 from energon_bridge.stores.own_folder import OwnFolder
 
 _THREADS = "energon-cache"
+_PATIENCE_SECONDS = 0.5
+"""After so long, who waits for a file looks whether the files were closed meanwhile."""
 
 _log = logging.getLogger(__name__)
 
@@ -107,9 +109,9 @@ class KeptFiles:
             self._let_go()
             if entry.state is _State.WAITING:
                 entry.state = _State.DIRECT
-            while entry.state is _State.RUNNING:
-                self._changed.wait()
-            if entry.state is not _State.KEPT:
+            while entry.state is _State.RUNNING and not self._closed:
+                self._changed.wait(_PATIENCE_SECONDS)
+            if entry.state is not _State.KEPT or self._closed:
                 return None
         try:
             with open(entry.path, "rb") as file:
@@ -132,19 +134,17 @@ class KeptFiles:
                 self._changed.release()
 
     def close(self) -> None:
-        """Delete all files and the folder; what is asked for later is read from its store."""
-        with self._changed:
-            if self._closed:
-                return
-            self._closed = True
-            self._waiting.clear()
-        # The garbage collector may run this on one of the threads themselves, which cannot wait for its own end.
-        self._threads.shutdown(wait=not threading.current_thread().name.startswith(_THREADS), cancel_futures=True)
-        with self._changed:
-            for entry in self._table.values():
-                entry.state = _State.DIRECT
-            self.size = self.count = 0
-            self._changed.notify_all()
+        """Delete all files and the folder; what is asked for later is read from its store.
+
+        Takes no lock: the garbage collector may call this anywhere, also where this very thread has the lock.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self._waiting.clear()
+        # On one of the threads themselves it cannot wait for its own end.
+        wait = not threading.current_thread().name.startswith(_THREADS)
+        self._threads.shutdown(wait=wait, cancel_futures=True)
         self.folder.remove()
 
     # With the lock held ----------------------------------------------------------------------------------------------
