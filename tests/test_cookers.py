@@ -22,6 +22,7 @@ from energon_bridge import (
     DatasetNotFoundError,
     DefaultTaskEncoder,
     FatalSampleError,
+    FileStore,
     KeyIndexError,
     MetadataError,
     NoCookerError,
@@ -240,6 +241,16 @@ def test_stores_are_for_crude_datasets(fixtures: Path) -> None:
     mix |= {"__module__": "megatron.energon", "__class__": "MetadatasetV2"}
     with pytest.raises(MetadataError, match=r"CaptioningSample\. Only a crude dataset is cooked; leave files out"):
         train_dataset(mix)
+
+
+def test_a_jsonl_file_is_a_store_too(mix: Path, tmp_path: Path) -> None:
+    def look_up(sample: dict[str, Any], lines: FileStore) -> TextSample:
+        number = int(sample["__key__"]) % 6
+        return TextSample(**basic_sample_keys(sample), text=str(lines.get(f"{number}.json", sample)["n"]))
+
+    leaf = {"path": str(mix.parent / "talk"), "aux": {"lines": str(lines(tmp_path))}}
+    described = {"__module__": "megatron.energon", "__class__": "MetadatasetV2", "splits": {"train": leaf}}
+    assert [sample.text for sample in samples_of(described, encoder_of(look_up))[:8]] == list("01234501")
 
 
 @pytest.mark.parametrize(
