@@ -6,7 +6,6 @@ import os
 import pickle
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import repeat
 from pathlib import Path
 
 import fsspec
@@ -19,7 +18,7 @@ from energon_bridge.errors import (
     ShortReadError,
     StorageError,
 )
-from energon_bridge.storage import LocalStore, Store, open_store
+from energon_bridge.storage import LocalStore, OpenFiles, Store, open_store
 
 
 @pytest.fixture(params=["local", "file", "memory"])
@@ -102,14 +101,15 @@ def test_pickles_and_forks(store: Store):
 
 def test_a_fork_does_not_inherit_a_held_lock(tmp_path: Path):
     (tmp_path / "f").write_bytes(b"content")
-    store = LocalStore(tmp_path)
+    files = OpenFiles()
+    store = LocalStore(tmp_path, files=files)
     assert store.read_range("f", 0, 3) == b"con"
-    store._lock.acquire()  # as a thread of the parent could at the moment of the fork
+    files._lock.acquire()  # as a thread of the parent could at the moment of the fork
     child = os.fork()
     if child == 0:
         os._exit(0 if store.read_range("f", 3, 4) == b"tent" else 1)
     assert os.waitpid(child, 0)[1] == 0
-    store._lock.release()
+    files._lock.release()
 
 
 def open_descriptors(folder: Path) -> int:
@@ -123,29 +123,43 @@ def open_descriptors(folder: Path) -> int:
     return count
 
 
-def test_descriptors_are_bounded_and_threads_get_their_own_bytes(tmp_path: Path):
+@pytest.mark.parametrize("folders", [1, 5])
+def test_descriptors_are_bounded_and_threads_get_their_own_bytes(tmp_path: Path, folders: int):
     for number in range(40):
-        (tmp_path / str(number)).write_bytes(bytes([number]) * 1000)
+        folder = tmp_path / str(number % folders)
+        folder.mkdir(exist_ok=True)
+        (folder / str(number)).write_bytes(bytes([number]) * 1000)
 
-    def read(store: Store, step: int) -> bool:
+    def read(step: int) -> bool:
         number = step * 7 % 40
-        return store.read_range(str(number), step % 900, 100) == bytes([number]) * 100
+        return stores[number % folders].read_range(str(number), step % 900, 100) == bytes([number]) * 100
 
-    store = LocalStore(tmp_path, max_open_files=4)
+    files = OpenFiles(4)
+    stores = [open_store(tmp_path / str(folder), files=files) for folder in range(folders)]
     with ThreadPoolExecutor(8) as pool:
-        assert all(pool.map(read, repeat(store), range(4000)))
-    assert open_descriptors(tmp_path) == 4
-    del store
+        assert all(pool.map(read, range(4000)))
+    assert open_descriptors(tmp_path) == len(files) == 4
+    del stores, files
     assert open_descriptors(tmp_path) == 0
 
 
 def test_the_descriptor_used_last_is_kept(tmp_path: Path):
     for name in "abc":
         (tmp_path / name).write_bytes(name.encode())
-    store = LocalStore(tmp_path, max_open_files=2)
+    store = LocalStore(tmp_path, files=OpenFiles(2))
     for name in "abac":  # b is the one that was not used for longest
         store.read_range(name, 0, 1)
-    assert list(store._files) == ["a", "c"]
+    assert [name for name in "abc" if open_descriptors(tmp_path / name)] == ["a", "c"]
+
+
+def test_stores_that_share_a_pool_share_it_after_pickling_too(tmp_path: Path):
+    for name in "abcd":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_bytes(name.encode())
+    files = OpenFiles(2)
+    copies = pickle.loads(pickle.dumps([LocalStore(tmp_path / name, files=files) for name in "abcd"]))
+    assert [copy.read_range("file", 0, 1) for copy in copies] == [b"a", b"b", b"c", b"d"]
+    assert open_descriptors(tmp_path) == 2
 
 
 def test_a_write_that_fails_says_so_and_leaves_nothing(tmp_path: Path):

@@ -8,22 +8,23 @@ from __future__ import annotations
 import os
 
 from energon_bridge.storage.base import Store
-from energon_bridge.storage.local import LocalStore
+from energon_bridge.storage.local import LocalStore, OpenFiles
 
-__all__ = ["LocalStore", "Store", "open_store"]
+__all__ = ["LocalStore", "OpenFiles", "Store", "open_store"]
 
 
-def open_store(url_or_path: str | os.PathLike[str]) -> Store:
+def open_store(url_or_path: str | os.PathLike[str], *, files: OpenFiles | None = None) -> Store:
     """Bind a folder (`path` or `file://path`) or any fsspec URL (`proto://...`) to a store.
 
-    Nothing is read yet: a root that does not exist is reported by the first access (DatasetNotFoundError).
+    Stores that are given the same `files` keep no more files open together than it allows. Nothing is read yet: a root
+    that does not exist is reported by the first access (DatasetNotFoundError).
     """
     text = os.fspath(url_or_path)
     protocol, separator, rest = text.partition("://")
     if not separator:
-        return LocalStore(text)
+        return LocalStore(text, files=files)
     if protocol == "file":
-        return LocalStore(rest)
+        return LocalStore(rest, files=files)
     from energon_bridge.storage.fsspec_store import FsspecStore  # fsspec costs 20 ms that local data need not pay
 
     return FsspecStore(text)

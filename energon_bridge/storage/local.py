@@ -1,5 +1,7 @@
 """Files on a mounted file system, read by position through a bounded pool of open descriptors.
 
+The stores of a mix share one pool, so that the open files of a process do not grow with the number of datasets.
+
 Invariant: a descriptor is closed only when no read uses it any more. The pool drops its reference, and the descriptor
 closes with the last one; so a slow read in another thread never meets a descriptor number that was used again.
 """
@@ -17,7 +19,8 @@ from typing import Any
 from energon_bridge.errors import DatasetNotFoundError, ShardMissingError, StorageError
 from energon_bridge.storage.base import short_read
 
-DEFAULT_OPEN_FILES = 128
+DEFAULT_OPEN_FILES = 96
+"""Open descriptors of one pool: two loaders of a process, one for training and one for validation, stay below 256."""
 
 
 class _OpenFile:
@@ -34,18 +37,55 @@ class _OpenFile:
             os.close(self.descriptor)
 
 
-class LocalStore:
-    """A folder of the local (or network-mounted) file system; thread-safe, fork-safe and picklable."""
+class OpenFiles:
+    """The descriptors of the files read last, `limit` at most; shared by stores, threads and forks, and picklable."""
 
-    def __init__(self, root: str | os.PathLike[str], *, max_open_files: int = DEFAULT_OPEN_FILES) -> None:
-        self.root = os.path.abspath(os.path.expanduser(os.fspath(root)))
-        self._max_open_files = max_open_files
+    __slots__ = ("_files", "_limit", "_lock", "_pid")
+
+    def __init__(self, limit: int = DEFAULT_OPEN_FILES) -> None:
+        self._limit = limit
         self._files: OrderedDict[str, _OpenFile] = OrderedDict()
         self._lock = threading.Lock()
         self._pid = os.getpid()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _reopen, (self.root, self._max_open_files)
+        return OpenFiles, (self._limit,)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def open(self, path: str) -> _OpenFile:
+        """Return the open file of an absolute path; raises OSError."""
+        if self._pid != os.getpid():
+            # A fork may have copied a lock that a thread of the parent held. The descriptors themselves stay good:
+            # positional reads do not share a file position.
+            self._lock = threading.Lock()
+            self._pid = os.getpid()
+        with self._lock:
+            file = self._files.get(path)
+            if file is not None:
+                self._files.move_to_end(path)
+                return file
+        file = _OpenFile(path)
+        with self._lock:
+            self._files[path] = file
+            self._files.move_to_end(path)
+            while len(self._files) > self._limit:
+                self._files.popitem(last=False)
+        return file
+
+
+class LocalStore:
+    """A folder of the local (or network-mounted) file system; thread-safe, fork-safe and picklable."""
+
+    __slots__ = ("_files", "root")
+
+    def __init__(self, root: str | os.PathLike[str], *, files: OpenFiles | None = None) -> None:
+        self.root = os.path.abspath(os.path.expanduser(os.fspath(root)))
+        self._files = OpenFiles() if files is None else files
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _reopen, (self.root, self._files)
 
     def __repr__(self) -> str:
         return f"LocalStore({self.root!r})"
@@ -81,7 +121,10 @@ class LocalStore:
 
     def read_range(self, rel: str, offset: int, length: int) -> bytes:
         """Read exactly `length` bytes from byte `offset` of `rel`; raises ShortReadError if there are fewer."""
-        file = self._open(rel)
+        try:
+            file = self._files.open(f"{self.root}/{rel}")
+        except OSError as error:
+            raise self._cannot_open(rel, error) from error
         try:
             data = os.pread(file.descriptor, length, offset)
             if len(data) == length:
@@ -158,28 +201,6 @@ class LocalStore:
         except OSError as error:
             raise StorageError(f"{self.url(rel)}: cannot delete: {error}") from error
 
-    def _open(self, rel: str) -> _OpenFile:
-        if self._pid != os.getpid():
-            # A fork may have copied a lock that a thread of the parent held. The descriptors themselves stay good:
-            # positional reads do not share a file position.
-            self._lock = threading.Lock()
-            self._pid = os.getpid()
-        with self._lock:
-            file = self._files.get(rel)
-            if file is not None:
-                self._files.move_to_end(rel)
-                return file
-        try:
-            file = _OpenFile(os.path.join(self.root, rel))
-        except OSError as error:
-            raise self._cannot_open(rel, error) from error
-        with self._lock:
-            self._files[rel] = file
-            self._files.move_to_end(rel)
-            while len(self._files) > self._max_open_files:
-                self._files.popitem(last=False)
-        return file
-
     def _cannot_open(self, rel: str, error: OSError) -> Exception:
         if not isinstance(error, (FileNotFoundError, NotADirectoryError)):
             return StorageError(f"{self.url(rel)}: cannot open: {error}")
@@ -190,5 +211,5 @@ class LocalStore:
         return ShardMissingError(f"{self.url(rel)}: no such file.")
 
 
-def _reopen(root: str, max_open_files: int) -> LocalStore:
-    return LocalStore(root, max_open_files=max_open_files)
+def _reopen(root: str, files: OpenFiles) -> LocalStore:
+    return LocalStore(root, files=files)
