@@ -124,6 +124,34 @@ def prepare_table(records: Iterable[Record]) -> str:
     return table(["data", "samples", "system", "seconds", "it / ours"], sorted(rows))
 
 
+def mixes_table(records: Iterable[Record]) -> str:
+    """Compare starts; memory is what a mix takes more than that of one dataset at the same number of workers."""
+    groups = grouped(records, "datasets", "workers", "start", "system")
+    rows = []
+    for (datasets, workers, start, system), found in sorted(groups.items()):
+        one = groups[1, workers, start, system]
+        seconds = values(found, "first_batch_s")
+        ours = of_ours(groups, "first_batch_s", datasets, workers, start)
+        growth = [
+            (median(values(found, name)) - median(values(one, name))) / 1024
+            for name in ("memory_at_first_kib", "memory_kib")
+        ]
+        rows.append(
+            [
+                *(str(datasets), str(workers), start, system, spread([1e3 * value for value in seconds])),
+                "" if ours is None else ratio(median(seconds), ours),
+                *(f"{value:+.1f}" for value in growth),
+                f"{max(values(found, 'open_files'))}",
+                f"{median(values(found, 'state_bytes')):,.0f}",
+            ]
+        )
+    header = [
+        *("datasets", "workers", "start", "system", "first batch ms", "it / ours"),
+        *("MiB at first batch", "MiB later", "open files", "state bytes"),
+    ]
+    return table(header, rows)
+
+
 def processor() -> str:
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
@@ -154,6 +182,7 @@ def document(results: dict[str, Any]) -> str:
         ("Throughput", "throughput", throughput_table),
         ("Save and restore", "checkpoint", checkpoint_table),
         ("`energon prepare`, key index included", "prepare", prepare_table),
+        ("Mixes of many small datasets", "mixes", mixes_table),
     )
     for title, name, render in sections:
         if results[name]:

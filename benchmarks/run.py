@@ -17,6 +17,7 @@ import json
 import os
 import random
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -30,14 +31,14 @@ sys.path.insert(
     0, str(REPOSITORY)
 )  # so that it runs by its path in any environment that has the package's dependencies
 
-from benchmarks import data, report  # noqa: E402
+from benchmarks import data, mixes, report  # noqa: E402
 from benchmarks.processes import System, call, ensure_prepared, measure, systems, time_prepare  # noqa: E402
 from benchmarks.systems.measure import Job  # noqa: E402
 
 COUNTS = {"caption": 20_000, "large": 4_000, "text": 200_000}
 POINTS = ("text/raw", "caption/raw", "caption/uint8", "caption/float", "caption/packed", "large/uint8", "large/float")
 CHECKPOINT_POINTS = ("text/raw", "caption/uint8")
-PARTS = ("throughput", "checkpoint", "prepare")
+PARTS = ("throughput", "checkpoint", "prepare", "mixes")
 PREPARED_KINDS = ("text",)
 VERSIONS = {
     "ours": "import energon_bridge as e, torch as t; print('energon_bridge', e.__version__, '\\ntorch', t.__version__)",
@@ -62,6 +63,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--buffer", type=int, default=100, help="shuffle_buffer_size")
     parser.add_argument("--slice", type=int, default=100, help="max_samples_per_sequence")
     parser.add_argument("--consumed", type=int, default=300, help="batches before a state is saved")
+    parser.add_argument("--datasets", nargs="+", type=int, default=[1, 50, 200, 1000], help="in the mixes; 1 is needed")
     parser.add_argument("--cache", type=Path, default=REPOSITORY / ".cache" / "bench")
     parser.add_argument("--rival-python", help="an interpreter with megatron-energon and webdataset; made if not given")
     parser.add_argument("--json", type=Path, help="write all measurements here")
@@ -90,7 +92,7 @@ def versions(chosen: dict[str, System]) -> dict[str, str]:
 def command(options: argparse.Namespace) -> str:
     """Return the command line that repeats this run elsewhere: without the paths of this machine."""
     parts = ["python", "benchmarks/run.py"]
-    for name in ("parts", "points", "workers", "systems"):
+    for name in ("parts", "points", "workers", "systems", "datasets"):
         parts += [f"--{name}", *map(str, getattr(options, name))]
     for name in ("seconds", "warmup", "repetitions", "scale", "batch_size", "buffer", "slice", "consumed"):
         parts += [f"--{name.replace('_', '-')}", f"{getattr(options, name):g}"]
@@ -123,9 +125,10 @@ class Bench:
 
     def job(self, task: str, point: str, workers: int, **more: Any) -> Job:
         kind_name, mode = point.split("/")
+        path = more.pop("path", None) or str(self.prepared(kind_name))
         return Job(
             task=task,
-            path=str(self.prepared(kind_name)),
+            path=path,
             mode=mode,
             part=data.KINDS[kind_name].part,
             workers=workers,
@@ -136,6 +139,19 @@ class Bench:
             warmup_seconds=self.options.warmup,
             **more,
         )
+
+    def mixes(self) -> Iterator[report.Record]:
+        """Start each mix twice: as nobody has started it before, and once more."""
+        options = self.options
+        paths = mixes.make_all(options.cache, sorted({1, *options.datasets}))
+        savable = [name for name in self.systems if name != "webdataset"]
+        for datasets, workers, name in self.rounds(paths, [w for w in options.workers if w != 1], savable):
+            path = paths[datasets]
+            shutil.rmtree(f"{path}.cache", ignore_errors=True)
+            job = self.job("start", "text/raw", workers, path=str(path), consumed_batches=options.consumed)
+            for start in ("first", "later"):
+                result = measure(self.systems[name], job)
+                yield {"datasets": datasets, "workers": workers, "system": name, "start": start} | result
 
     def rounds(self, *choices: Any) -> Iterator[tuple[Any, ...]]:
         """Yield every combination in every repetition, in an order that changes."""

@@ -30,7 +30,7 @@ class Job:
     """One measurement of one system.
 
     Attributes:
-        task: `throughput`, `save` or `restore`.
+        task: `throughput`, `save`, `restore` or `start`.
         mode: `raw` (bytes as they are), `uint8` or `float` (decoded CHW images), `packed` (uint8, four in a pack).
         part: the part of a sample that carries the payload, `jpg` or `json`.
         state_file: where `save` writes the state and `restore` finds it.
@@ -140,7 +140,41 @@ def restore(job: Job, open_loader: Callable[[Job], Any], touch: Touch) -> dict[s
     return {"restore_to_first_batch_s": first, "exact": seen == expected}
 
 
-TASKS = {"throughput": throughput, "save": save, "restore": restore}
+def memory_kib() -> int:
+    """Return the memory that this process and its workers take beside files: heaps and shared memory, counted once."""
+    total = 0
+    for pid in (os.getpid(), *(pid for pid, _ in descendants(os.getpid()))):
+        for line in Path("/proc", str(pid), "smaps_rollup").read_text().splitlines():
+            if line.startswith(("Pss_Anon:", "Pss_Shmem:")):
+                total += int(line.split()[1])
+    return total
+
+
+def open_files() -> int:
+    """Return the open files of that process of ours that has most."""
+    pids = (os.getpid(), *(pid for pid, _ in descendants(os.getpid())))
+    return max(len(os.listdir(f"/proc/{pid}/fd")) for pid in pids)
+
+
+def start(job: Job, open_loader: Callable[[Job], Any], touch: Touch) -> dict[str, Any]:
+    begin = time.perf_counter()
+    loader = open_loader(job)
+    batches = iter(loader)
+    touch(next(batches))
+    first = time.perf_counter() - begin
+    memory_at_first = memory_kib()
+    for _ in range(job.consumed_batches - 1):
+        touch(next(batches))
+    return {
+        "first_batch_s": first,
+        "memory_at_first_kib": memory_at_first,
+        "memory_kib": memory_kib(),
+        "open_files": open_files(),
+        "state_bytes": len(pickle.dumps(loader.save_state_rank())),
+    }
+
+
+TASKS = {"throughput": throughput, "save": save, "restore": restore, "start": start}
 
 
 def main(open_loader: Callable[[Job], Any], touch: Touch) -> None:
