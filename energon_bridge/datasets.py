@@ -18,7 +18,7 @@ from energon_bridge.loader.leaves import OpenLeaf, open_leaves
 from energon_bridge.loader.position import OnMismatch
 from energon_bridge.loader.savable import SavableDataLoader
 from energon_bridge.loader.spec import DatasetSpec
-from energon_bridge.mix import MixSource, load_mix
+from energon_bridge.mix import DatasetOpener, Mix, MixSource, index_of_datasets, load_mix, open_mix_index
 from energon_bridge.stores import CachePool
 from energon_bridge.task_encoder.base import DefaultTaskEncoder
 from energon_bridge.task_encoder.decoder import SampleDecoder
@@ -109,9 +109,16 @@ def get_train_dataset(
         )
     if shuffle_over_epochs_multiplier != -1:
         _positive("shuffle_over_epochs_multiplier", shuffle_over_epochs_multiplier)
-    mix = load_mix(path, split_part=split_part, dataset_config=dataset_config, split_config=split_config)
+    mix, leaves = _open(
+        path,
+        split_part=split_part,
+        dataset_config=dataset_config,
+        split_config=split_config,
+        trust_remote_code=trust_remote_code,
+        shuffle_epochs=shuffle_over_epochs_multiplier,
+    )
     return DatasetSpec(
-        leaves=open_leaves(mix, trust_remote_code=trust_remote_code, shuffle_epochs=shuffle_over_epochs_multiplier),
+        leaves=leaves,
         mix=mix,
         finite=not repeat,
         virtual_epoch_length=_positive("virtual_epoch_length", virtual_epoch_length or None),
@@ -154,9 +161,16 @@ def get_val_dataset(
     marked in `batch.__valid__`.
     """
     _refuse_unknown(get_val_dataset, kwargs)
-    mix = load_mix(path, split_part=split_part, dataset_config=dataset_config, split_config=split_config)
+    mix, leaves = _open(
+        path,
+        split_part=split_part,
+        dataset_config=dataset_config,
+        split_config=split_config,
+        trust_remote_code=trust_remote_code,
+        shuffle_epochs=None,
+    )
     return DatasetSpec(
-        leaves=open_leaves(mix, trust_remote_code=trust_remote_code, shuffle_epochs=None),
+        leaves=leaves,
         mix=mix,
         finite=True,
         shuffled=False,
@@ -229,6 +243,26 @@ def get_loader(
 ) -> SavableDataLoader:
     """Return a loader over a dataset. Saving costs nothing here, so it is the savable one."""
     return get_savable_loader(dataset, worker_config=worker_config, prefetch_factor=prefetch_factor, **kwargs)
+
+
+def _open(
+    source: MixSource,
+    *,
+    split_part: str,
+    dataset_config: str,
+    split_config: str,
+    trust_remote_code: bool,
+    shuffle_epochs: int | None,
+) -> tuple[Mix, tuple[OpenLeaf, ...]]:
+    """Describe a mix and open its leaves, both with the help of its index where it has one."""
+    index = open_mix_index(source, split_part=split_part)
+    mix = load_mix(source, split_part=split_part, dataset_config=dataset_config, split_config=split_config, index=index)
+    if not index.is_kept:
+        index = index_of_datasets(mix, split_part=split_part)
+    opener = DatasetOpener(trust_remote_code=trust_remote_code, index=index)
+    leaves = open_leaves(mix, opener, shuffle_epochs=shuffle_epochs)
+    index.save()
+    return mix, leaves
 
 
 def _encoder(task_encoder: Any, image_decode: str | None) -> Any:

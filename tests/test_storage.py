@@ -139,7 +139,8 @@ def test_descriptors_are_bounded_and_threads_get_their_own_bytes(tmp_path: Path,
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(read, range(4000)))
     assert open_descriptors(tmp_path) == len(files) == 4
-    del stores, files
+    stores.clear()
+    del files
     assert open_descriptors(tmp_path) == 0
 
 

@@ -12,14 +12,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from energon_bridge.errors import EmptyDatasetError, MetadataError, ShardMissingError
-from energon_bridge.format.dataset_config import PartFilter, read_dataset_config
+from energon_bridge.format.dataset_config import DatasetConfig, DatasetConfigs, PartFilter
 from energon_bridge.format.field_map import FieldMap
 from energon_bridge.format.nvmeta import (
     DEFAULT_DATASET_CONFIG,
@@ -31,6 +31,9 @@ from energon_bridge.format.nvmeta import (
 )
 from energon_bridge.format.tar_index import load_index
 from energon_bridge.storage import Store, open_store
+
+FINGERPRINT_VERSION = 1
+_ENCODER = json.JSONEncoder(separators=(",", ":"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +74,19 @@ def open_dataset(
     Raises DatasetNotFoundError, NotPreparedError, UnknownSplitError, EmptyDatasetError, ShardMissingError,
     MetadataError, FieldMapError or UntrustedCodeError, each naming the file and what to do.
     """
-    store = open_store(path)
+    configs = DatasetConfigs(trust_remote_code=trust_remote_code)
+    return read_prepared(
+        open_store(path), configs, split_part=split_part, dataset_config=dataset_config, split_config=split_config
+    )[0]
+
+
+def read_prepared(
+    store: Store, configs: DatasetConfigs, *, split_part: str, dataset_config: str, split_config: str
+) -> tuple[PreparedDataset, DatasetConfig]:
+    """Read one split part of the dataset in a store, and return what its dataset.yaml says as well.
+
+    Errors are those of `open_dataset`.
+    """
     store.check_root()
     info = read_info(store)
     splits = read_splits(store, split_config)
@@ -84,21 +99,47 @@ def open_dataset(
         )
     sizes = [_size(store, shard, where=splits.where, split_part=split_part) for shard in shards]
     excluded = splits.excluded_samples(shards)
-    config = read_dataset_config(store, dataset_config, trust_remote_code=trust_remote_code)
+    config = configs.read(store, dataset_config)
+    fingerprint = _fingerprint(shards, counts, sizes, excluded, config.canonical)
+    found = prepared(
+        store,
+        config,
+        split_part=split_part,
+        shards=shards,
+        counts=counts,
+        sizes=sizes,
+        excluded=excluded,
+        fingerprint=fingerprint,
+    )
+    return found, config
+
+
+def prepared(
+    store: Store,
+    config: DatasetConfig,
+    *,
+    split_part: str,
+    shards: Sequence[str],
+    counts: Sequence[int],
+    sizes: Sequence[int],
+    excluded: frozenset[tuple[str, str]],
+    fingerprint: str,
+) -> PreparedDataset:
+    """Put together what is known of a dataset; `counts` and `sizes` have an entry per shard."""
     return PreparedDataset(
         path=store.root,
         store=store,
         split_part=split_part,
         shard_names=tuple(shards),
-        shard_counts=np.asarray(counts, dtype=np.int64),
-        shard_sizes=np.asarray(sizes, dtype=np.int64),
+        shard_counts=np.array(counts, dtype=np.int64),
+        shard_sizes=np.array(sizes, dtype=np.int64),
         excluded=excluded,
-        sample_type=config.sample_type,
-        field_map=config.field_map,
-        sample_loader=config.sample_loader,
-        part_filter=config.part_filter,
+        sample_type=config.form.sample_type,
+        field_map=config.form.field_map,
+        sample_loader=config.form.sample_loader,
+        part_filter=config.form.part_filter,
         subflavors=config.subflavors,
-        fingerprint=_fingerprint(shards, counts, sizes, excluded, config.canonical),
+        fingerprint=fingerprint,
         num_samples=sum(counts),
     )
 
@@ -142,5 +183,5 @@ def _size(store: Store, shard: str, *, where: str, split_part: str) -> int:
 def _fingerprint(
     shards: list[str], counts: list[int], sizes: list[int], excluded: frozenset[tuple[str, str]], config: str
 ) -> str:
-    content = [1, list(zip(shards, counts, sizes, strict=True)), sorted(excluded), config]
-    return hashlib.sha256(json.dumps(content, separators=(",", ":")).encode()).hexdigest()
+    content = [FINGERPRINT_VERSION, list(zip(shards, counts, sizes, strict=True)), sorted(excluded), config]
+    return hashlib.sha256(_ENCODER.encode(content).encode()).hexdigest()

@@ -5,7 +5,7 @@ Form A names a `sample_type: {__module__, __class__}`, form B a dataset class of
 `field_map` and `sample_loader` (with `part_filter`), and `subflavors`. Source: reference section 1.8.
 
 Invariant: names of `megatron.energon` and `energon_bridge` resolve through the registry of sample types; nothing is
-imported unless the caller trusts the dataset.
+imported unless the caller trusts the dataset. What came from code is never shared between datasets.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from energon_bridge.format.documents import (
     expect_mapping,
     expect_string,
     expect_strings,
-    read_document,
+    parse_document,
 )
 from energon_bridge.format.field_map import FieldMap, check_fields
 from energon_bridge.format.nvmeta import meta_path
@@ -37,43 +37,96 @@ OWN_PACKAGES = ("megatron.energon", "energon_bridge")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DatasetConfig:
-    """What a dataset.yaml says; `canonical` is its content as one line of JSON, for the fingerprint."""
+class SampleForm:
+    """How the parts of a sample become a sample: all that a dataset.yaml says but the subflavors.
+
+    `has_code` tells that it came from the dataset's own code, or from a package other than ours.
+    """
 
     sample_type: type
     field_map: FieldMap | None
     sample_loader: Callable[[dict[str, Any]], dict[str, Any]] | None
     part_filter: PartFilter | None
+    has_code: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DatasetConfig:
+    """What a dataset.yaml says; `text` is its content as JSON, `canonical` the same with sorted keys, for the hash."""
+
+    form: SampleForm
     subflavors: dict[str, Any]
+    text: str
     canonical: str
 
 
-def read_dataset_config(store: Store, name: str, *, trust_remote_code: bool = False) -> DatasetConfig:
-    """Read a dataset.yaml of `.nv-meta`; raises MetadataError, FieldMapError or UntrustedCodeError."""
-    rel = meta_path(name)
-    where = store.url(rel)
-    try:
-        document = expect_mapping(read_document(store, rel), where=where)
-    except ShardMissingError as error:
-        raise MetadataError(
-            f"{where}: no such file. Run `energon prepare {store.root}`, or write it: it names the sample type and the "
-            f"field map."
-        ) from error
-    sample_type = _sample_type(document, store=store, where=where, trust=trust_remote_code)
+class DatasetConfigs:
+    """Reads the dataset.yaml of many datasets; what they have in common is read and kept once.
+
+    A thousand datasets of a mix often have the same, or one that differs in its subflavors.
+    """
+
+    def __init__(self, *, trust_remote_code: bool = False) -> None:
+        self._trust = trust_remote_code
+        self._by_content: dict[tuple[bytes, bool], DatasetConfig] = {}
+        self._forms: dict[str, SampleForm] = {}
+
+    def read(self, store: Store, name: str) -> DatasetConfig:
+        """Read a file of `.nv-meta`; raises MetadataError, FieldMapError or UntrustedCodeError."""
+        rel = meta_path(name)
+        where = store.url(rel)
+        try:
+            data = store.read(rel)
+        except ShardMissingError as error:
+            raise MetadataError(
+                f"{where}: no such file. Run `energon prepare {store.root}`, or write it: it names the sample type "
+                f"and the field map."
+            ) from error
+        content = (data, name.endswith(".json"))
+        config = self._by_content.get(content)
+        if config is None:
+            config = self.build(parse_document(data, where=where), store=store, where=where)
+            if not config.form.has_code:  # the code of each dataset is its own
+                self._by_content[content] = config
+        return config
+
+    def build(self, value: Any, *, store: Store, where: str) -> DatasetConfig:
+        """Check the content of a dataset.yaml; errors are those of `read`."""
+        document = expect_mapping(value, where=where)
+        shape = json.dumps({key: entry for key, entry in document.items() if key != "subflavors"})
+        form = self._forms.get(shape)
+        if form is None:
+            form = _read_form(document, store=store, where=where, trust=self._trust)
+            if not form.has_code:
+                self._forms[shape] = form
+        subflavors = document.get("subflavors")
+        return DatasetConfig(
+            form=form,
+            subflavors={} if subflavors is None else expect_mapping(subflavors, where=where, field="subflavors"),
+            text=json.dumps(document, separators=(",", ":")),
+            canonical=json.dumps(document, sort_keys=True, separators=(",", ":")),
+        )
+
+
+def _read_form(document: dict[str, Any], *, store: Store, where: str, trust: bool) -> SampleForm:
+    sample_type = _sample_type(document, store=store, where=where, trust=trust)
     crude = issubclass(sample_type, CrudeSample)
     field_map = _field_map(document, sample_type, crude=crude, where=where)
-    loader, part_filter = _code(document, store=store, crude=crude, where=where, trust=trust_remote_code)
+    loader, part_filter = _code(document, store=store, crude=crude, where=where, trust=trust)
     if field_map is not None:
         part_filter = field_map.parts
-    subflavors = document.get("subflavors")
-    return DatasetConfig(
+    named = document.get("sample_type", document)
+    return SampleForm(
         sample_type=sample_type,
         field_map=field_map,
         sample_loader=loader,
         part_filter=part_filter,
-        subflavors={} if subflavors is None else expect_mapping(subflavors, where=where, field="subflavors"),
-        canonical=json.dumps(document, sort_keys=True, separators=(",", ":")),
+        has_code=loader is not None or callable(part_filter) or not _is_own(named["__module__"]),
     )
+
+
+def _is_own(module: str) -> bool:
+    return any(module == package or module.startswith(f"{package}.") for package in OWN_PACKAGES)
 
 
 def _sample_type(document: dict[str, Any], *, store: Store, where: str, trust: bool) -> type:
@@ -94,7 +147,7 @@ def _resolve(named: dict[str, Any], *, store: Store, where: str, field: str, tru
     dot = f"{field}." if field else ""
     module = expect_string(named["__module__"], where=where, field=f"{dot}__module__")
     name = expect_string(named["__class__"], where=where, field=f"{dot}__class__")
-    if any(module == package or module.startswith(package + ".") for package in OWN_PACKAGES):
+    if _is_own(module):
         try:
             return sample_type_by_name(name)
         except (EnergonError, KeyError) as error:

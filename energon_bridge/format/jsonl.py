@@ -24,7 +24,7 @@ from energon_bridge.errors import CorruptShardError, DecodeError, EmptyDatasetEr
 from energon_bridge.format.dataset import PreparedDataset
 from energon_bridge.format.tar_index import encode_index, index_name
 from energon_bridge.samples import CrudeSample
-from energon_bridge.storage import Store, open_store
+from energon_bridge.storage import OpenFiles, Store, open_store
 
 PART = "json"
 
@@ -50,13 +50,13 @@ def is_jsonl(path: str | os.PathLike[str]) -> bool:
     return os.fspath(path).endswith(".jsonl")
 
 
-def open_jsonl(path: str | os.PathLike[str]) -> JsonlDataset:
+def open_jsonl(path: str | os.PathLike[str], *, files: OpenFiles | None = None) -> JsonlDataset:
     """Open a JSONL file by path or URL; its index is written if there is none.
 
     Raises DatasetNotFoundError or ShardMissingError if there is no such file, EmptyDatasetError, CorruptShardError if
     it is no JSONL or changed after it was indexed, and NotPreparedError if the index cannot be written.
     """
-    store, name = _locate(path)
+    store, name = _locate(path, files)
     where = store.url(name)
     size = store.size(name)
     if not store.exists(index_name(name)):
@@ -107,12 +107,12 @@ def parse_line(data: bytes | memoryview) -> Any:
         raise DecodeError(f"no JSON: {error}") from error
 
 
-def _locate(path: str | os.PathLike[str]) -> tuple[Store, str]:
+def _locate(path: str | os.PathLike[str], files: OpenFiles | None = None) -> tuple[Store, str]:
     text = os.fspath(path)
     if "://" not in text:
         text = os.path.abspath(os.path.expanduser(text))
     folder, _, name = text.rpartition("/")
-    return open_store(folder or "/"), name
+    return open_store(folder or "/", files=files), name
 
 
 def _check_index(store: Store, name: str, *, size: int) -> int:

@@ -33,6 +33,7 @@ INFO_YAML = ".info.yaml"
 INDEX_SQLITE = "index.sqlite"
 INDEX_UUID = "index.uuid"
 DEFAULT_SPLIT_CONFIG = "split.yaml"
+SPLIT_JSON = "split.json"
 DEFAULT_DATASET_CONFIG = "dataset.yaml"
 # The release of energon whose formats are written; its readers take any text here.
 FORMAT_VERSION = "7.4.1"
@@ -69,6 +70,8 @@ class Splits:
 
     def excluded_samples(self, shards: Sequence[str]) -> frozenset[tuple[str, str]]:
         """Return the excluded samples of these shards as (shard, key)."""
+        if not self.exclude:
+            return frozenset()
         known = set(shards)
         found: set[tuple[str, str]] = set()
         for entry in self.exclude:
@@ -114,13 +117,12 @@ def read_splits(store: Store, split_config: str = DEFAULT_SPLIT_CONFIG) -> Split
         raise MetadataError(
             f"split_config={split_config!r}: expected the name of a .yaml or .json file in {META_FOLDER}."
         )
-    rel = meta_path(split_config)
-    if split_config == DEFAULT_SPLIT_CONFIG and not store.exists(rel) and store.exists(meta_path("split.json")):
-        rel = meta_path("split.json")
-    where = store.url(rel)
+    where = store.url(meta_path(split_config))
     try:
-        document = read_document(store, rel)
+        document = read_document(store, meta_path(split_config))
     except ShardMissingError as error:
+        if split_config == DEFAULT_SPLIT_CONFIG and store.exists(meta_path(SPLIT_JSON)):
+            return read_splits(store, SPLIT_JSON)
         raise MetadataError(f"{where}: no such split file. Run `energon prepare {store.root}`.") from error
     config = expect_mapping(document, where=where)
     expect_keys(config, allowed=("split_parts", "exclude"), required=("split_parts",), where=where)

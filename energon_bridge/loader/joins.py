@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from energon_bridge.format.dataset import PreparedDataset
 from energon_bridge.format.join import JoinedDataset, JoinPart, joined_dataset
 from energon_bridge.format.join_index import open_index
-from energon_bridge.mix import JoinRef, LeafRef, resolve_joiner
+from energon_bridge.mix import JoinRef, LeafRef, resolve_joiner, user_cache
 
 _PARALLEL_SAMPLES = 50_000
 _MAX_WORKERS = 16
@@ -54,11 +54,8 @@ def join_parts(join: JoinRef, open_part: Callable[[LeafRef], PreparedDataset]) -
 
 def index_folders(join: JoinRef) -> list[str]:
     """Return where the index of a join may lie: beside the file of the mix, or in the user's cache."""
-    cache = os.environ.get("XDG_CACHE_HOME", "")
-    if not os.path.isabs(cache):
-        cache = os.path.expanduser("~/.cache")
     own = [f"{join.file}.cache"] if join.file and "://" not in join.file else []
-    return [*own, os.path.join(cache, "energon_bridge", "joins")]
+    return [*own, os.path.join(user_cache(), "energon_bridge", "joins")]
 
 
 def _num_workers(parts: Sequence[JoinPart]) -> int:

@@ -8,18 +8,17 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import cached_property, partial
+from functools import cached_property
 
 import numpy as np
 
 from energon_bridge.errors import EmptyDatasetError, MetadataError
-from energon_bridge.format.dataset import PreparedDataset, open_dataset
+from energon_bridge.format.dataset import PreparedDataset
 from energon_bridge.format.join import JoinedDataset
-from energon_bridge.format.jsonl import JsonlDataset, open_jsonl
-from energon_bridge.format.nvmeta import DEFAULT_DATASET_CONFIG, DEFAULT_SPLIT_CONFIG
+from energon_bridge.format.jsonl import JsonlDataset
 from energon_bridge.loader.aux import aux_fingerprint
 from energon_bridge.loader.joins import open_join
-from energon_bridge.mix import AuxRef, JoinRef, LeafRef, Mix, combine_multipliers, evaluate_subset
+from energon_bridge.mix import AuxRef, DatasetOpener, JoinRef, Mix, combine_multipliers, evaluate_subset
 from energon_bridge.rng import IntArray
 from energon_bridge.samples import CrudeSample
 from energon_bridge.task_encoder.images import IMAGE_EXTENSIONS
@@ -51,11 +50,15 @@ class OpenLeaf:
     @cached_property
     def identity(self) -> str:
         """A hash of what the leaf contains, wherever it lies: 16 hex digits."""
-        whole = self.start == 0 and self.stop == self.dataset.num_samples
-        subset = "" if whole else f"{self.start}:{self.stop}"
+        subset = "" if self.is_whole else f"{self.start}:{self.stop}"
         parts = [self.dataset.fingerprint, self.dataset.split_part, subset, str(self.occurrence)]
         parts += [self.aux_fingerprint] * bool(self.aux_fingerprint)
         return hashlib.blake2b("\0".join(parts).encode(), digest_size=8).hexdigest()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the leaf has all samples of its dataset."""
+        return self.start == 0 and self.stop == self.dataset.num_samples
 
     @property
     def num_samples(self) -> int:
@@ -64,6 +67,9 @@ class OpenLeaf:
     @property
     def shard_counts(self) -> IntArray:
         """Samples of the leaf in each shard, shape (shards,)."""
+        if self.is_whole:
+            counts: IntArray = self.dataset.shard_counts
+            return counts
         ends = np.cumsum(self.dataset.shard_counts)
         starts = ends - self.dataset.shard_counts
         return np.clip(np.minimum(ends, self.stop) - np.maximum(starts, self.start), 0, None)
@@ -84,7 +90,7 @@ def _decodes_media(dataset: PreparedDataset) -> bool:
     return field_map is None or any(p.rpartition(".")[2].lower() in IMAGE_EXTENSIONS for p in field_map.parts)
 
 
-def open_leaves(mix: Mix, *, trust_remote_code: bool, shuffle_epochs: int | None) -> tuple[OpenLeaf, ...]:
+def open_leaves(mix: Mix, opener: DatasetOpener, *, shuffle_epochs: int | None) -> tuple[OpenLeaf, ...]:
     """Open the leaves of a mix, in its order; a dataset that is reached twice is opened once.
 
     `shuffle_epochs` is combined with what the mix says for each dataset.
@@ -92,16 +98,15 @@ def open_leaves(mix: Mix, *, trust_remote_code: bool, shuffle_epochs: int | None
     Raises:
         DatasetError: One of them cannot be used, by a class of its own for each reason.
     """
-    opened: dict[tuple[str, str, str, str], PreparedDataset] = {}
     leaves: list[OpenLeaf] = []
     for entry in mix.leaves:
         ref = entry.leaf
         dataset: PreparedDataset | JoinedDataset
         aux: Mapping[str, AuxRef] = {}
         if isinstance(ref, JoinRef):
-            dataset = open_join(ref, partial(open_prepared, opened, trust=trust_remote_code), trust=trust_remote_code)
+            dataset = open_join(ref, opener.open, trust=opener.trust_remote_code)
         else:
-            dataset = open_prepared(opened, ref, trust=trust_remote_code)
+            dataset = opener.open(ref)
             if ref.subflavors:
                 dataset = dataclasses.replace(dataset, subflavors=dataset.subflavors | ref.subflavors)
             aux = ref.aux
@@ -130,32 +135,12 @@ def open_leaves(mix: Mix, *, trust_remote_code: bool, shuffle_epochs: int | None
     return _numbered(leaves)
 
 
-def open_prepared(
-    opened: dict[tuple[str, str, str, str], PreparedDataset], ref: LeafRef, *, trust: bool
-) -> PreparedDataset:
-    """Open the prepared dataset or JSONL file of a reference, or take it from those opened before."""
-    dataset_config = ref.dataset_config or DEFAULT_DATASET_CONFIG
-    split_config = ref.split_config or DEFAULT_SPLIT_CONFIG
-    place = (ref.path, ref.split_part, dataset_config, split_config)
-    if place not in opened:
-        if ref.is_jsonl:
-            opened[place] = open_jsonl(ref.path)
-        else:
-            opened[place] = open_dataset(
-                ref.path,
-                split_part=ref.split_part,
-                dataset_config=dataset_config,
-                split_config=split_config,
-                trust_remote_code=trust,
-            )
-    return opened[place]
-
-
 def _numbered(leaves: Sequence[OpenLeaf]) -> tuple[OpenLeaf, ...]:
     """Give leaves of equal content occurrence numbers, so that each has an order of its own."""
     seen: Counter[str] = Counter()
     numbered = []
     for leaf in leaves:
-        numbered.append(dataclasses.replace(leaf, occurrence=seen[leaf.identity]))
+        occurrence = seen[leaf.identity]
+        numbered.append(dataclasses.replace(leaf, occurrence=occurrence) if occurrence else leaf)
         seen[leaf.identity] += 1
     return tuple(numbered)

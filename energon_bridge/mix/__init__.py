@@ -2,8 +2,8 @@
 
 `load_mix` reads whatever names a mix and gives its leaves; `metadataset` reads the files, `blender` the Python form,
 `tree` has the nodes, `flatten` their effective weights, `subset` and `schedule` the ranges and the weights that change,
-`joiners` finds what makes one sample of several, `describe` prints. Pure description: only YAML files are read,
-datasets are opened by later layers.
+`joiners` finds what makes one sample of several, `describe` prints. All of this is description, for which only YAML
+files are read. `opener` opens the datasets, with the help of the `index` that an earlier start left.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ from __future__ import annotations
 from energon_bridge.mix.blender import Blender
 from energon_bridge.mix.describe import describe
 from energon_bridge.mix.flatten import Mix, MixLeaf, MixMode, flatten
+from energon_bridge.mix.index import MixIndex
 from energon_bridge.mix.joiners import register_joiner, resolve_joiner
-from energon_bridge.mix.load import MixSource, load_mix, load_tree
+from energon_bridge.mix.load import MixSource, index_of_datasets, load_mix, load_tree, open_mix_index
 from energon_bridge.mix.metadataset import metadataset_splits
-from energon_bridge.mix.paths import resolve_path
+from energon_bridge.mix.opener import DatasetOpener
+from energon_bridge.mix.paths import resolve_path, user_cache
 from energon_bridge.mix.schedule import WeightSchedule, parse_weight
 from energon_bridge.mix.subset import SubsetRange, evaluate_subset, merge_subsets
 from energon_bridge.mix.tree import (
@@ -37,6 +39,7 @@ __all__ = [
     "Blend",
     "Blender",
     "Concat",
+    "DatasetOpener",
     "EpochizedBlend",
     "JoinEntry",
     "JoinRef",
@@ -44,6 +47,7 @@ __all__ = [
     "Leaf",
     "LeafRef",
     "Mix",
+    "MixIndex",
     "MixLeaf",
     "MixMode",
     "MixSource",
@@ -55,12 +59,15 @@ __all__ = [
     "describe",
     "evaluate_subset",
     "flatten",
+    "index_of_datasets",
     "load_mix",
     "load_tree",
     "merge_subsets",
     "metadataset_splits",
+    "open_mix_index",
     "parse_weight",
     "register_joiner",
     "resolve_joiner",
     "resolve_path",
+    "user_cache",
 ]

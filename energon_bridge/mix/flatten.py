@@ -139,11 +139,12 @@ def _flatten_blend(node: Blend, *, groups: Iterator[int]) -> list[MixLeaf]:
     leaves: list[MixLeaf] = []
     for child, weight in zip(node.children, weights, strict=True):
         inner = _nested(node, child, allowed=("single", "weights", "concat"), groups=groups)
+        fraction = weight / total
         group = None
         if isinstance(child, Concat) and len(inner) > 1:
             group = next(groups)
         for leaf in inner:
-            share = weight / total * (1 if leaf.weight is None else leaf.weight)
+            share = fraction if leaf.weight is None else fraction * leaf.weight
             size_group = leaf.size_group if group is None else group
             leaves.append(MixLeaf(leaf=leaf.leaf, weight=share, size_group=size_group))
     return leaves

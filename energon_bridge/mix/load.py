@@ -10,6 +10,7 @@ from energon_bridge.errors import ConfigurationError
 from energon_bridge.format.nvmeta import DEFAULT_DATASET_CONFIG, DEFAULT_SPLIT_CONFIG
 from energon_bridge.mix.blender import Blender, blender_from_sequence
 from energon_bridge.mix.flatten import Mix, flatten
+from energon_bridge.mix.index import MIN_DATASETS, MixIndex, index_folders
 from energon_bridge.mix.kind import DatasetKind, kind_of_reference, kind_of_source
 from energon_bridge.mix.metadataset import read_metadataset_dict, read_metadataset_file
 from energon_bridge.mix.paths import resolve_path
@@ -26,6 +27,7 @@ def load_mix(
     base: str | os.PathLike[str] | None = None,
     dataset_config: str | None = None,
     split_config: str | None = None,
+    index: MixIndex | None = None,
 ) -> Mix:
     """Describe a mix: its leaves, each with its effective weight or its repetitions. No dataset is opened.
 
@@ -36,14 +38,31 @@ def load_mix(
         base: Folder that relative paths in `source` are relative to; default: the current directory.
         dataset_config, split_config: Names of files in `.nv-meta`, for datasets that are named directly; a metadataset
             says them for each of its datasets.
+        index: What an earlier start knew of the mix.
 
     Raises:
         DatasetNotFoundError, NotPreparedError, UnknownSplitError, MetadataError: A path or a file is wrong.
         ConfigurationError: An argument is wrong.
     """
-    return flatten(
-        load_tree(source, split_part=split_part, base=base, dataset_config=dataset_config, split_config=split_config)
-    )
+    names = {"dataset_config": dataset_config, "split_config": split_config}
+    return flatten(load_tree(source, split_part=split_part, base=base, index=index, **names))
+
+
+def open_mix_index(source: MixSource, *, split_part: str) -> MixIndex:
+    """Return what earlier starts knew of the file of a mix; of anything else, an index that keeps nothing."""
+    if isinstance(source, (str, os.PathLike)):
+        path = resolve_path(os.fspath(source), base=os.getcwd(), where="path of the dataset")
+        if path.endswith(".yaml"):
+            return MixIndex(index_folders(path), request=split_part)
+    return MixIndex()
+
+
+def index_of_datasets(mix: Mix, *, split_part: str) -> MixIndex:
+    """Return what earlier starts knew of the datasets of a mix that is no file."""
+    if len(mix.leaves) < MIN_DATASETS:
+        return MixIndex()
+    paths = sorted({entry.leaf.path for entry in mix.leaves if isinstance(entry.leaf, LeafRef)})
+    return MixIndex(index_folders("\0".join(["", *paths])), request=split_part)
 
 
 def load_tree(
@@ -53,6 +72,7 @@ def load_tree(
     base: str | os.PathLike[str] | None = None,
     dataset_config: str | None = None,
     split_config: str | None = None,
+    index: MixIndex | None = None,
 ) -> Node:
     """Read a mix to its tree; arguments and errors are those of `load_mix`."""
     folder = os.getcwd() if base is None else resolve_path(os.fspath(base), base=os.getcwd(), where="base")
@@ -62,17 +82,17 @@ def load_tree(
         dataset_config=None if dataset_config == DEFAULT_DATASET_CONFIG else dataset_config,
         split_config=None if split_config == DEFAULT_SPLIT_CONFIG else split_config,
     )
-    return _read(source, base=folder, direct=direct, where="", depth=0)
+    return _read(source, base=folder, direct=direct, index=index or MixIndex(), where="", depth=0)
 
 
-def _read(source: Any, *, base: str, direct: LeafRef, where: str, depth: int) -> Node:
+def _read(source: Any, *, base: str, direct: LeafRef, index: MixIndex, where: str, depth: int) -> Node:
     """Read one source; `direct` has the settings of datasets named directly, `where` is the place in a Blender."""
     if isinstance(source, (str, os.PathLike)):
         path = resolve_path(os.fspath(source), base=base, where=where or "path of the dataset")
         kind = kind_of_reference(path, where=where) if where else kind_of_source(path)
         if kind is DatasetKind.METADATASET:
             _refuse_configs(direct, path)
-            return read_metadataset_file(path, split_part=direct.split_part)
+            return read_metadataset_file(path, split_part=direct.split_part, index=index)
         if kind is DatasetKind.JSONL:
             _refuse_configs(direct, path)
         return LeafRef(
@@ -85,22 +105,22 @@ def _read(source: Any, *, base: str, direct: LeafRef, where: str, depth: int) ->
         )
     if isinstance(source, Mapping):
         _refuse_configs(direct, "a mix given as a dict")
-        return read_metadataset_dict(_plain(source, depth=0), split_part=direct.split_part, base=base)
+        return read_metadataset_dict(_plain(source, depth=0), split_part=direct.split_part, base=base, index=index)
     if isinstance(source, Blender):
         if depth > _MAX_DEPTH:
             raise ConfigurationError(f"blenders are nested more than {_MAX_DEPTH} deep")
-        return _read_blender(source, base=base, direct=direct, where=where or "Blender", depth=depth)
+        return _read_blender(source, base=base, direct=direct, index=index, where=where or "Blender", depth=depth)
     if isinstance(source, (list, tuple)):
-        return _read(blender_from_sequence(source), base=base, direct=direct, where=where, depth=depth)
+        return _read(blender_from_sequence(source), base=base, direct=direct, index=index, where=where, depth=depth)
     raise ConfigurationError(
         f"expected a path, a dict, a Blender or a list of (path, weight) pairs, got {source!r} "
         f"({type(source).__name__})"
     )
 
 
-def _read_blender(blender: Blender, *, base: str, direct: LeafRef, where: str, depth: int) -> Node:
+def _read_blender(blender: Blender, *, base: str, direct: LeafRef, index: MixIndex, where: str, depth: int) -> Node:
     children = tuple(
-        _read(child, base=base, direct=direct, where=f"{where}[{position}]", depth=depth + 1)
+        _read(child, base=base, direct=direct, index=index, where=f"{where}[{position}]", depth=depth + 1)
         for position, (child, _) in enumerate(blender.items)
     )
     weights = tuple(schedule for _, schedule in blender.items if schedule is not None)

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field as dataclass_field, replace
 from typing import Any
 
 from energon_bridge.errors import MetadataError, UnknownSplitError
-from energon_bridge.format.documents import expect_keys, expect_mapping, parse_document, wrong_type
+from energon_bridge.format.documents import expect_keys, expect_mapping, wrong_type
 from energon_bridge.mix.fields import (
     read_aux,
     read_joiner,
@@ -40,6 +40,7 @@ from energon_bridge.mix.fields import (
     read_subflavors,
     read_text,
 )
+from energon_bridge.mix.index import MixIndex
 from energon_bridge.mix.kind import DatasetKind, kind_of_reference
 from energon_bridge.mix.paths import split_path
 from energon_bridge.mix.schedule import parse_weight
@@ -54,7 +55,6 @@ from energon_bridge.mix.tree import (
     Node,
     combine_multipliers,
 )
-from energon_bridge.storage import open_store
 
 _log = logging.getLogger(__name__)
 
@@ -88,30 +88,33 @@ class Scope:
         where: The file, for messages.
         base: The folder that its paths are relative to.
         split_part: The split asked for.
+        index: Reads the files.
         subflavors, multiplier, subsets: Merged so far; subsets from the innermost to the outermost.
         chain: The (file, split) that are being read, from the outermost on.
-        documents: The files parsed so far, by path; shared by all scopes of one reading.
         is_read: False while a split is only checked: its nested files are left alone.
     """
 
     where: str
     base: str
     split_part: str
+    index: MixIndex
     subflavors: dict[str, Any] = dataclass_field(default_factory=dict)
     multiplier: int | None = 1
     subsets: tuple[SubsetRange, ...] = ()
     chain: tuple[tuple[str, str], ...] = ()
-    documents: dict[str, Any] = dataclass_field(default_factory=dict)
     is_read: bool = True
 
 
-def read_metadataset_file(path: str, *, split_part: str, scope: Scope | None = None) -> Node:
+def read_metadataset_file(path: str, *, split_part: str, index: MixIndex) -> Node:
     """Read one split of the metadataset at an absolute path or URL, and of those it refers to.
 
-    `scope` is what surrounds the reference to it. Raises UnknownSplitError, DatasetNotFoundError or MetadataError.
+    Raises UnknownSplitError, DatasetNotFoundError or MetadataError.
     """
-    folder, name = split_path(path)
-    outer = scope or Scope(where="", base="", split_part=split_part)
+    return _read_file(path, split_part=split_part, outer=Scope(where="", base="", split_part=split_part, index=index))
+
+
+def _read_file(path: str, *, split_part: str, outer: Scope) -> Node:
+    """Read a metadataset; `outer` is what surrounds the reference to it."""
     step = (path, split_part)
     if step in outer.chain:
         circle = [*outer.chain[outer.chain.index(step) :], step]
@@ -119,24 +122,19 @@ def read_metadataset_file(path: str, *, split_part: str, scope: Scope | None = N
         raise MetadataError(f"{outer.where}: metadatasets refer to each other in a circle: {names}.")
     if len(outer.chain) >= _MAX_DEPTH:
         raise MetadataError(f"{outer.where}: metadatasets are nested more than {_MAX_DEPTH} deep.")
-    if path not in outer.documents:
-        data = open_store(folder).read(name)
-        if not data.strip():
-            raise MetadataError(f"{path}: the file is empty. Expected a metadataset with `splits`.")
-        outer.documents[path] = parse_document(data, where=path)
-    inner = replace(outer, where=path, base=folder, split_part=split_part, chain=(*outer.chain, step))
-    return _read_document(outer.documents[path], scope=inner)
+    inner = replace(outer, where=path, base=split_path(path)[0], split_part=split_part, chain=(*outer.chain, step))
+    return _read_document(outer.index.document(path), scope=inner)
 
 
-def read_metadataset_dict(document: Mapping[str, Any], *, split_part: str, base: str) -> Node:
+def read_metadataset_dict(document: Mapping[str, Any], *, split_part: str, base: str, index: MixIndex) -> Node:
     """Read one split of a metadataset given as a dict; `base` is the folder that its paths are relative to."""
-    return _read_document(dict(document), scope=Scope(where="mix given as a dict", base=base, split_part=split_part))
+    scope = Scope(where="mix given as a dict", base=base, split_part=split_part, index=index)
+    return _read_document(dict(document), scope=scope)
 
 
 def metadataset_splits(path: str) -> list[str]:
     """Return the names of the splits of the metadataset at an absolute path or URL."""
-    folder, name = split_path(path)
-    document = expect_mapping(parse_document(open_store(folder).read(name), where=path), where=path)
+    document = expect_mapping(MixIndex().document(path), where=path)
     return list(expect_mapping(document.get("splits"), where=path, field="splits"))
 
 
@@ -256,7 +254,7 @@ def _read_reference(item: dict[str, Any], *, field: str, scope: Scope) -> Node:
         multiplier=leaf.shuffle_over_epochs_multiplier,
         subsets=leaf.subsets,
     )
-    return read_metadataset_file(path, split_part=leaf.split_part, scope=inner)
+    return _read_file(path, split_part=leaf.split_part, outer=inner)
 
 
 def _leaf(item: dict[str, Any], *, path: str, kind: DatasetKind, field: str, scope: Scope) -> LeafRef:

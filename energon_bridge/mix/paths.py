@@ -37,6 +37,12 @@ def resolve_path(text: str, *, base: str, where: str) -> str:
     return f"{match[0]}{authority}/{_lexical(f'{folder}/{text}', where=where, text=text)}".rstrip("/")
 
 
+def user_cache() -> str:
+    """Return the folder below which programs keep what they can make again: `$XDG_CACHE_HOME`, or `~/.cache`."""
+    folder = os.environ.get("XDG_CACHE_HOME", "")
+    return folder if os.path.isabs(folder) else os.path.expanduser("~/.cache")
+
+
 def split_path(path: str) -> tuple[str, str]:
     """Split an absolute path or URL into its folder and its last name."""
     folder, _, name = path.rstrip("/").rpartition("/")

@@ -37,6 +37,8 @@ _SINE_TERMS = tuple((-1.0) ** k / math.factorial(2 * k + 1) for k in range(9))
 
 def exact_number(value: Any) -> Fraction | None:
     """Return a number exactly as its decimal digits say (0.1 is 1/10), None for anything that is no finite number."""
+    if type(value) is int:  # the abstract types below take their time
+        return Fraction(value)
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return None
     if isinstance(value, numbers.Integral):
@@ -93,7 +95,7 @@ class WeightSchedule:
     @property
     def is_constant(self) -> bool:
         """Whether the weight never changes."""
-        return all(weight == self.points[0][1] for _, weight in self.points)
+        return len(self.points) == 1 or all(weight == self.points[0][1] for _, weight in self.points)
 
     @property
     def moves(self) -> bool:

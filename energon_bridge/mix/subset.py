@@ -68,13 +68,16 @@ def parse_subset(value: Any, *, where: str, field: str, allow_absolute: bool) ->
     return SubsetRange(ratio=(start, end), where=at)
 
 
+_WHOLE = SubsetRange()
+
+
 def merge_subsets(subsets: Sequence[SubsetRange]) -> SubsetRange:
     """Merge ranges, ordered from the innermost to the outermost, into one.
 
     Raises MetadataError if any but the innermost names samples by number.
     """
     if not subsets:
-        return SubsetRange()
+        return _WHOLE
     low, high = 0.0, 1.0
     for subset in reversed(subsets):
         inner_low, inner_high = subset.ratio

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from functools import partial
 
 from energon_bridge.format.join_index import open_index, remove_others
 from energon_bridge.format.join_rows import Progress
 from energon_bridge.loader.joins import index_folders, join_parts
-from energon_bridge.loader.leaves import open_prepared
-from energon_bridge.mix import JoinRef, load_mix, metadataset_splits, resolve_path
+from energon_bridge.mix import DatasetOpener, JoinRef, load_mix, metadataset_splits, resolve_path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +43,7 @@ def prepare_join(
 
     `progress` gets the numbers of shards done and in all. Raises the errors of `open_dataset` and `open_index`.
     """
-    parts = join_parts(join, partial(open_prepared, {}, trust=trust_remote_code))
+    parts = join_parts(join, DatasetOpener(trust_remote_code=trust_remote_code).open)
     index = open_index(parts, index_folders(join), num_workers=num_workers, progress=progress)
     primary = parts[0].dataset
     return PreparedJoin(

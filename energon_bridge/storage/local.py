@@ -92,7 +92,7 @@ class LocalStore:
 
     def url(self, rel: str) -> str:
         """Return the absolute path of `rel`."""
-        return os.path.join(self.root, rel) if rel else self.root
+        return f"{self.root}/{rel}" if rel else self.root
 
     def check_root(self) -> None:
         """Raise DatasetNotFoundError unless the root is a folder."""
@@ -103,18 +103,18 @@ class LocalStore:
     def size(self, rel: str) -> int:
         """Return the size of `rel` in bytes."""
         try:
-            return os.stat(os.path.join(self.root, rel)).st_size
+            return os.stat(f"{self.root}/{rel}").st_size
         except OSError as error:
             raise self._cannot_open(rel, error) from error
 
     def exists(self, rel: str) -> bool:
         """Tell whether `rel` is a file."""
-        return os.path.isfile(os.path.join(self.root, rel))
+        return os.path.isfile(f"{self.root}/{rel}")
 
     def read(self, rel: str) -> bytes:
         """Read all of `rel`."""
         try:
-            with open(os.path.join(self.root, rel), "rb") as file:
+            with open(f"{self.root}/{rel}", "rb", buffering=0) as file:
                 return file.read()
         except OSError as error:
             raise self._cannot_open(rel, error) from error

@@ -1,0 +1,88 @@
+"""Opening the datasets of a mix: each place once, and from the index where that is current.
+
+Invariant: the datasets of one opener share one pool of open files, so that it does not matter how many there are.
+"""
+
+from __future__ import annotations
+
+import json
+
+from energon_bridge.format.dataset import PreparedDataset, prepared, read_prepared
+from energon_bridge.format.dataset_config import DatasetConfig, DatasetConfigs
+from energon_bridge.format.jsonl import open_jsonl
+from energon_bridge.format.nvmeta import DEFAULT_DATASET_CONFIG, DEFAULT_SPLIT_CONFIG, meta_path
+from energon_bridge.mix.index import Known, MixIndex, Place, stamps_of
+from energon_bridge.mix.tree import LeafRef
+from energon_bridge.storage import LocalStore, OpenFiles, Store, open_store
+
+
+class DatasetOpener:
+    """Opens the datasets of one mix.
+
+    Args:
+        trust_remote_code: Allow the datasets' own code to run.
+        index: What an earlier start found; gets what this one finds.
+    """
+
+    def __init__(self, *, trust_remote_code: bool = False, index: MixIndex | None = None) -> None:
+        self.trust_remote_code = trust_remote_code
+        self._configs = DatasetConfigs(trust_remote_code=trust_remote_code)
+        self._indexed_configs: dict[str, DatasetConfig] = {}
+        self._index = MixIndex() if index is None else index
+        self._files = OpenFiles()
+        self._opened: dict[Place, PreparedDataset] = {}
+
+    def open(self, ref: LeafRef) -> PreparedDataset:
+        """Open the prepared dataset or JSONL file of a reference.
+
+        Errors are those of `open_dataset` and `open_jsonl`.
+        """
+        dataset_config = ref.dataset_config or DEFAULT_DATASET_CONFIG
+        place = (ref.path, ref.split_part, dataset_config, ref.split_config or DEFAULT_SPLIT_CONFIG)
+        dataset = self._opened.get(place)
+        if dataset is None:
+            dataset = open_jsonl(ref.path, files=self._files) if ref.is_jsonl else self._open(place)
+            self._opened[place] = dataset
+        return dataset
+
+    def _open(self, place: Place) -> PreparedDataset:
+        path, split_part, dataset_config, split_config = place
+        store = open_store(path, files=self._files)
+        known = self._index.find(place)
+        if known is not None:
+            return self._from_index(store, place, known)
+        stamps = stamps_of(place) if isinstance(store, LocalStore) else []
+        dataset, config = read_prepared(
+            store, self._configs, split_part=split_part, dataset_config=dataset_config, split_config=split_config
+        )
+        if stamps and not config.form.has_code:
+            self._index.record(
+                place,
+                Known(
+                    stamps=stamps,
+                    shards=list(dataset.shard_names),
+                    counts=dataset.shard_counts.tolist(),
+                    sizes=dataset.shard_sizes.tolist(),
+                    excluded=[list(sample) for sample in sorted(dataset.excluded)],
+                    config=config.text,
+                    fingerprint=dataset.fingerprint,
+                ),
+            )
+        return dataset
+
+    def _from_index(self, store: Store, place: Place, known: Known) -> PreparedDataset:
+        config = self._indexed_configs.get(known.config)
+        if config is None:
+            where = store.url(meta_path(place[2]))
+            config = self._configs.build(json.loads(known.config), store=store, where=where)
+            self._indexed_configs[known.config] = config
+        return prepared(
+            store,
+            config,
+            split_part=place[1],
+            shards=known.shards,
+            counts=known.counts,
+            sizes=known.sizes,
+            excluded=frozenset((shard, key) for shard, key in known.excluded),
+            fingerprint=known.fingerprint,
+        )
