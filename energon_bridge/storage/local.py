@@ -81,7 +81,9 @@ class LocalStore:
     __slots__ = ("_files", "root")
 
     def __init__(self, root: str | os.PathLike[str], *, files: OpenFiles | None = None) -> None:
-        self.root = os.path.abspath(os.path.expanduser(os.fspath(root)))
+        given = os.fspath(root)
+        absolute = os.path.abspath(os.path.expanduser(given))
+        self.root = given if given == absolute else absolute  # the caller's own text: a mix has thousands of them
         self._files = OpenFiles() if files is None else files
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -111,16 +111,15 @@ class RoundBuffer:
     A sample's bytes are let go when they are fetched, so memory falls as a round is worked through.
     """
 
-    __slots__ = ("_lock", "_raw", "_was_read", "epochs", "first", "indices", "reader", "shards")
+    __slots__ = ("_lock", "_raw", "_was_read", "epochs", "first", "indices", "reader")
 
     def __init__(self, reader: Reader, of: Round) -> None:
         self.reader = reader
         self.first = of.first
         self.indices = of.indices
         self.epochs = of.epochs
-        self.shards = reader.shards_of(of.indices)
         self._raw: list[Any] = [None] * of.indices.size
-        self._was_read = np.zeros(of.indices.size, dtype=bool)
+        self._was_read = bytearray(of.indices.size)  # a mix has thousands of small rounds, and arrays are large
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -141,8 +140,9 @@ class RoundBuffer:
             self._read(0, len(self))
 
     def _read(self, low: int, high: int) -> None:
-        unread = low + np.flatnonzero(~self._was_read[low:high])
+        was_read = np.frombuffer(self._was_read, dtype=bool)
+        unread = low + np.flatnonzero(~was_read[low:high])
         if unread.size:
             for place, raw in zip(unread.tolist(), self.reader.read(self.indices[unread]), strict=True):
                 self._raw[place] = raw
-            self._was_read[unread] = True
+            was_read[unread] = True

@@ -47,11 +47,12 @@ class Values:
     def load(self, buffer: RoundBuffer, low: int, high: int, *, ahead: bool) -> Columns:
         """Return for each draw [low, high) of a round its key, and its sample or the `Problem` in its place."""
         raws: list[memoryview] = buffer.fetch(low, high, ahead=ahead)
-        indices = buffer.indices[low:high].tolist()
+        drawn = buffer.indices[low:high]
+        indices, shards = drawn.tolist(), buffer.reader.shards_of(drawn).tolist()
         epochs = buffer.epochs[low:high].tolist()
         identity = self._identity
         keys = [(identity, index, epoch, 0) for index, epoch in zip(indices, epochs, strict=True)]
-        samples = self.make(raws, indices, buffer.shards[low:high].tolist(), keys)
+        samples = self.make(raws, indices, shards, keys)
         return keys, samples, list(map(len, raws))
 
     def make(
