@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import cached_property
 
 import numpy as np
 
@@ -24,7 +23,7 @@ from energon_bridge.samples import CrudeSample
 from energon_bridge.task_encoder.images import IMAGE_EXTENSIONS
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OpenLeaf:
     """One dataset or join, or a part of one, in a mix.
 
@@ -36,6 +35,9 @@ class OpenLeaf:
         shuffle_epochs: Epochs that are shuffled as one, -1 without an end; None keeps the dataset's own order.
         aux: Stores for the cooker of a crude dataset, by name.
         aux_fingerprint: A hash of what `aux` holds, empty where there is none.
+
+    Attributes:
+        identity: A hash of what the leaf contains, wherever it lies: 16 hex digits.
     """
 
     dataset: PreparedDataset | JoinedDataset
@@ -46,14 +48,14 @@ class OpenLeaf:
     shuffle_epochs: int | None = 1
     aux: Mapping[str, AuxRef] = field(default_factory=dict)
     aux_fingerprint: str = ""
+    identity: str = field(init=False)
 
-    @cached_property
-    def identity(self) -> str:
-        """A hash of what the leaf contains, wherever it lies: 16 hex digits."""
+    def __post_init__(self) -> None:
         subset = "" if self.is_whole else f"{self.start}:{self.stop}"
         parts = [self.dataset.fingerprint, self.dataset.split_part, subset, str(self.occurrence)]
         parts += [self.aux_fingerprint] * bool(self.aux_fingerprint)
-        return hashlib.blake2b("\0".join(parts).encode(), digest_size=8).hexdigest()
+        identity = hashlib.blake2b("\0".join(parts).encode(), digest_size=8).hexdigest()
+        object.__setattr__(self, "identity", identity)
 
     @property
     def is_whole(self) -> bool:

@@ -5,8 +5,8 @@ nothing can be written there, and for mixes that are no local file, it lies in `
 the mix>/` (default `~/.cache`). Lines of JSON::
 
     {"format": "energon_bridge.mix_index", "version": [1, 1], "checksum": <blake2b of the lines below>}
-    {"documents": {<path of a YAML file>: [<hash of its bytes>, <its content>]},
-     "configs": {<hash>: <content of a dataset.yaml>}}
+    {<hash>: <content of a dataset.yaml>, ...}
+    [path of a YAML file of the mix, <hash of its bytes>]\t<its content>
     [path, split part, dataset config, split config]\t[stamps, shards, counts, sizes, excluded, <hash of its config>,
                                                       fingerprint]                         (a line for each dataset)
 
@@ -69,7 +69,7 @@ class Known(NamedTuple):
 class MixIndex:
     """What is known of a mix from an earlier start, and what this one finds.
 
-    Lines stay as they are in the file until their dataset is asked for, so that there is never more than one in parts.
+    Lines stay as they are in the file until they are asked for, so that there is never more than one in parts.
 
     Args:
         folders: Where the file may lie; the first one that takes it gets it. None: nothing is kept.
@@ -79,9 +79,8 @@ class MixIndex:
     def __init__(self, folders: Sequence[str] = (), *, request: str = "") -> None:
         self._folders = tuple(folders)
         self._name = f"opened_{_hash(request.encode())}.json"
-        self._known_documents: dict[tuple[str, str], Any] = {}
         self._known: dict[bytes, list[bytes]] = {}
-        self._documents: dict[str, tuple[str, Any]] = {}
+        self._documents: dict[str, tuple[bytes, bytes]] = {}
         self._configs: dict[str, str] = {}
         self._found: dict[bytes, tuple[bytes, str]] = {}
         self._changed = False
@@ -98,19 +97,22 @@ class MixIndex:
 
         Raises DatasetNotFoundError, ShardMissingError or StorageError, and MetadataError if it cannot be parsed.
         """
-        if path not in self._documents:
-            folder, name = split_path(path)
-            data = open_store(folder).read(name)
-            key = (path, _hash(data))
-            if key in self._known_documents:
-                value = self._known_documents[key]
-            else:
-                if not data.strip():
-                    raise MetadataError(f"{path}: the file is empty. Expected a metadataset with `splits`.")
-                value = parse_document(data, where=path)
-                self._changed = True
-            self._documents[path] = (key[1], value)
-        return self._documents[path][1]
+        if path in self._documents:
+            return json.loads(self._documents[path][1])
+        folder, name = split_path(path)
+        data = open_store(folder).read(name)
+        key = _line([path, _hash(data)])
+        if key in self._known:
+            line = self._known[key][0]
+            value = json.loads(line)
+        else:
+            if not data.strip():
+                raise MetadataError(f"{path}: the file is empty. Expected a metadataset with `splits`.")
+            value = parse_document(data, where=path)
+            line = _line(value)
+            self._changed = True
+        self._documents[path] = (key, line)
+        return value
 
     def find(self, place: Place) -> Known | None:
         """Return what is known of a place, if it is still so."""
@@ -148,7 +150,8 @@ class MixIndex:
 
     def _render(self) -> bytes:
         configs = {config: json.loads(self._configs[config]) for _, config in self._found.values()}
-        lines = [_line({"documents": self._documents, "configs": configs})]
+        lines = [_line(configs)]
+        lines += [key + b"\t" + line for key, line in self._documents.values()]
         lines += [key + b"\t" + line for key, (line, _) in self._found.items()]
         payload = b"\n".join(lines)
         return _line({"format": FORMAT, "version": VERSION, "checksum": _hash(payload)}) + b"\n" + payload
@@ -163,13 +166,10 @@ class MixIndex:
             if json.loads(head) != {"format": FORMAT, "version": VERSION, "checksum": _hash(payload)}:
                 raise ValueError("damaged, or of another version")
             first, *lines = payload.split(b"\n")
-            shared = json.loads(first)
-            documents = {(name, digest): value for name, (digest, value) in shared["documents"].items()}
-            configs = {config: _line(value).decode() for config, value in shared["configs"].items()}
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            configs = {config: _line(value).decode() for config, value in json.loads(first).items()}
+        except (ValueError, AttributeError) as error:
             logger.info("%s: the index of the mix is made anew: %s", path, error)
             return
-        self._known_documents |= documents
         self._configs |= configs
         for line in lines:
             key, _, facts = line.partition(b"\t")

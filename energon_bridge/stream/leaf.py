@@ -21,7 +21,7 @@ from energon_bridge.stream.values import Values
 _USER_CODE = 4
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Leaf:
     """One dataset of a stream: what it is, in which order it is read, and the stores that its cooker is given."""
 
