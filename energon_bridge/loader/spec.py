@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -36,14 +36,19 @@ _READ_BYTES = 256 << 20
 class Units:
     """A mix cut into lanes (or, finite, for passes of one lane), for one number of lanes.
 
-    `table` describes the leaves, in order, for people and for the state; `settings` is all else the order depends on.
+    `table` describes the leaves, in order, for people and for the state; `rows` makes it when it is first asked for.
+    `settings` is all else the order depends on.
     """
 
     num_lanes: int
     leaves: tuple[Leaf, ...]
     blend: Blend | None
-    table: list[dict[str, Any]]
+    rows: Callable[[], list[dict[str, Any]]]
     settings: dict[str, Any]
+
+    @cached_property
+    def table(self) -> list[dict[str, Any]]:
+        return self.rows()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +174,7 @@ class DatasetSpec:
             num_lanes=lanes,
             leaves=leaves,
             blend=self._blend(leaves, cut, seed, changes),
-            table=[self._row(leaf) for leaf in self.ordered],
+            rows=lambda: [self._row(leaf) for leaf in self.ordered],
             settings=settings,
         )
 

@@ -10,7 +10,7 @@ import json
 from energon_bridge.format.dataset import PreparedDataset, prepared, read_prepared
 from energon_bridge.format.dataset_config import DatasetConfig, DatasetConfigs
 from energon_bridge.format.jsonl import open_jsonl
-from energon_bridge.format.nvmeta import DEFAULT_DATASET_CONFIG, DEFAULT_SPLIT_CONFIG, meta_path
+from energon_bridge.format.nvmeta import DEFAULT_DATASET_CONFIG, DEFAULT_SPLIT_CONFIG, NOTHING, meta_path
 from energon_bridge.mix.index import Known, MixIndex, Place, stamps_of
 from energon_bridge.mix.tree import LeafRef
 from energon_bridge.storage import LocalStore, OpenFiles, Store, open_store
@@ -83,6 +83,6 @@ class DatasetOpener:
             shards=known.shards,
             counts=known.counts,
             sizes=known.sizes,
-            excluded=frozenset((shard, key) for shard, key in known.excluded),
+            excluded=frozenset((shard, key) for shard, key in known.excluded) if known.excluded else NOTHING,
             fingerprint=known.fingerprint,
         )

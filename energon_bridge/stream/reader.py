@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -46,8 +45,7 @@ class LeafReader:
         self.bytes_read = 0
         self.slow = False
         self._ends = np.cumsum(dataset.shard_counts)
-        self._starts = self._ends - dataset.shard_counts
-        self._indices: OrderedDict[int, UIntArray] = OrderedDict()
+        self._indices: dict[int, UIntArray] = {}
         self._cached = 0
         self._lock = threading.Lock()
 
@@ -58,7 +56,7 @@ class LeafReader:
     def place_of(self, index: int) -> tuple[str, int]:
         """Return shard name and index within the shard of a sample."""
         shard = int(np.searchsorted(self._ends, index, side="right"))
-        return self.dataset.shard_names[shard], index - int(self._starts[shard])
+        return self.dataset.shard_names[shard], index - int(self._ends[shard] - self.dataset.shard_counts[shard])
 
     def read(self, indices: IntArray) -> list[memoryview]:
         """Return the bytes of each sample, in the order given.
@@ -70,7 +68,7 @@ class LeafReader:
         by_place = np.argsort(indices, kind="stable")
         ordered = indices[by_place]
         shards = self.shards_of(ordered)
-        local = ordered - self._starts[shards]
+        local = ordered - (self._ends[shards] - self.dataset.shard_counts[shards])
         breaks = np.flatnonzero((np.diff(ordered) != 1) | (np.diff(shards) != 0)) + 1
         edges = [0, *breaks.tolist(), ordered.size]
         out: list[memoryview] = [memoryview(b"")] * ordered.size
@@ -100,8 +98,7 @@ class LeafReader:
                 self.bytes_read += index.nbytes
                 self._cached += index.nbytes
                 while self._cached > _INDEX_CACHE_BYTES and len(self._indices) > 1:
-                    _, old = self._indices.popitem(last=False)
-                    self._cached -= old.nbytes
+                    self._cached -= self._indices.pop(next(iter(self._indices))).nbytes
             return self._indices[shard]
 
 
