@@ -17,10 +17,10 @@ from energon_bridge.datasets import get_train_dataset, get_val_dataset
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.format.jsonl import is_jsonl
 from energon_bridge.loader.document import State, check_fits, read_lanes, read_leaves
-from energon_bridge.loader.leaves import OpenLeaf, open_prepared
+from energon_bridge.loader.leaves import OpenLeaf
 from energon_bridge.loader.spec import DatasetSpec, Units
 from energon_bridge.loader.weights import read_changes
-from energon_bridge.mix import Blend, Concat, LeafRef, Mix, MixSource, Node, WeightSchedule, flatten
+from energon_bridge.mix import Blend, Concat, DatasetOpener, LeafRef, Mix, MixSource, Node, WeightSchedule, flatten
 from energon_bridge.mix.tree import EpochizedBlend as MixedEpochs
 from energon_bridge.stream.state import LaneState
 from energon_bridge.task_encoder.base import DefaultTaskEncoder
@@ -140,9 +140,10 @@ def _spec_of_state(
     mix = _mix(kind, settings, rows)
     leaves = []
     epochs = _shuffle_epochs(settings, len(rows))
+    opener = DatasetOpener(trust_remote_code=trust_remote_code)
     for row, share, shuffle in zip(rows, _shares(rows), epochs, strict=True):
         ref = _reference(row, **names)
-        dataset = open_prepared({}, ref, trust=trust_remote_code)
+        dataset = opener.open(ref)
         start, _, stop = row["subset"].partition(":")
         leaf = OpenLeaf(
             dataset=dataset,
