@@ -181,7 +181,8 @@ class Draws:
             more = self._blend.leaves(self.number, first + leaves.size, count - leaves.size)
             leaves = np.concatenate((leaves, more))
         segments = []
-        for leaf in np.unique(leaves).tolist():
+        # np.unique would import numpy.ma, into every worker.
+        for leaf in np.flatnonzero(np.bincount(leaves)).tolist():
             places = np.flatnonzero(leaves == leaf).tolist()
             cursor = self._pipeline.cursor(self.number, leaf)
             while places:

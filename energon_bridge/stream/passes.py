@@ -80,7 +80,7 @@ class Shuffled:
         leaves = self._blend.leaves(0, first, count)
         before = self._blend.counts(0, first)
         runs = []
-        for leaf in np.unique(leaves).tolist():
+        for leaf in np.flatnonzero(np.bincount(leaves)).tolist():
             places = np.flatnonzero(leaves == leaf)
             runs.append((leaf, self._draws(leaf, int(before[leaf]), places.size), places))
         return runs
