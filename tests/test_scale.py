@@ -130,13 +130,13 @@ def seek_all(source: LeafSource, places: list[tuple[int, int]]) -> list[float]:
 def test_a_billion_samples_take_little_memory_and_any_position_is_near():
     tracemalloc.start()
     try:
-        large = LeafSource(Leaf(identity="large", dataset=dataset(SHARDS), order=order(SHARDS)), None)
+        large = LeafSource(Leaf(identity="large", dataset=dataset(SHARDS), order=order(SHARDS)), None, None)
         seek_all(large, positions(SHARDS, 200))
         held, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     assert held < peak < 100 << 20
-    small = LeafSource(Leaf(identity="small", dataset=dataset(10), order=order(10)), None)
+    small = LeafSource(Leaf(identity="small", dataset=dataset(10), order=order(10)), None, None)
     of_small, of_large = (
         sorted(seek_all(source, positions(shards, 400)))[200] for source, shards in ((small, 10), (large, SHARDS))
     )

@@ -304,8 +304,8 @@ def check_fits(document: State, kind: str, settings: State, leaves: list[State],
         raise DatasetMismatchError(
             "the state belongs to other data (- in the state, + in this run):\n"
             + "\n".join(f"  {line}" for line in difference)
-            + "\nWhat counts is the content: shards, their sample counts and sizes, excludes, dataset.yaml and the names "
-            "of aux stores. Restore "
+            + "\nWhat counts is the content: shards, their sample counts and sizes, excludes, dataset.yaml and the "
+            "names of aux stores. Restore "
             'the data and weights that the run was started with, resume with on_mismatch="adapt" to go on with the new '
             "mix, or start a new run"
         )
