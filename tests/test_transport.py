@@ -199,6 +199,15 @@ def test_dropped_batches_give_their_memory_back(data: Path) -> None:
         assert used_slots(loader) == 3
 
 
+def test_states_of_packing_lanes_keep_no_batch_in_memory(data: Path) -> None:
+    dataset = train_dataset(data, "packing")
+    with closing(get_savable_loader(dataset, worker_config=config_of(1, 2))) as loader:
+        batches = iter(loader)
+        for _ in range(60):
+            next(batches)
+        assert used_slots(loader) == 0
+
+
 def test_batches_larger_than_an_arena_cross_all_the_same(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("energon_bridge.loader.savable._arena", lambda: Arena(1 << 16))
     with closing(loader_of(data, 20_000)) as loader:

@@ -78,6 +78,10 @@ class Held:
             at += size
         return out
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # As bytes, not as arrays: those would be views of the memory in which a batch has crossed, and keep it.
+        return _held, (self.rows.tobytes(), self.members.tobytes()) if len(self.rows) else ()
+
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Held):
             return NotImplemented
@@ -87,6 +91,14 @@ class Held:
 
 
 NOTHING_HELD = Held()
+
+
+def _held(rows: bytes = b"", members: bytes = b"") -> Held:
+    if not rows:
+        return NOTHING_HELD
+    return Held(
+        np.frombuffer(rows, dtype=np.int64).reshape(-1, 3), np.frombuffer(members, dtype=np.int64).reshape(-1, 4)
+    )
 
 
 @dataclass(frozen=True, slots=True)
