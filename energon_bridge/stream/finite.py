@@ -117,7 +117,11 @@ def packs_of(pipeline: Pipeline, plan: FinitePlan, start: int, stop: int, counts
     with pipeline.user_code():
         rows = DrawnRows(pipeline, plan).take(start, stop, counts)
         while rows:
-            selected = select_packs(pipeline, rows)
+            try:
+                selected = select_packs(pipeline, rows)
+            except Exception as error:  # the policy decides
+                pipeline.failed(error, [row.members[0][:2] for row in rows], counts)
+                return packs
             if not selected:
                 break
             packs += [[row.members[0] for row in pack] for pack in selected]
