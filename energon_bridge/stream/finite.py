@@ -113,7 +113,7 @@ class PackedRows:
 
 def packs_of(pipeline: Pipeline, plan: FinitePlan, start: int, stop: int, counts: Counts) -> list[list[Ref]]:
     """Return the packs that the encoder makes of draws [start, stop); what it never selects is counted as skipped."""
-    packs = []
+    packs: list[list[Ref]] = []
     with pipeline.user_code():
         rows = DrawnRows(pipeline, plan).take(start, stop, counts)
         while rows:

@@ -24,6 +24,7 @@ from energon_bridge.stream.report import Place
 from energon_bridge.stream.values import Values
 
 _USER_CODE = 4
+_NO_PARTS: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,8 +65,7 @@ class LeafSource:
     def place(self, index: int) -> Place:
         """Name a sample with its key and parts, which are read again for it."""
         shard, _ = self.reader.place_of(index)
-        key: str
-        key, parts = "", ()
+        key, parts = "", _NO_PARTS
         with contextlib.suppress(Exception):  # there is an error to report already
             (raw,) = self.reader.read(np.array([index], dtype=np.int64))
             key, parts = self.values.name_of(raw, index)

@@ -1,8 +1,8 @@
 """The quarantine file: one line of JSON for each sample that failed, added the first time it does.
 
-Format of a line: `dataset`, `shard`, `index` (of the sample in the dataset), `key`, `parts`, `hook`, `error` (name of the
-exception type) and `message`; where a pack or microbatch failed, these are of its first sample, `members` lists up to
-eight of its samples as [dataset, shard, index, key], and `size` counts them. A file is only ever added to, by single
+Format of a line: `dataset`, `shard`, `index` (of the sample in the dataset), `key`, `parts`, `hook`, `error` (name of
+the exception type) and `message`; where a pack or microbatch failed, these are of its first sample, `members` lists up
+to eight of its samples as [dataset, shard, index, key], and `size` counts them. A file is only ever added to, by single
 writes; a last line that was cut off by a kill is not read. Nothing reads it back into a run by itself.
 """
 
@@ -86,9 +86,7 @@ def write_reports(file: Path, reports: Sequence[Report]) -> None:
     Raises:
         StorageError: It cannot be written.
     """
-    lines = b"".join(
-        json.dumps(_line(report), ensure_ascii=False).encode(errors="replace") + b"\n" for report in reports
-    )
+    lines = "".join(json.dumps(_line(report)) + "\n" for report in reports).encode()
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         handle = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)

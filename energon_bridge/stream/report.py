@@ -20,7 +20,8 @@ class Place(NamedTuple):
 
     dataset: str
     shard: str
-    index: int
+    # It hides tuple.index, which nobody needs on a record.
+    index: int  # type: ignore[assignment]
     key: str = ""
     parts: tuple[str, ...] = ()
     note: str = ""
