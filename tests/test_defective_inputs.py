@@ -12,8 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from defects import BAD, CONTENT, KEY, PARTS, PER_SHARD, SHARD, TAR, Careful, Skipping, content_of, damage_shard
-from defects import write_dataset as write
+from defects import (
+    BAD,
+    CONTENT,
+    KEY,
+    PARTS,
+    PER_SHARD,
+    SHARD,
+    TAR,
+    Careful,
+    Skipping,
+    content_of,
+    damage_shard,
+    write_dataset as write,
+)
 from engine import counts_of, digest, loaders_of, train_dataset, with_prepared
 from keyed import keyed_dataset
 
@@ -22,7 +34,7 @@ from energon_bridge.errors import CorruptShardError, DuplicateKeyError, ShardMis
 from energon_bridge.loader.savable import SavableDataLoader
 from energon_bridge.loader.spec import DatasetSpec
 
-STEPS = 60
+STEPS = 24
 LANES = 4
 
 
@@ -66,7 +78,7 @@ def same_but_reported(found: Delivered, expected: Delivered) -> None:
     assert (found.counts["samples"], found.counts["skipped"]) == (expected.counts["samples"], 0)
 
 
-@pytest.mark.parametrize("workers", [(0,), (2,), (0, 2), (2, 0)], ids=lambda w: "then".join(map(str, w)))
+@pytest.mark.parametrize("workers", [(0,), (2, 0)], ids=lambda w: "then".join(map(str, w)))
 @pytest.mark.parametrize("defect", [*CONTENT, *TAR])
 def test_a_defective_sample_is_reported_once_and_costs_nothing_else(
     defect: str, workers: tuple[int, ...], intact: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -140,7 +152,7 @@ SHARD_DAMAGES: dict[str, tuple[Callable[[Path], None], list[str], type[Exception
 }
 
 
-@pytest.mark.parametrize("workers", [(0,), (2,), (2, 0)], ids=lambda w: "then".join(map(str, w)))
+@pytest.mark.parametrize("workers", [(0,), (2, 0)], ids=lambda w: "then".join(map(str, w)))
 @pytest.mark.parametrize("damage", SHARD_DAMAGES)
 def test_a_damaged_shard_can_count_sample_by_sample(
     damage: str, workers: tuple[int, ...], intact: Path, tmp_path: Path

@@ -98,7 +98,7 @@ class Position:
 
     @property
     def counts(self) -> Sequence[Sequence[int]]:
-        """The `COUNTERS` of each leaf, as this rank keeps them: what it has delivered, and what it was restored with."""
+        """The `COUNTERS` of each leaf, as this rank keeps them: of what it was restored with and has delivered."""
         return self._counts
 
     def count(self, item: Produced) -> None:

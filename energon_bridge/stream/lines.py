@@ -26,7 +26,7 @@ class LineValues(Values):
         """Return for each line, with its index, the sample or the `Problem` in its place."""
         path, (shard_name,), subflavors = self._dataset.path, self._dataset.shard_names, self._dataset.subflavors
         out: list[Any] = []
-        for raw, index, shard, restore_key in zip(raws, indices, shards, restore_keys, strict=True):
+        for raw, index, _, restore_key in zip(raws, indices, shards, restore_keys, strict=True):
             key = str(index)
             try:
                 value = parse_line(raw)

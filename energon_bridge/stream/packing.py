@@ -97,6 +97,7 @@ class Packing:
                     self._draws.give_up_if_barren(first)
                 selections += 1
                 self._select(counts)
+                continue
             pack = self._packs[0]
             rows = self._packed(pack, counts)
             self._outputs.extend(rows[pack.taken :])

@@ -7,14 +7,13 @@ sample and nothing else. Limits (in a row, or as a rate) only decide whether the
 from __future__ import annotations
 
 import os
-import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from energon_bridge.errors import ConfigurationError, FatalSampleError, HookTimeoutError, SkipSample
-from energon_bridge.stream.report import MAX_MEMBERS, Place, Report, named, text_of
+from energon_bridge.stream.report import MAX_MEMBERS, Place, Report, named, text_of, trace_of
 
 Handler = Callable[[Exception], bool]
 """Decides on a failed sample in the convention of webdataset: True leaves it out, False (or raising) stops the run."""
@@ -134,7 +133,7 @@ class Judge:
             ) from error
         first = places[0].dataset, hook, type(error)
         self._kinds[first] += 1
-        trace = "".join(traceback.format_exception(error)) if self._kinds[first] == 1 else ""
+        trace = trace_of(error) if self._kinds[first] == 1 else ""
         self.pending.append(
             Report(
                 hook=hook,

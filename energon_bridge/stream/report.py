@@ -6,6 +6,7 @@ A failure is one `Report`, whichever hook it happened in. Reports travel with th
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -74,6 +75,13 @@ def text_of(error: BaseException) -> str:
     """Return the text of an exception, cut off where it is long."""
     text = str(error)
     return text if len(text) <= _MAX_MESSAGE else f"{text[:_MAX_MESSAGE]}… ({len(text)} characters)"
+
+
+def trace_of(error: BaseException) -> str:
+    """Return where an exception passed through, as file:line:function, the place that raised it last."""
+    # Not by the traceback module, which parses source lines: on Python 3.11 that disturbs other threads that parse.
+    steps = traceback.walk_tb(error.__traceback__)
+    return "\n".join(f"  {frame.f_code.co_filename}:{line}:{frame.f_code.co_name}" for frame, line in steps)
 
 
 def place_in(sample: Any) -> Place | None:
