@@ -104,8 +104,8 @@ class WorkerSource:
         what = ", ".join(f"worker {number} ({_how(code)})" for number, code in dead)
         if any(code == EXIT_CODE for _, code in dead):
             raise HookTimeoutError(
-                f"{what} was ended by its watchdog (fail_on_timeout): a microbatch took too long, in a call that cannot be "
-                "interrupted. Its message in the log names the hook, the sample and the place in the code"
+                f"{what} was ended by its watchdog (fail_on_timeout): a microbatch took too long, in a call that "
+                "nothing interrupts. The watchdog's message in the log names the hook, the sample and the place in the code"
             ) from error
         if self._left <= 0 or self._in_a_row >= _RESTARTS_WITHOUT_A_BATCH:
             raise WorkerDiedError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 MAX_MEMBERS = 8
@@ -86,11 +87,11 @@ def trace_of(error: BaseException) -> str:
 
 def place_in(sample: Any) -> Place | None:
     """Return where a sample comes from, as far as it says so itself (`__key__`, `__sources__`)."""
-    own = sample if isinstance(sample, dict) else getattr(sample, "__dict__", {})
-    sources = own.get("__sources__")
+    said = sample.get if isinstance(sample, dict) else partial(getattr, sample)
+    sources = said("__sources__", None)
     if not sources:
         return None
-    source, key = sources[0], str(own.get("__key__", ""))
+    source, key = sources[0], str(said("__key__", ""))
     parts = tuple(name.removeprefix(f"{key}.") for name in source.file_names)
     more = ", ".join(f"shard {other.shard_name} of {other.dataset_path}" for other in sources[1:3])
     note = f"joined with {more}" if more else ""
