@@ -105,7 +105,7 @@ class WorkerSource:
         if any(code == EXIT_CODE for _, code in dead):
             raise HookTimeoutError(
                 f"{what} was ended by its watchdog (fail_on_timeout): a microbatch took too long, in a call that "
-                "nothing interrupts. The watchdog's message in the log names the hook, the sample and the place in the code"
+                "nothing interrupts. What the watchdog logged names the hook, the sample and the place in the code"
             ) from error
         if self._left <= 0 or self._in_a_row >= _RESTARTS_WITHOUT_A_BATCH:
             raise WorkerDiedError(

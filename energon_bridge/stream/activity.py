@@ -9,6 +9,9 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+import numpy as np
+
+from energon_bridge.format.dataset import PreparedDataset
 from energon_bridge.stream.report import place_in
 
 
@@ -18,16 +21,15 @@ class Activity:
     Attributes:
         hook: The hook or step of loading that runs, "" for none.
         sample: The sample, or the list of samples, that the hook was given.
-        dataset, shard, index, key: While loading: the dataset, the number of its shard, the sample and its key.
+        dataset, index, key: While loading: the dataset, the number of the sample and its key.
     """
 
-    __slots__ = ("dataset", "hook", "index", "key", "sample", "shard")
+    __slots__ = ("dataset", "hook", "index", "key", "sample")
 
     def __init__(self) -> None:
         self.hook = ""
         self.sample: Any = None
         self.dataset: Any = None
-        self.shard = -1
         self.index = -1
         self.key = ""
 
@@ -35,7 +37,7 @@ class Activity:
         """Do nothing, and hold nothing."""
         self.hook = self.key = ""
         self.sample = self.dataset = None
-        self.index = self.shard = -1
+        self.index = -1
 
     def __str__(self) -> str:
         """Name hook and sample; reads no file and shows no content."""
@@ -50,8 +52,10 @@ class Activity:
             return f"{hook} of {place}"
         if dataset is None:
             return hook
-        names = getattr(dataset, "shard_names", ())
-        shard = f"shard {names[self.shard]}, " if 0 <= self.shard < len(names) else ""
+        shard = ""
+        if isinstance(dataset, PreparedDataset):
+            number = int(np.searchsorted(np.cumsum(dataset.shard_counts), self.index, side="right"))
+            shard = f"shard {dataset.shard_names[number]}, "
         key = f", key {self.key!r}" if self.key else ""
         return f"{hook} of {dataset.path}: {shard}sample {self.index}{key}"
 

@@ -97,7 +97,7 @@ class JoinValues:
             for row, sample in zip(among, made, strict=True):
                 column[row] = sample
             columns.append(column)
-        now.dataset, now.shard, now.key, now.hook = self._dataset, -1, "", "joiner"
+        now.dataset, now.key, now.hook = self._dataset, "", "joiner"
         samples = [self._joined(parts, key) for *parts, key in zip(*columns, keys, strict=True)]
         now.rest()
         return keys, samples, [sum(len(raw) for raw in row if raw is not None) for row in raws]

@@ -40,9 +40,7 @@ class Leaf:
 class LeafSource:
     """A leaf that has been opened in this process."""
 
-    def __init__(
-        self, leaf: Leaf, decoder: Any, activities: Activities, *, cook: Cook | None, tolerant: bool
-    ) -> None:
+    def __init__(self, leaf: Leaf, decoder: Any, activities: Activities, *, cook: Cook | None, tolerant: bool) -> None:
         self.leaf = leaf
         self.cook = cook
         self.reader: Reader

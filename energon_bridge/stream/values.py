@@ -87,10 +87,9 @@ class Values:
         now.dataset, now.hook = dataset, "decode"
         for raw, index, shard, restore_key in zip(raws, indices, shards, restore_keys, strict=True):
             key, hook, parts = "", "read", _NO_PARTS
-            now.index, now.shard = index, shard
             try:
                 key, parts = parse_sample(raw, parts=wanted)
-                now.key, hook = key, "decode"
+                now.index, now.key, hook = index, key, "decode"
                 if excluded and (names[shard], key) in excluded:
                     out.append(EXCLUDED)
                     continue
