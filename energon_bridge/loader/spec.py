@@ -24,8 +24,9 @@ from energon_bridge.stream.finite import DrawnRows, PackedRows, num_microbatches
 from energon_bridge.stream.journal import Journal
 from energon_bridge.stream.leaf import Leaf
 from energon_bridge.stream.passes import FinitePlan, InOrder, Shuffled
-from energon_bridge.stream.pipeline import Pipeline, StreamSettings
+from energon_bridge.stream.pipeline import Pipeline
 from energon_bridge.stream.policy import ErrorPolicy
+from energon_bridge.stream.settings import StreamSettings
 from energon_bridge.stream.user_code import UserCode
 from energon_bridge.stream.watchdog import WatchdogSettings
 from energon_bridge.topology import WorkerConfig, default_num_lanes
