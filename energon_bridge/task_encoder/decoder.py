@@ -18,7 +18,6 @@ threads; image codecs release the GIL.
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import io
 import json
@@ -109,17 +108,19 @@ _INTERPRETER_TRIES = 20
 
 
 def _run(kind: str, codec: Callable[[Any], Any], part: str, data: bytes | bytearray | memoryview) -> Any:
-    try:
-        for _ in range(_INTERPRETER_TRIES):
+    tries = 0
+    while True:
+        try:
+            return codec(data)
+        except (ImportError, MemoryError):
+            raise  # not the data's fault
+        except Exception as error:  # codecs raise whatever they like
+            tries += 1
             # Python 3.11 raises SystemError where several threads parse literals, which numpy does for its headers.
-            with contextlib.suppress(SystemError):
-                return codec(data)
-        return codec(data)
-    except (ImportError, MemoryError):
-        raise  # not the data's fault
-    except Exception as error:  # codecs raise whatever they like
-        reason = f"{type(error).__name__}: {error}"
-        raise DecodeError(f"part {part!r} ({len(data)} bytes) cannot be decoded as {kind}: {reason}") from error
+            if isinstance(error, SystemError) and tries < _INTERPRETER_TRIES:
+                continue
+            reason = f"{type(error).__name__}: {error}"
+            raise DecodeError(f"part {part!r} ({len(data)} bytes) cannot be decoded as {kind}: {reason}") from error
 
 
 def _text(data: bytes) -> str:
