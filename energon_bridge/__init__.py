@@ -35,10 +35,12 @@ if TYPE_CHECKING:
         DuplicateKeyError as DuplicateKeyError,
         EmptyDatasetError as EmptyDatasetError,
         EnergonError as EnergonError,
+        ErrorRateError as ErrorRateError,
         FatalSampleError as FatalSampleError,
         FieldAccessError as FieldAccessError,
         FieldMapError as FieldMapError,
         FileNotInStoreError as FileNotInStoreError,
+        HookTimeoutError as HookTimeoutError,
         KeyIndexError as KeyIndexError,
         LoaderError as LoaderError,
         MaskedMicrobatchesError as MaskedMicrobatchesError,
@@ -109,6 +111,12 @@ if TYPE_CHECKING:
         SystemFileStore as SystemFileStore,
         WebdatasetFileStore as WebdatasetFileStore,
     )
+    from energon_bridge.stream.policy import ErrorPolicy as ErrorPolicy
+    from energon_bridge.stream.quarantine import (
+        QuarantinedSample as QuarantinedSample,
+        quarantine_excludes as quarantine_excludes,
+        read_quarantine as read_quarantine,
+    )
     from energon_bridge.task_encoder import (
         AugmentTaskEncoder as AugmentTaskEncoder,
         Conversation as Conversation,
@@ -163,10 +171,12 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
         "DuplicateKeyError",
         "EmptyDatasetError",
         "EnergonError",
+        "ErrorRateError",
         "FatalSampleError",
         "FieldAccessError",
         "FieldMapError",
         "FileNotInStoreError",
+        "HookTimeoutError",
         "KeyIndexError",
         "LoaderError",
         "MaskedMicrobatchesError",
@@ -233,6 +243,8 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
         "SystemFileStore",
         "WebdatasetFileStore",
     ),
+    "stream.policy": ("ErrorPolicy",),
+    "stream.quarantine": ("QuarantinedSample", "quarantine_excludes", "read_quarantine"),
     "task_encoder": (
         "Cooker",
         "Conversation",

@@ -20,6 +20,8 @@ from energon_bridge.loader.savable import SavableDataLoader
 from energon_bridge.loader.spec import DatasetSpec
 from energon_bridge.mix import DatasetOpener, Mix, MixSource, index_of_datasets, load_mix, open_mix_index
 from energon_bridge.stores import CachePool
+from energon_bridge.stream.policy import ErrorPolicy, Handler
+from energon_bridge.stream.watchdog import WatchdogSettings
 from energon_bridge.task_encoder.base import DefaultTaskEncoder
 from energon_bridge.task_encoder.decoder import SampleDecoder
 from energon_bridge.topology import WorkerConfig
@@ -35,9 +37,6 @@ _IGNORED_LOADER_ARGUMENTS = {
     "checkpoint_every_min_n_samples",
     "n_checkpoints",
     "gc_collect_every_n_steps",
-    "watchdog_timeout_seconds",
-    "watchdog_initial_timeout_seconds",
-    "fail_on_timeout",
 }
 """Arguments of energon's loaders that have nothing to set here: states are exact and cost nothing to keep."""
 
@@ -61,6 +60,8 @@ def get_train_dataset(
     dataset_config: str = "dataset.yaml",
     split_config: str = "split.yaml",
     trust_remote_code: bool = False,
+    error_policy: ErrorPolicy | None = None,
+    handler: Handler | None = None,
     **kwargs: Any,
 ) -> DatasetSpec:
     """Open a prepared dataset for training: an endless, shuffled stream of microbatches.
@@ -90,6 +91,9 @@ def get_train_dataset(
         task_encoder: Default: `DefaultTaskEncoder()`.
         image_decode: Form of decoded images, such as "torchrgb8" or "pilrgb"; overrides the encoder's decoder.
         dataset_config, split_config: Names of the files in `.nv-meta`.
+        error_policy: What becomes of samples that cannot be read, decoded or encoded; default: `ErrorPolicy()`.
+        handler: Decides on each failed sample in the convention of webdataset, given the exception: True leaves the
+            sample out, False or raising stops the run. The same as `ErrorPolicy(on_error=handler)`.
         trust_remote_code: Allow the dataset's `sample_loader.py` to run.
 
     Raises:
@@ -127,6 +131,7 @@ def get_train_dataset(
         task_encoder=_encoder(task_encoder, image_decode),
         batch_drop_last=batch_drop_last,
         packing_buffer_size=_positive("packing_buffer_size", packing_buffer_size),
+        error_policy=_policy(error_policy, handler),
         shuffle_buffer_size=_positive("shuffle_buffer_size", shuffle_buffer_size, least=0) or 0,
         max_samples_per_sequence=_positive("max_samples_per_sequence", max_samples_per_sequence),
         parallel_shard_iters=_positive("parallel_shard_iters", parallel_shard_iters) or 16,
@@ -147,6 +152,8 @@ def get_val_dataset(
     dataset_config: str = "dataset.yaml",
     split_config: str = "split.yaml",
     trust_remote_code: bool = False,
+    error_policy: ErrorPolicy | None = None,
+    handler: Handler | None = None,
     **kwargs: Any,
 ) -> DatasetSpec:
     """Open a prepared dataset for validation: every sample once, in order, the same batches on any topology.
@@ -180,6 +187,7 @@ def get_val_dataset(
         batch_drop_last=batch_drop_last,
         limit=_positive("limit", limit),
         packing_buffer_size=_positive("packing_buffer_size", packing_buffer_size),
+        error_policy=_policy(error_policy, handler),
     )
 
 
@@ -204,6 +212,9 @@ def get_savable_loader(
     start_at: int = 0,
     on_mismatch: OnMismatch = "refuse",
     cache_pool: CachePool | None = None,
+    watchdog_timeout_seconds: float | None = 60,
+    watchdog_initial_timeout_seconds: float | None = None,
+    fail_on_timeout: bool = False,
     **kwargs: Any,
 ) -> SavableDataLoader:
     """Return a loader over a dataset, whose position can be saved and restored.
@@ -216,6 +227,10 @@ def get_savable_loader(
         start_at: Step to start at, as if no sample before it had been skipped; nothing is read to get there.
         on_mismatch: What becomes of a state of another mix: "refuse" it, or "adapt" to it (`restore_state_rank`).
         cache_pool: Keeps files near that cookers and hooks need later; never changes what is delivered.
+        watchdog_timeout_seconds: Time for a microbatch after which the log names the hook that runs, its sample and
+            the place in the code, again at doubling intervals; None: never.
+        watchdog_initial_timeout_seconds: The same for the first microbatch of a process; None: as for the others.
+        fail_on_timeout: Stop with HookTimeoutError then; a process that cannot be interrupted is ended.
     """
     ignored = kwargs.keys() & _IGNORED_LOADER_ARGUMENTS
     _refuse_unknown(get_savable_loader, {name: value for name, value in kwargs.items() if name not in ignored})
@@ -228,7 +243,14 @@ def get_savable_loader(
         config = dataclasses.replace(config, prefetch_factor=prefetch_factor)
     if cache_pool is not None:
         dataset = dataclasses.replace(dataset, cache_pool=cache_pool)
-    loader = SavableDataLoader(dataset, worker_config=config, on_mismatch=on_mismatch)
+    watchdog = None
+    if watchdog_timeout_seconds is not None:
+        watchdog = WatchdogSettings(
+            timeout=watchdog_timeout_seconds,
+            initial_timeout=watchdog_initial_timeout_seconds,
+            fail=fail_on_timeout,
+        )
+    loader = SavableDataLoader(dataset, worker_config=config, on_mismatch=on_mismatch, watchdog=watchdog)
     if start_at:
         loader.seek(start_at)
     return loader
@@ -271,6 +293,18 @@ def _encoder(task_encoder: Any, image_decode: str | None) -> Any:
         encoder = copy.copy(encoder)  # the caller's encoder stays as it is
         encoder.decoder = SampleDecoder(image_decode=image_decode)
     return encoder
+
+
+def _policy(policy: ErrorPolicy | None, handler: Handler | None) -> ErrorPolicy:
+    policy = policy or ErrorPolicy()
+    if handler is None:
+        return policy
+    if policy.on_error != "skip":
+        raise ConfigurationError(
+            f"handler={handler!r} and error_policy with on_error={policy.on_error!r} are both given: they say the same "
+            "thing, give one of them"
+        )
+    return dataclasses.replace(policy, on_error=handler)
 
 
 def _positive(name: str, value: int | None, least: int = 1) -> int | None:

@@ -29,7 +29,9 @@
     │   ├── FieldAccessError            a field cannot be found in the parts of a sample
     │   └── FileNotInStoreError         a file store has no file (or no metadata) of that key
     ├── FatalSampleError                a sample error that must stop the run
-    │   └── OverLongSampleError         a sample exceeds a limit of its pack by itself
+    │   ├── OverLongSampleError         a sample exceeds a limit of its pack by itself
+    │   ├── ErrorRateError              more samples of a dataset failed than the policy allows
+    │   └── HookTimeoutError            a microbatch took too long, and the watchdog was told to end it
     ├── StateError                      a saved state does not fit this run
     │   ├── StateFormatError            not a state of this package, or damaged
     │   ├── StateVersionError           written by a newer version of the state format
@@ -171,6 +173,14 @@ class FatalSampleError(EnergonError):
 
 class OverLongSampleError(FatalSampleError):
     """A sample exceeds a limit of its pack by itself, and the policy is not to leave it out."""
+
+
+class ErrorRateError(FatalSampleError):
+    """More samples of a dataset failed than the error policy allows."""
+
+
+class HookTimeoutError(FatalSampleError):
+    """A microbatch took longer than `watchdog_timeout_seconds`, with `fail_on_timeout`."""
 
 
 class StateError(EnergonError):

@@ -135,12 +135,11 @@ def test_a_skip_is_logged_with_its_place_and_reason(
     damaging, complaint = DAMAGES[damage]
     damaging(damaged)
     with caplog.at_level(logging.WARNING, logger="energon_bridge"):
-        lanes(loader_of(damaged), 1, without=1)
-    where = f"skipped a sample that failed: {damaged}: shard {SHARD}, sample 11, "
-    assert caplog.messages
-    for message in caplog.messages:
-        assert message.startswith((f"{where}key '{KEY}': ", f"{where}unreadable key: "))
-        assert re.search(complaint, message)
+        lanes(loader_of(damaged), without=1)
+    (message,) = caplog.messages  # once, however often it is drawn
+    where = rf"{re.escape(str(damaged))}: shard {SHARD}, sample 11, (key '{KEY}' \(parts [a-z, ]+\)|unreadable key): "
+    assert re.match(rf"skipped a sample that failed in (read|decode|field_map): {where}", message)
+    assert re.search(complaint, message)
 
 
 def test_an_index_of_another_tar_never_mixes_samples(intact: Path, damaged: Path) -> None:
@@ -298,7 +297,7 @@ def test_bad_samples_in_a_row_stop_the_run(num_workers: int, damaged: Path) -> N
         shard.write_bytes(shard.read_bytes().replace(b"\xff\xd8\xff\xe0", b"nope"))
     loader = loader_of(damaged, num_workers)
     with pytest.raises(
-        FatalSampleError, match=r"100 samples failed in a row, the last one .*key 'train-000\d\d': DecodeError"
+        FatalSampleError, match=r"100 samples failed in a row, the last one .*key 'train-000\d\d' .*: DecodeError"
     ):
         next(iter(loader))
     loader.close()

@@ -87,7 +87,9 @@ def test_errors_that_are_no_fault_of_the_data_are_fatal(
 ) -> None:
     loader = loader_of(dataset, num_workers, task_encoder=Failing(error, KEY))
     for _ in range(2):  # it does not go away by asking again
-        with pytest.raises(FatalSampleError, match=f"{SHARD}, sample 11 .*{error.__name__}: as the test wants it"):
+        with pytest.raises(
+            FatalSampleError, match=f"encode_sample: .*{SHARD}, sample 11, .*{error.__name__}: as the test wants it"
+        ):
             lanes(loader)
     loader.close()
 
@@ -143,7 +145,7 @@ def test_a_batch_that_fails_is_logged_with_its_samples(dataset: Path, caplog: py
     with caplog.at_level(logging.WARNING, logger="energon_bridge"):
         list(islice(loader_of(dataset, batch_size=3, task_encoder=encoder), NUM_TRAIN // 3))
     assert re.fullmatch(
-        rf"skipped a microbatch that failed: {dataset}: the microbatch of samples .*\b11\b.*: ValueError: as .*",
+        rf"skipped a microbatch that failed in encode_batch: {dataset}: .*, sample 11, key '{KEY}' .*: ValueError: .*",
         caplog.messages[0],
     )
 

@@ -229,3 +229,23 @@ def test_fixture_images_have_the_bytes_of_the_rival():
         value = SampleDecoder(image_decode="torchrgb8").decode(name, members[folder, name])
         assert (str(value.dtype), list(value.shape)) == (dtype, shape)
         assert hashlib.sha1(value.contiguous().numpy().tobytes()).hexdigest() == sha1
+
+
+@pytest.mark.parametrize(("failures", "fails"), [(3, False), (1000, True)])
+def test_an_error_of_the_interpreter_is_tried_again(
+    failures: int, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python 3.11's parser of literals, which numpy's headers need, is disturbed by other threads now and then."""
+    left = iter(range(failures))
+
+    def disturbed(data: bytes) -> str:
+        if next(left, None) is not None:
+            raise SystemError("AST constructor recursion depth mismatch")
+        return "decoded"
+
+    monkeypatch.setitem(decoder_module._CODECS, "npy", disturbed)
+    if fails:
+        with pytest.raises(DecodeError, match="part 'npy'.*SystemError"):
+            SampleDecoder().decode("npy", b"")
+    else:
+        assert SampleDecoder().decode("npy", b"") == "decoded"

@@ -144,16 +144,17 @@ def prepared(
     )
 
 
-def read_index(dataset: PreparedDataset, shard: int) -> np.ndarray:
+def read_index(dataset: PreparedDataset, shard: int, *, cut_off: bool = False) -> np.ndarray:
     """Read the index of shard number `shard`: uint64 offsets of its samples and of the end, shape (count + 1,).
 
-    Raises ShardMissingError or CorruptShardError, naming the file and the remedy.
+    With `cut_off` the shard may be shorter than its index says. Raises ShardMissingError or CorruptShardError, naming
+    the file and the remedy.
     """
     return load_index(
         dataset.store,
         dataset.shard_names[shard],
         count=int(dataset.shard_counts[shard]),
-        size=int(dataset.shard_sizes[shard]),
+        size=2**63 if cut_off else int(dataset.shard_sizes[shard]),
         remedy=dataset.index_remedy,
     )
 

@@ -54,6 +54,7 @@ def packs_of_pass(spec: DatasetSpec, units: Units, config: WorkerConfig, epoch: 
             if len(packs) >= enough:
                 break
     finally:
+        pipeline.say_pending()
         pipeline.close()
     return packs, counts
 

@@ -96,6 +96,11 @@ class Position:
         """Return the lane that this rank delivers next, or None for a microbatch that does not exist."""
         return self.ownership.lane_in_step(self._config.dp_rank, self.microbatches)
 
+    @property
+    def counts(self) -> Sequence[Sequence[int]]:
+        """The `COUNTERS` of each leaf, as this rank keeps them: of what it was restored with and has delivered."""
+        return self._counts
+
     def count(self, item: Produced) -> None:
         """Add what a microbatch counted."""
         self._add(item.counts)

@@ -14,9 +14,10 @@ from typing import Any
 import torch.utils.data
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from energon_bridge.errors import WorkerDiedError
+from energon_bridge.errors import HookTimeoutError, WorkerDiedError
 from energon_bridge.loader.transport import Arena, unpack
 from energon_bridge.stream.state import Produced
+from energon_bridge.stream.watchdog import EXIT_CODE
 
 logger = logging.getLogger(__name__)
 
@@ -101,6 +102,11 @@ class WorkerSource:
 
     def _replace(self, dead: list[tuple[int, int | None]], error: Exception) -> None:
         what = ", ".join(f"worker {number} ({_how(code)})" for number, code in dead)
+        if any(code == EXIT_CODE for _, code in dead):
+            raise HookTimeoutError(
+                f"{what} was ended by its watchdog (fail_on_timeout): a microbatch took too long, in a call that "
+                "nothing interrupts. What the watchdog logged names the hook, the sample and the place in the code"
+            ) from error
         if self._left <= 0 or self._in_a_row >= _RESTARTS_WITHOUT_A_BATCH:
             raise WorkerDiedError(
                 f"{what} died and is not started again: {self._in_a_row} restarts in a row gave no batch, {self._left} "

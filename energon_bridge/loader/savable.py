@@ -20,6 +20,7 @@ import torch.utils.data
 
 from energon_bridge.errors import ConfigurationError, LoaderError
 from energon_bridge.loader import document as doc
+from energon_bridge.loader.budget import check_rates
 from energon_bridge.loader.position import OnMismatch, Position
 from energon_bridge.loader.processes import WorkerIterator, WorkerSource
 from energon_bridge.loader.summary import leaf_rows
@@ -28,6 +29,7 @@ from energon_bridge.loader.workers import Stream, WorkerTicks, identity, produce
 from energon_bridge.stream.finite import mask_loss
 from energon_bridge.stream.pipeline import attach
 from energon_bridge.stream.state import Produced
+from energon_bridge.stream.watchdog import WatchdogSettings
 from energon_bridge.topology import Ownership, WorkerConfig, lane_units, step_units
 
 if TYPE_CHECKING:
@@ -47,11 +49,18 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         dataset: From `get_train_dataset` or `get_val_dataset`.
         worker_config: Default: the one the dataset was made with.
         on_mismatch: What becomes of a state of another mix: "refuse" it, or "adapt" to it.
+        watchdog: How long a microbatch may take; None: as long as it likes.
     """
 
     def __init__(
-        self, dataset: DatasetSpec, *, worker_config: WorkerConfig | None = None, on_mismatch: OnMismatch = "refuse"
+        self,
+        dataset: DatasetSpec,
+        *,
+        worker_config: WorkerConfig | None = None,
+        on_mismatch: OnMismatch = "refuse",
+        watchdog: WatchdogSettings | None = None,
     ) -> None:
+        self.watchdog = watchdog
         self.spec = dataset
         self.config = config = worker_config or dataset.worker_config
         self.on_mismatch = on_mismatch
@@ -141,13 +150,21 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         assert self._source is not None
         try:
             item = next(self._source)
+            assert item is not None  # empty ticks are for DataLoader's round robin
+            if item.reports:
+                self._report(item)
         except BaseException:
             self._stop()  # whatever comes next starts from the delivered state
             raise
-        assert item is not None  # empty ticks are for DataLoader's round robin
         if self._pin:
             item.batch = torch.utils.data._utils.pin_memory.pin_memory(item.batch)
         return item
+
+    def _report(self, item: Produced) -> None:
+        """Say which samples failed on the way to a microbatch, and judge whether they are too many."""
+        spec, config, position = self.spec, self.config, self._position
+        spec.journal.write(item.reports, config.dp_rank, config.dp_size)
+        check_rates(spec.error_policy, position.units.leaves, position.counts, item.counts, spec.journal)
 
     def _masked(self) -> Any:
         """Return a microbatch that does not exist: real rows with the mask all false."""
@@ -201,7 +218,7 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
 
     def _stream(self) -> Stream:
         """Build what makes the units in this process."""
-        return self.spec.stream(self.config, self._position)
+        return self.spec.stream(self.config, self._position, self.watchdog)
 
     def _rewind(self) -> None:
         """Go to the beginning of a finite stream, or of its next pass."""

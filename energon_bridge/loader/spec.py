@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import torch.utils.data
+
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.loader.leaves import OpenLeaf
 from energon_bridge.loader.weights import ChangedWeights, LeafWeights, MixWeights
@@ -19,10 +21,14 @@ from energon_bridge.rng import key_of
 from energon_bridge.stores import CachePool, NoCachePool
 from energon_bridge.stream.cooking import check_cooker
 from energon_bridge.stream.finite import DrawnRows, PackedRows, num_microbatches
+from energon_bridge.stream.journal import Journal
 from energon_bridge.stream.leaf import Leaf
 from energon_bridge.stream.passes import FinitePlan, InOrder, Shuffled
-from energon_bridge.stream.pipeline import Pipeline, StreamSettings
+from energon_bridge.stream.pipeline import Pipeline
+from energon_bridge.stream.policy import ErrorPolicy
+from energon_bridge.stream.settings import StreamSettings
 from energon_bridge.stream.user_code import UserCode
+from energon_bridge.stream.watchdog import WatchdogSettings
 from energon_bridge.topology import WorkerConfig, default_num_lanes
 
 if TYPE_CHECKING:
@@ -65,6 +71,7 @@ class DatasetSpec:
         virtual_epoch_length: Steps after which an iterator over training data ends; the next one goes on.
         limit: Steps after which a pass over validation data ends.
         cache_pool: Where files that are needed later are kept.
+        error_policy: What becomes of samples that fail.
 
     The others are those of `get_train_dataset`.
     """
@@ -84,6 +91,7 @@ class DatasetSpec:
     virtual_epoch_length: int | None = None
     packing_buffer_size: int | None = None
     cache_pool: CachePool = field(default_factory=NoCachePool)
+    error_policy: ErrorPolicy = field(default_factory=ErrorPolicy)
 
     def __post_init__(self) -> None:
         UserCode(self.task_encoder, packs=self.packing_buffer_size is not None)  # refuses what cannot be
@@ -265,6 +273,10 @@ class DatasetSpec:
             restore_generators=not config.num_workers,
             packing_buffer_size=self.packing_buffer_size,
             cache=self.cache_pool,
+            policy=self.error_policy,
+            journal=self.journal,
+            rank=config.dp_rank,
+            ranks=config.dp_size,
         )
         return Pipeline(units.leaves, settings)
 
@@ -274,10 +286,18 @@ class DatasetSpec:
         means = (int(leaf.dataset.shard_sizes.sum()) // leaf.dataset.num_samples for leaf in self.leaves)
         return sum(mean * rows for mean in means)
 
-    def stream(self, config: WorkerConfig, position: Position) -> Stream:
+    @cached_property
+    def journal(self) -> Journal:
+        """What names the samples that fail, once in this process."""
+        return Journal(self.error_policy)
+
+    def stream(self, config: WorkerConfig, position: Position, watchdog: WatchdogSettings | None = None) -> Stream:
         """Build what makes the units of one process from a position on: the lanes, or the microbatches of a pass."""
         units = position.units
         pipeline = self.pipeline(units, config)
+        if watchdog is not None:
+            info = torch.utils.data.get_worker_info()
+            pipeline.watch(watchdog, f"rank {config.dp_rank}" + ("" if info is None else f", worker {info.id}"))
         if not self.finite:
             return LaneStreams(pipeline, units.blend, position.lanes)
         packs = position.packs

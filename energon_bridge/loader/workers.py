@@ -17,6 +17,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch.utils.data
 
+from energon_bridge.errors import HookTimeoutError
 from energon_bridge.loader.transport import Arena, Outbox
 from energon_bridge.plan.blend import Blend
 from energon_bridge.stream.finite import FiniteStream, PassRows
@@ -57,7 +58,7 @@ class LaneStreams:
             self._lane(unit).prepare(count)
 
     def produce(self, unit: int) -> Produced:
-        return self._lane(unit).produce()
+        return _reported(self._pipeline, unit, self._lane(unit).produce)
 
     def close(self) -> None:
         self._pipeline.close()
@@ -75,10 +76,33 @@ class FiniteStreams:
             self._stream.prepare(unit)
 
     def produce(self, unit: int) -> Produced:
-        return self._stream.produce(unit)
+        return _reported(self._pipeline, unit, lambda: self._stream.produce(unit))
 
     def close(self) -> None:
         self._pipeline.close()
+
+
+def _reported(pipeline: Pipeline, unit: int, make: Callable[[], Produced]) -> Produced:
+    """Return the next microbatch of a unit with what failed on the way, under the eyes of the watchdog."""
+    watchdog = pipeline.watchdog
+    try:
+        if watchdog is None:
+            item = make()
+        else:
+            watchdog.arm(unit)
+            try:
+                item = make()
+            finally:
+                watchdog.disarm()
+    except HookTimeoutError as error:
+        pipeline.say_pending()
+        raise HookTimeoutError(watchdog.message if watchdog is not None else str(error)) from None
+    except Exception:
+        pipeline.say_pending()  # no microbatch takes it along
+        raise
+    if pipeline.judge.pending:
+        item.reports = pipeline.judge.taken()
+    return item
 
 
 def produced(stream: Stream, units: Iterator[int | None], ahead: int) -> Iterator[Produced | None]:

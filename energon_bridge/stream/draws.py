@@ -134,7 +134,7 @@ class Draws:
 
     def _take(self, wanted: int, out: Encoded, counts: Counts) -> None:
         """Take up to `wanted` draws as they are: no code of the user's sees single samples."""
-        loaded, low = self._loaded, self._at
+        loaded, low, judge = self._loaded, self._at, self._pipeline.judge
         high = min(low + wanted, len(loaded.keys))
         self._at = high
         self.draw += high - low
@@ -147,11 +147,12 @@ class Draws:
             if type(sample) is Problem:
                 self._pipeline.encode(leaf, sample, key, counts)
                 continue
+            if judge.in_a_row:
+                judge.succeeded(self._pipeline.code.drawing)
             out.keys.append(key)
             out.samples.append(sample)
             out.leaves.append(leaf)
             out.sizes.append(size)
-            self._pipeline.code.succeeded()
 
     # Scheduling ------------------------------------------------------------------------------------------------------
 

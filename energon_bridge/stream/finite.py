@@ -113,11 +113,15 @@ class PackedRows:
 
 def packs_of(pipeline: Pipeline, plan: FinitePlan, start: int, stop: int, counts: Counts) -> list[list[Ref]]:
     """Return the packs that the encoder makes of draws [start, stop); what it never selects is counted as skipped."""
-    packs = []
+    packs: list[list[Ref]] = []
     with pipeline.user_code():
         rows = DrawnRows(pipeline, plan).take(start, stop, counts)
         while rows:
-            selected = select_packs(pipeline, rows)
+            try:
+                selected = select_packs(pipeline, rows)
+            except Exception as error:  # the policy decides
+                pipeline.failed(error, [row.members[0][:2] for row in rows], counts)
+                return packs
             if not selected:
                 break
             packs += [[row.members[0] for row in pack] for pack in selected]

@@ -13,7 +13,7 @@ from typing import Any
 from energon_bridge.errors import FatalSampleError
 from energon_bridge.stream.pipeline import Pipeline
 from energon_bridge.stream.rows import Row
-from energon_bridge.stream.state import COUNTERS, Counts, Held, Stage
+from energon_bridge.stream.state import Counts, Held, Stage
 
 
 @dataclass(slots=True)
@@ -59,12 +59,10 @@ class Grouping:
         try:
             key, size = self._pipeline.code.group(row.content, *self._pipeline.seed_of(row))
         except Exception as error:  # the policy decides
-            where = self._pipeline.source(row.members[0].leaf).where(row.members[0].sample)
-            name = COUNTERS.index(self._pipeline.code.failed(error, where, "rows"))
-            for ref in row.members:
-                counts.of(ref.leaf)[name] += 1
+            self._pipeline.failed(error, [ref[:2] for ref in row.members], counts)
             return []
-        self._pipeline.code.succeeded("rows")
+        if self._pipeline.judge.in_a_row:
+            self._pipeline.judge.succeeded(("batch_group_criterion",))
         size = self._size(key, size)
         group = self._groups.get(key)
         if group is None:

@@ -14,9 +14,11 @@ import numpy as np
 from energon_bridge.errors import FatalSampleError
 from energon_bridge.format.join import JoinedDataset
 from energon_bridge.rng import IntArray
-from energon_bridge.samples import META_FIELDS
+from energon_bridge.samples import META_FIELDS, SourceInfo
+from energon_bridge.stream.activity import Activities
 from energon_bridge.stream.reader import LeafReader, RoundBuffer
-from energon_bridge.stream.values import Columns, Problem, RestoreKey, Values
+from energon_bridge.stream.report import Place
+from energon_bridge.stream.values import EXCLUDED, Columns, Problem, RestoreKey, Values
 
 RawRow = tuple[Any, ...]
 """The bytes (a memoryview) that each dataset of a join has for a row, None where it has no sample for it."""
@@ -25,9 +27,9 @@ RawRow = tuple[Any, ...]
 class JoinReader:
     """Reads the bytes of rows of a join; safe to use from several threads."""
 
-    def __init__(self, dataset: JoinedDataset) -> None:
+    def __init__(self, dataset: JoinedDataset, *, tolerant: bool = False) -> None:
         self.dataset = dataset
-        self.readers = [LeafReader(part.dataset) for part in dataset.parts]
+        self.readers = [LeafReader(part.dataset, tolerant=tolerant) for part in dataset.parts]
 
     @property
     def slow(self) -> bool:
@@ -62,17 +64,22 @@ class JoinReader:
 class JoinValues:
     """Makes samples of the rows of one join; runs on any thread. Arguments are those of `Values`."""
 
-    def __init__(self, identity: str, dataset: JoinedDataset, reader: JoinReader, decoder: Any) -> None:
+    def __init__(
+        self, identity: str, dataset: JoinedDataset, reader: JoinReader, decoder: Any, activities: Activities
+    ) -> None:
+        self._activities = activities
         self._identity = identity
         self._dataset = dataset
         self._reader = reader
         self._names = dataset.names
-        self._values = [Values(identity, part.dataset, decoder) for part in dataset.parts]
+        self._values = [Values(identity, part.dataset, decoder, activities) for part in dataset.parts]
 
     def load(self, buffer: RoundBuffer, low: int, high: int, *, ahead: bool) -> Columns:
         """Return for each draw [low, high) of a round its key, and its sample or the `Problem` in its place."""
-        raws: list[RawRow] = buffer.fetch(low, high, ahead=ahead)
         indices = buffer.indices[low:high]
+        now = self._activities.mine()
+        now.dataset, now.index, now.hook = self._dataset, int(indices[0]), "read"
+        raws: list[RawRow] = buffer.fetch(low, high, ahead=ahead)
         epochs = buffer.epochs[low:high].tolist()
         rows = indices.tolist()
         keys: list[RestoreKey] = [(self._identity, row, epoch, 0) for row, epoch in zip(rows, epochs, strict=True)]
@@ -90,13 +97,19 @@ class JoinValues:
             for row, sample in zip(among, made, strict=True):
                 column[row] = sample
             columns.append(column)
+        now.dataset, now.key, now.hook = self._dataset, "", "joiner"
         samples = [self._joined(parts, key) for *parts, key in zip(*columns, keys, strict=True)]
+        now.rest()
         return keys, samples, [sum(len(raw) for raw in row if raw is not None) for row in raws]
 
     def _joined(self, parts: list[Any], key: RestoreKey) -> Any:
         for number, part in enumerate(parts):
+            if part is EXCLUDED:
+                return part
             if type(part) is Problem:
-                return Problem(part.error, f"row {key[1]} of a join, {self._name(number)}: {part.where}")
+                note = f"row {key[1]} of a join, {self._name(number)}"
+                return Problem(part.error, part.hook, part.place._replace(note=note))
+        self._activities.mine().index = key[1]
         try:
             joiner = self._dataset.joiner
             sample = joiner(*parts) if self._names is None else joiner(**dict(zip(self._names, parts, strict=True)))
@@ -105,7 +118,14 @@ class JoinValues:
             raise
         except Exception as error:  # the policy of the stream decides what becomes of it
             of = ", ".join(_of(part) for part in parts if part is not None)
-            return Problem(error, f"{self._dataset.path}: row {key[1]}, joining {of}")
+            first: SourceInfo = parts[0]["__sources__"][0]
+            of_key = str(parts[0]["__key__"])
+            note = f"row {key[1]}, joining {of}"
+            return Problem(error, "joiner", Place(self._dataset.path, first.shard_name, key[1], of_key, (), note))
+
+    def name_of(self, raw: RawRow, index: int) -> tuple[str, tuple[str, ...]]:
+        """Return key and parts of a row's sample in the primary."""
+        return self._values[0].name_of(raw[0], index)
 
     def _name(self, number: int) -> str:
         return f"dataset {number if self._names is None else repr(self._names[number])}"

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from energon_bridge.format.dataset import PreparedDataset
 from energon_bridge.format.join import JoinedDataset
@@ -12,13 +15,16 @@ from energon_bridge.format.jsonl import JsonlDataset
 from energon_bridge.mix import AuxRef
 from energon_bridge.plan.leaf import LeafOrder
 from energon_bridge.rng import fold
+from energon_bridge.stream.activity import Activities
 from energon_bridge.stream.cooking import Cook
 from energon_bridge.stream.joined import JoinReader, JoinValues
 from energon_bridge.stream.lines import LineValues
 from energon_bridge.stream.reader import LeafReader, Reader, RoundBuffer
+from energon_bridge.stream.report import Place
 from energon_bridge.stream.values import Values
 
 _USER_CODE = 4
+_NO_PARTS: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,25 +40,34 @@ class Leaf:
 class LeafSource:
     """A leaf that has been opened in this process."""
 
-    def __init__(self, leaf: Leaf, decoder: Any, cook: Cook | None) -> None:
+    def __init__(self, leaf: Leaf, decoder: Any, activities: Activities, *, cook: Cook | None, tolerant: bool) -> None:
         self.leaf = leaf
         self.cook = cook
         self.reader: Reader
         self.values: Values | JoinValues
         dataset = leaf.dataset
         if isinstance(dataset, JoinedDataset):
-            self.reader = reader = JoinReader(dataset)
-            self.values = JoinValues(leaf.identity, dataset, reader, decoder)
+            self.reader = reader = JoinReader(dataset, tolerant=tolerant)
+            self.values = JoinValues(leaf.identity, dataset, reader, decoder, activities)
         else:
-            self.reader = LeafReader(dataset)
+            self.reader = LeafReader(dataset, tolerant=tolerant)
             values = LineValues if isinstance(dataset, JsonlDataset) else Values
-            self.values = values(leaf.identity, dataset, decoder)
+            self.values = values(leaf.identity, dataset, decoder, activities)
         self.user_key = fold(leaf.order.key, _USER_CODE)
 
     def where(self, index: int) -> str:
         """Name a sample for people."""
         shard, local = self.reader.place_of(index)
         return f"{self.leaf.dataset.path}: shard {shard}, sample {index} (number {local} of the shard)"
+
+    def place(self, index: int) -> Place:
+        """Name a sample with its key and parts, which are read again for it."""
+        shard, _ = self.reader.place_of(index)
+        key, parts = "", _NO_PARTS
+        with contextlib.suppress(Exception):  # there is an error to report already
+            (raw,) = self.reader.read(np.array([index], dtype=np.int64))
+            key, parts = self.values.name_of(raw, index)
+        return Place(self.leaf.dataset.path, shard, index, key, parts)
 
 
 class Cursor:

@@ -8,6 +8,8 @@ from typing import Any
 from energon_bridge.errors import DecodeError
 from energon_bridge.format.jsonl import PART, parse_line
 from energon_bridge.samples import CrudeSample, SourceInfo
+from energon_bridge.stream.reader import Unreadable
+from energon_bridge.stream.report import Place
 from energon_bridge.stream.values import Problem, RestoreKey, Values
 
 
@@ -16,7 +18,7 @@ class LineValues(Values):
 
     def make(
         self,
-        raws: Sequence[memoryview],
+        raws: Sequence[Any],
         indices: Sequence[int],
         shards: Sequence[int],
         restore_keys: Sequence[RestoreKey],
@@ -24,12 +26,14 @@ class LineValues(Values):
         """Return for each line, with its index, the sample or the `Problem` in its place."""
         path, (shard_name,), subflavors = self._dataset.path, self._dataset.shard_names, self._dataset.subflavors
         out: list[Any] = []
-        for raw, index, shard, restore_key in zip(raws, indices, shards, restore_keys, strict=True):
+        for raw, index, _, restore_key in zip(raws, indices, shards, restore_keys, strict=True):
             key = str(index)
             try:
                 value = parse_line(raw)
-            except DecodeError as error:
-                out.append(Problem(error, self._where(shard, index, key)))
+            except (DecodeError, TypeError) as error:
+                lost = type(raw) is Unreadable
+                place = Place(path, shard_name, index, key, (PART,))
+                out.append(Problem(raw.error if lost else error, "read" if lost else "decode", place))
                 continue
             sample: dict[str, Any] = {
                 "__key__": key,
@@ -41,3 +45,7 @@ class LineValues(Values):
             }
             out.append(CrudeSample(sample))
         return out
+
+    def name_of(self, raw: Any, index: int) -> tuple[str, tuple[str, ...]]:
+        """Return key and parts of a sample."""
+        return str(index), (PART,)

@@ -90,9 +90,14 @@ class Packing:
 
     def take(self, counts: Counts) -> Row:
         """Return the next row; selects where no pack is left."""
+        first, selections = self._draws.draw, 0
         while not self._outputs:
             if not self._packs:
+                if selections > _EMPTY_SELECTIONS:
+                    self._draws.give_up_if_barren(first)
+                selections += 1
                 self._select(counts)
+                continue
             pack = self._packs[0]
             rows = self._packed(pack, counts)
             self._outputs.extend(rows[pack.taken :])
@@ -110,7 +115,11 @@ class Packing:
         if left:
             missing = max(0, self._size - len(self._buffer))
             self._fill(len(self._buffer) + -(-missing // (left + 1)), counts)
+        first, selections = self._draws.draw, 0
         while len(self._packs) < rows:
+            if selections > rows + _EMPTY_SELECTIONS:
+                self._draws.give_up_if_barren(first)
+            selections += 1
             self._select(counts)
         self._drop_contents()
 
@@ -124,7 +133,7 @@ class Packing:
             self._waits += [0] * len(rows)
 
     def _select(self, counts: Counts) -> None:
-        """Fill the buffer and hand it to the encoder."""
+        """Fill the buffer and hand it to the encoder; makes no pack, and drops the buffer, where the hook fails."""
         for attempt in range(_EMPTY_SELECTIONS):
             self._fill(self._target + attempt * max(1, self._size // 4), counts)
             self._target = self._size
@@ -133,7 +142,13 @@ class Packing:
             if not rows:
                 self._buffer, self._waits, self._refs = [], [], [_refs_of([])]
                 continue
-            packs = select_packs(self._pipeline, rows)
+            try:
+                packs = select_packs(self._pipeline, rows)
+            except Exception as error:  # the policy decides
+                self._pipeline.failed(error, [row.members[0][:2] for row in rows], counts)
+                self._pipeline.held_bytes -= sum(row.size for row in rows)
+                self._buffer, self._waits, self._refs = [], [], [_refs_of([])]
+                return
             selected = {id(row) for pack in packs for row in pack}
             self._packs.extend(_Pack(pack, _refs_of(pack)) for pack in packs)
             self._buffer = [row for row in rows if id(row) not in selected]
@@ -196,6 +211,8 @@ class Packing:
 def select_packs(pipeline: Pipeline, rows: list[Row]) -> list[list[Row]]:
     """Return the packs that the encoder selects from some rows."""
     groups = pipeline.code.select([row.content for row in rows], *pipeline.seed_of(rows[0]))
+    if pipeline.judge.in_a_row:
+        pipeline.judge.succeeded(("select_samples_to_pack",))
     return _as_rows(groups, rows, type(pipeline.code.encoder).__name__)
 
 
@@ -206,17 +223,17 @@ def pack_rows(pipeline: Pipeline, rows: list[Row], counts: Counts) -> list[Row]:
     samples: list[Any] = []
     pipeline.decode_deferred([row.content for row in rows])
     for row in rows:
-        ref = row.members[0]
         content, row.content = row.content, None
         try:
             if code.posts:
+                code.now.hook = "decode_deferred"
                 decode_deferred([content])  # what is left is a broken image
             samples.append(code.post(content, *pipeline.seed_of(row)))
         except Exception as error:  # the policy decides
-            where = pipeline.source(ref.leaf).where(ref.sample)
-            counts.of(ref.leaf)[COUNTERS.index(code.failed(error, where, "members"))] += 1
+            pipeline.failed(error, [row.members[0][:2]], counts)
             continue
-        code.succeeded("members")
+        if pipeline.judge.in_a_row:
+            pipeline.judge.succeeded(("decode_deferred", "postencode_sample"))
         members.append(row)
     if not members:
         return []
@@ -224,12 +241,10 @@ def pack_rows(pipeline: Pipeline, rows: list[Row], counts: Counts) -> list[Row]:
     try:
         outputs = code.pack(samples, *pipeline.seed_of(members[0]))
     except Exception as error:  # the policy decides
-        where = f"the pack of {', '.join(pipeline.source(r.leaf).where(r.sample) for r in refs[:4])}"
-        name = COUNTERS.index(code.failed(error, where, "packs"))
-        for ref in refs:
-            counts.of(ref.leaf)[name] += 1
+        pipeline.failed(error, [ref[:2] for ref in refs], counts)
         return []
-    code.succeeded("packs")
+    if pipeline.judge.in_a_row:
+        pipeline.judge.succeeded(("pack_selected_samples",))
     size = sum(row.size for row in members)
     return [Row(refs, number, output, size) for number, output in enumerate(outputs)]
 

@@ -3,59 +3,35 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from energon_bridge.errors import DecodeError
+from energon_bridge.errors import DecodeError, SkipSample
 from energon_bridge.plan.leaf import Round
-from energon_bridge.stores import CachePool, NoCachePool
+from energon_bridge.stream.activity import Activities
 from energon_bridge.stream.cooking import StorePool, cook_of, cooker_of
 from energon_bridge.stream.leaf import Cursor, Leaf, LeafSource
+from energon_bridge.stream.policy import Judge
 from energon_bridge.stream.reader import RoundBuffer
+from energon_bridge.stream.report import MAX_MEMBERS, Place, place_in
+from energon_bridge.stream.settings import StreamSettings
 from energon_bridge.stream.state import COUNTERS, Counts, Ref
 from energon_bridge.stream.user_code import UserCode, running_hooks
 from energon_bridge.stream.values import Problem, RestoreKey
+from energon_bridge.stream.watchdog import Watchdog, WatchdogSettings
 from energon_bridge.task_encoder.deferred import decode_deferred
-
-logger = logging.getLogger(__name__)
 
 _THREADS = "energon"
 _OPEN_ROUNDS = 4096
-
-
-@dataclass(frozen=True, kw_only=True)
-class StreamSettings:
-    """What a stream needs besides its leaves.
-
-    Args:
-        batch_size: Samples in a microbatch; None delivers samples instead of batches.
-        encoder: The task encoder.
-        threads: Threads that read and decode ahead; 0 does everything in the calling thread.
-        reads_rounds: Read whole rounds at a time, the next one ahead of need; False reads draws as they are needed.
-        background_reads: Read ahead on a thread of its own.
-        restore_generators: Put the global random generators back after each microbatch.
-        packing_buffer_size: Encoded samples from which the encoder selects packs; None: it does not pack.
-        held_bytes: Bytes that the contents of samples waiting in packs may take, all lanes of the process together.
-        cache: Where cookers and hooks keep files that are needed later.
-    """
-
-    batch_size: int | None
-    encoder: Any
-    threads: int = 0
-    reads_rounds: bool = True
-    background_reads: bool = False
-    restore_generators: bool = False
-    packing_buffer_size: int | None = None
-    held_bytes: int = 1 << 30
-    cache: CachePool = field(default_factory=NoCachePool)
+_SAMPLES, _SKIPPED, _EXCLUDED = map(COUNTERS.index, ("samples", "skipped", "excluded"))
+_BATCH_HOOKS = ("batch", "encode_batch")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +65,9 @@ class Pipeline:
         cooks = any(cooker_of(settings.encoder, leaf.dataset) is not None for leaf in leaves)
         self.code = UserCode(settings.encoder, packs=settings.packing_buffer_size is not None, cooks=cooks)
         self._stores = StorePool(settings.encoder.decoder)
+        self.judge = Judge(settings.policy, settings.encoder)
+        self.activities = Activities()
+        self.watchdog: Watchdog | None = None
         self.held_bytes = 0
         self._sources: list[LeafSource | None] = [None] * len(leaves)
         self._cursors: OrderedDict[tuple[int, int], Cursor] = OrderedDict()
@@ -109,7 +88,9 @@ class Pipeline:
         if source is None:
             encoder, of = self.settings.encoder, self.leaves[leaf]
             cook = cook_of(encoder, of.dataset, of.aux, self._stores, self.settings.cache)
-            source = self._sources[leaf] = LeafSource(of, encoder.decoder, cook)
+            tolerant = self.settings.policy.damaged_shards == "skip"
+            source = LeafSource(of, encoder.decoder, self.activities, cook=cook, tolerant=tolerant)
+            self._sources[leaf] = source
         return source
 
     def cursor(self, lane: int, leaf: int) -> Cursor:
@@ -152,8 +133,14 @@ class Pipeline:
         if self._reading is not None and buffer.reader.slow:
             self._reading.submit(buffer.read_ahead)
 
+    def watch(self, settings: WatchdogSettings, where: str) -> None:
+        """Watch over the microbatches that are made; `where` names the process."""
+        self.watchdog = Watchdog(settings, self.code.now, self.activities, where)
+
     def close(self) -> None:
         """Stop the threads."""
+        if self.watchdog is not None:
+            self.watchdog.close()
         # The garbage collector may run this on one of the threads themselves, which cannot wait for its own end.
         wait = not threading.current_thread().name.startswith(_THREADS)
         for pool in (self._pool, self._reading):
@@ -164,19 +151,21 @@ class Pipeline:
 
     def encode(self, leaf: int, sample: Any, key: RestoreKey, counts: Counts) -> list[tuple[RestoreKey, Any]]:
         """Return the encoded samples of one draw with their restore keys; count a draw that gives none."""
-        counted = counts.of(leaf)
         if type(sample) is Problem:
-            name = "excluded" if sample.error is None else self.code.failed(sample.error, sample.where)
-            counted[COUNTERS.index(name)] += 1
+            if sample.error is None:
+                counts.of(leaf)[_EXCLUDED] += 1
+            else:
+                self.failed(sample.error, [(leaf, key[1])], counts, hook=sample.hook, place=sample.place)
             return []
         identity, index, epoch, _ = key
         source = self.source(leaf)
         try:
             encoded = self.code.encode(sample, source.user_key, index, epoch, source.cook)
         except Exception as error:  # the policy decides
-            counted[COUNTERS.index(self.code.failed(error, source.where(index)))] += 1
+            self.failed(error, [(leaf, index)], counts, place=place_in(sample))
             return []
-        self.code.succeeded()
+        if self.judge.in_a_row:
+            self.judge.succeeded(self.code.drawing)
         return [((identity, index, epoch, number), one) for number, one in enumerate(encoded)]
 
     def collate(
@@ -214,16 +203,14 @@ class Pipeline:
         try:
             batches = self.collate(samples, keys, leaves[0], lane, number)
         except Exception as error:  # the policy decides
-            firsts = [first_sample(key)[1] for key in keys]
-            indices = ", ".join(map(str, firsts[:8])) + (", …" if len(firsts) > 8 else "")
-            where = f"{self.leaves[leaves[0]].dataset.path}: the microbatch of samples {indices}"
-            name = self.code.failed(error, where, "microbatches")
-            batches = []
-        else:
-            name = "samples" if batches else "skipped"
-            self.code.succeeded("microbatches")
+            of = (one for key in keys for one in (key[2] if key[0] == "Pack" else (key,)))
+            self.failed(error, [(leaf, one[1]) for leaf, one in zip(leaves, of, strict=True)], counts)
+            return []
+        if self.judge.in_a_row:
+            self.judge.succeeded(_BATCH_HOOKS)
+        column = _SAMPLES if batches else _SKIPPED
         for leaf in set(leaves):
-            counts.of(leaf)[COUNTERS.index(name)] += leaves.count(leaf)
+            counts.of(leaf)[column] += leaves.count(leaf)
         return batches
 
     def decode_deferred(self, samples: Sequence[Any]) -> None:
@@ -233,10 +220,48 @@ class Pipeline:
             with contextlib.suppress(DecodeError):
                 decode_deferred(samples, map if self._pool is None else self._pool.map)
 
+    def failed(
+        self,
+        error: Exception,
+        members: Sequence[tuple[int, int]],
+        counts: Counts,
+        *,
+        hook: str = "",
+        place: Place | None = None,
+    ) -> None:
+        """Let the error policy decide on samples that a hook failed on, and count what they are then.
+
+        Args:
+            error: What the hook raised.
+            members: Leaf and index of each sample concerned.
+            counts: To be added to.
+            hook: The hook; default: the one that ran last.
+            place: Where the only sample comes from, if that is known.
+
+        Raises:
+            FatalSampleError: The run stops.
+        """
+        now = self.code.now
+        hook = hook or now.hook
+        now.rest()
+        name = "skipped"
+        if not isinstance(error, SkipSample):
+            shown = members[:MAX_MEMBERS]
+            places = [place] if place else [self.source(leaf).place(index) for leaf, index in shown]
+            name = self.judge.failed(error, hook, places, len(members))
+        for leaf, _ in members:
+            counts.of(leaf)[COUNTERS.index(name)] += 1
+
     def seed_of(self, row: Any) -> tuple[int, int, int, int]:
         """Return what keys the randomness of hooks over a row: that of its first sample."""
         ref = row.members[0]
         return self.source(ref.leaf).user_key, ref.sample, ref.epoch, ref.output
+
+    def say_pending(self) -> None:
+        """Say what failed since the last microbatch, for there will be none that takes it along."""
+        reports, journal = self.judge.taken(), self.settings.journal
+        if reports and journal is not None:
+            journal.write(reports, self.settings.rank, self.settings.ranks)
 
     def encode_again(self, refs: Sequence[Ref], counts: Counts) -> list[Any]:
         """Return the encoded samples of some references, None for one that no longer encodes, which is counted."""
@@ -251,13 +276,11 @@ class Pipeline:
                 output = refs[place].output
                 if output < len(encoded):
                     out[place] = encoded[output][1]
-                else:
-                    counts.of(leaf)[COUNTERS.index("errors")] += 1
-                    logger.warning(
-                        "%s: waited to be packed or batched, and no longer gives output %d of its encoder",
-                        self.source(leaf).where(refs[place].sample),
-                        output,
-                    )
+                    continue
+                gone = LookupError(
+                    f"waited to be packed or batched, and no longer gives output {output} of its encoder"
+                )
+                self.failed(gone, [(leaf, refs[place].sample)], counts, hook="restore")
         return out
 
     def user_code(self, *, restoring: bool = False) -> contextlib.AbstractContextManager[None]:
@@ -309,8 +332,9 @@ class Pipeline:
         loaded = self.load([Segment(leaf, RoundBuffer(self.source(leaf).reader, one), 0, 1, (0,))], ahead=False)
         encoded = self.encode(leaf, loaded.samples[0], (identity, index, epoch, 0), Counts())
         if output >= len(encoded):
+            why = "".join(f": {report}" for report in self.judge.taken())
             where = self.source(leaf).where(index)
-            raise LookupError(f"restore key {key!r}: {where} gives {len(encoded)} encoded samples now")
+            raise LookupError(f"restore key {key!r}: {where} gives {len(encoded)} encoded samples now{why}")
         return encoded[output][1], leaf
 
 

@@ -13,12 +13,26 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from energon_bridge.errors import CorruptShardError, ShardMissingError, ShortReadError
 from energon_bridge.format.dataset import PreparedDataset, read_index
 from energon_bridge.plan.leaf import Round
 from energon_bridge.rng import IntArray, UIntArray
 
 _INDEX_CACHE_BYTES = 64 << 20
 _SLOW_READ_SECONDS = 0.005
+_DAMAGED = (ShortReadError, CorruptShardError, ShardMissingError)
+
+
+class Unreadable:
+    """Takes the place of the bytes of a sample that a damaged shard does not have."""
+
+    __slots__ = ("error",)
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __len__(self) -> int:
+        return 0
 
 
 class Reader(Protocol):
@@ -34,14 +48,19 @@ class Reader(Protocol):
 class LeafReader:
     """Reads the bytes of samples of one prepared dataset; safe to use from several threads.
 
+    Args:
+        dataset: The dataset.
+        tolerant: Read what is left of damaged shards, with `Unreadable` in the place of samples that are not.
+
     Attributes:
         bytes_read: Bytes read so far, shard indices included.
         slow: Whether reads have lately taken so long that reading ahead on a thread pays. (From the page cache it does
             not: the interpreter lock then changes hands for every range.) Never decides order.
     """
 
-    def __init__(self, dataset: PreparedDataset) -> None:
+    def __init__(self, dataset: PreparedDataset, *, tolerant: bool = False) -> None:
         self.dataset = dataset
+        self._tolerant = tolerant
         self.bytes_read = 0
         self.slow = False
         self._ends = np.cumsum(dataset.shard_counts)
@@ -58,12 +77,23 @@ class LeafReader:
         shard = int(np.searchsorted(self._ends, index, side="right"))
         return self.dataset.shard_names[shard], index - int(self._ends[shard] - self.dataset.shard_counts[shard])
 
-    def read(self, indices: IntArray) -> list[memoryview]:
-        """Return the bytes of each sample, in the order given.
+    def read(self, indices: IntArray) -> list[Any]:
+        """Return the bytes of each sample (a memoryview), in the order given.
 
         Raises:
-            ShortReadError, CorruptShardError, ShardMissingError: A shard or its index is damaged or gone.
+            ShortReadError, CorruptShardError, ShardMissingError: A shard or its index is damaged or gone, and the
+                reader is not tolerant.
         """
+        try:
+            return self._read(indices)
+        except _DAMAGED as error:
+            if not self._tolerant:
+                raise
+            if indices.size == 1:
+                return [Unreadable(error)]
+        return [self.read(indices[place : place + 1])[0] for place in range(indices.size)]
+
+    def _read(self, indices: IntArray) -> list[Any]:
         started = time.perf_counter()
         by_place = np.argsort(indices, kind="stable")
         ordered = indices[by_place]
@@ -71,7 +101,7 @@ class LeafReader:
         local = ordered - (self._ends[shards] - self.dataset.shard_counts[shards])
         breaks = np.flatnonzero((np.diff(ordered) != 1) | (np.diff(shards) != 0)) + 1
         edges = [0, *breaks.tolist(), ordered.size]
-        out: list[memoryview] = [memoryview(b"")] * ordered.size
+        out: list[Any] = [memoryview(b"")] * ordered.size
         total = 0
         places, shard_list, local_list = by_place.tolist(), shards.tolist(), local.tolist()
         for low, high in itertools.pairwise(edges):
@@ -94,7 +124,7 @@ class LeafReader:
             return index
         with self._lock:
             if shard not in self._indices:
-                index = self._indices[shard] = read_index(self.dataset, shard)
+                index = self._indices[shard] = read_index(self.dataset, shard, cut_off=self._tolerant)
                 self.bytes_read += index.nbytes
                 self._cached += index.nbytes
                 while self._cached > _INDEX_CACHE_BYTES and len(self._indices) > 1:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from energon_bridge.rng import IntArray
+from energon_bridge.stream.report import Report
 
 
 class Ref(NamedTuple):
@@ -154,9 +155,11 @@ class Produced:
         rows: Real rows in it.
         state: State of the lane after it; None in finite streams, which have none.
         counts: What it adds to the counters.
+        reports: Failures on the way to it.
     """
 
     batch: Any
     rows: int
     state: LaneState | None
     counts: Counts
+    reports: tuple[Report, ...] = ()

@@ -1,14 +1,15 @@
-"""Where user code runs: the hooks of a task encoder, under keyed randomness and an error policy.
+"""Where user code runs: the hooks of a task encoder, under keyed randomness.
 
 Around a hook that is not the package's own, the global generators of `random`, numpy and torch are seeded from a key
 of the draw (or of the microbatch), so that encoding a sample again gives the same result in any process. Where no user
 hook runs nothing is seeded. In the training process the generators are put back after each microbatch.
+
+Each hook leaves a note of itself and its sample in an `Activity`, for those who name what failed or hangs.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import random
 from collections.abc import Callable, Iterator
 from types import GeneratorType
@@ -17,33 +18,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from energon_bridge.errors import ConfigurationError, FatalSampleError, SkipSample
+from energon_bridge.errors import ConfigurationError, FatalSampleError
 from energon_bridge.rng import fold
 from energon_bridge.stores import CachePool
+from energon_bridge.stream.activity import Activity
 from energon_bridge.task_encoder.current import BATCH, CACHE, SAMPLE
 from energon_bridge.task_encoder.deferred import decode_deferred
 
-logger = logging.getLogger(__name__)
-
-_ALWAYS_FATAL = (
-    FatalSampleError,
-    SystemError,
-    SyntaxError,
-    ImportError,
-    StopIteration,
-    MemoryError,
-    RecursionError,
-    ReferenceError,
-    NameError,
-)
 _ENCODE, _BATCH, _POST, _SELECT, _PACK, _GROUP, _COOK = 1, 2, 3, 4, 5, 6, 7
-_ONE_OF = {
-    "samples": "a sample",
-    "members": "a sample of a pack",
-    "packs": "a pack",
-    "rows": "a row to be grouped",
-    "microbatches": "a microbatch",
-}
+_LOADING = ("read", "decode", "field_map", "sample_loader", "joiner", "cook_crude_sample")
 
 
 class UserCode:
@@ -58,6 +41,8 @@ class UserCode:
         encodes: Whether code of the user's sees every sample that is drawn.
         groups: Whether rows are batched by groups.
         posts: Whether `postencode_sample` is code of the user's.
+        now: The hook that runs, and what it was given.
+        drawing: The steps that have worked when a draw has given samples.
 
     Raises:
         ConfigurationError: Hooks are overridden that exclude each other.
@@ -84,8 +69,9 @@ class UserCode:
         self.encodes = self._pre or (self.posts and not packs) or cooks
         self.groups = not is_default(_hook(encoder, "batch_group_criterion"))
         self._batches = not (is_default(encoder.batch) and is_default(encoder.encode_batch))
-        self.tolerance: int = getattr(encoder, "__default_failure_tolerance__", 100) or 0
-        self._failures = dict.fromkeys(_ONE_OF, 0)
+        self.now = Activity()
+        self._first_name = "encode_sample" if encodes else "preencode_sample"
+        self.drawing = (*_LOADING, self._first_name, *(() if packs else ("decode_deferred", "postencode_sample")))
 
     @property
     def present(self) -> bool:
@@ -102,24 +88,31 @@ class UserCode:
         if not self.encodes:
             return [sample]
         SAMPLE.set((leaf_key, index, epoch))
+        now = self.now
+        now.sample = sample
         if cook is not None:
+            now.hook = "cook_crude_sample"
             seed_everything(fold(leaf_key, _COOK, index, epoch))
             sample = cook(sample)
         encoded = [sample]
         if self._pre:
+            now.hook = self._first_name
             seed_everything(fold(leaf_key, _ENCODE, index, epoch))
             encoded = _listed(self._first(sample))
-        if self._packs:
-            return encoded
-        if self.posts:
+        if self.posts and not self._packs:
+            now.hook = "decode_deferred"
             decode_deferred(encoded)
-        return [self.post(one, leaf_key, index, epoch, output) for output, one in enumerate(encoded)]
+            encoded = [self.post(one, leaf_key, index, epoch, output) for output, one in enumerate(encoded)]
+        now.sample = None
+        now.hook = ""
+        return encoded
 
     def post(self, sample: Any, leaf_key: int, index: int, epoch: int, output: int) -> Any:
         """Return a sample that is about to be packed or batched, by `postencode_sample`."""
         if not self.posts:
             return sample
         SAMPLE.set((leaf_key, index, epoch))
+        self.now.hook = "postencode_sample"
         seed_everything(fold(leaf_key, _POST, index, epoch, output))
         encoded = self.encoder.postencode_sample(sample)
         if isinstance(encoded, GeneratorType):
@@ -131,18 +124,27 @@ class UserCode:
 
     def select(self, samples: list[Any], leaf_key: int, index: int, epoch: int, output: int) -> Any:
         """Return groups of the samples, each of which becomes a pack; the numbers are those of the first sample."""
+        self.now.hook, self.now.sample = "select_samples_to_pack", samples
         seed_everything(fold(leaf_key, _SELECT, index, epoch, output))
-        return self.encoder.select_samples_to_pack(samples)
+        groups = self.encoder.select_samples_to_pack(samples)
+        groups = list(groups) if isinstance(groups, GeneratorType) else groups
+        self.now.rest()
+        return groups
 
     def pack(self, samples: list[Any], leaf_key: int, index: int, epoch: int, output: int) -> list[Any]:
         """Return the rows that a pack becomes; the numbers are those of its first sample."""
+        self.now.hook, self.now.sample = "pack_selected_samples", samples
         seed_everything(fold(leaf_key, _PACK, index, epoch, output))
-        return _listed(self.encoder.pack_selected_samples(samples))
+        rows = _listed(self.encoder.pack_selected_samples(samples))
+        self.now.rest()
+        return rows
 
     def group(self, row: Any, leaf_key: int, index: int, epoch: int, output: int) -> tuple[Any, int | None]:
         """Return the group of a row and the batch size of the group, by `batch_group_criterion`."""
+        self.now.hook, self.now.sample = "batch_group_criterion", row
         seed_everything(fold(leaf_key, _GROUP, index, epoch, output))
         key, size = self.encoder.batch_group_criterion(row)
+        self.now.rest()
         return key, size
 
     def collate(
@@ -152,36 +154,16 @@ class UserCode:
 
         (Not the `number` of the microbatch: a hook that refuses one by chance must not refuse the next by the same.)
         """
+        now = self.now
+        now.hook, now.sample = "batch", samples
         if self._batches:
             seed_everything(fold(leaf_key, _BATCH, index, epoch, output))
         BATCH.set(number)
-        return [
-            out for batch in _listed(self.encoder.batch(samples)) for out in _listed(self.encoder.encode_batch(batch))
-        ]
-
-    def failed(self, error: Exception, where: str, what: str = "samples") -> str:
-        """Apply the error policy to one of the `samples` or `microbatches` and return the counter it belongs to.
-
-        Raises:
-            FatalSampleError: The error is of a kind that stops the run, or too many failed in a row.
-        """
-        if isinstance(error, SkipSample):
-            return "skipped"
-        self._failures[what] += 1
-        if isinstance(error, _ALWAYS_FATAL):
-            raise FatalSampleError(f"{where}: {type(error).__name__}: {error}") from error
-        failures = self._failures[what]
-        if self.tolerance and failures >= self.tolerance:
-            raise FatalSampleError(
-                f"{failures} {what} failed in a row, the last one {where}: {type(error).__name__}: {error}. Mend the "
-                "data or the encoder, or raise the encoder's __default_failure_tolerance__"
-            ) from error
-        logger.warning("skipped %s that failed: %s: %s: %s", _ONE_OF[what], where, type(error).__name__, error)
-        return "errors"
-
-    def succeeded(self, what: str = "samples") -> None:
-        """Note that a draw gave a sample, or samples a microbatch."""
-        self._failures[what] = 0
+        raw = _listed(self.encoder.batch(samples))
+        now.hook = "encode_batch"
+        batches = [out for batch in raw for out in _listed(self.encoder.encode_batch(batch))]
+        now.hook, now.sample = "", None
+        return batches
 
 
 def _hook(encoder: Any, name: str) -> Any:

@@ -8,7 +8,9 @@ from typing import Any
 from energon_bridge.errors import FatalSampleError
 from energon_bridge.format.tar import parse_sample
 from energon_bridge.samples import CrudeSample, SourceInfo
-from energon_bridge.stream.reader import RoundBuffer
+from energon_bridge.stream.activity import Activities
+from energon_bridge.stream.reader import RoundBuffer, Unreadable
+from energon_bridge.stream.report import Place
 
 RestoreKey = tuple[str, int, int, int]
 """Identity of the leaf, index of the sample, epoch, and number of the output among those of its draw."""
@@ -17,14 +19,22 @@ Columns = tuple[list[RestoreKey], list[Any], list[int]]
 """Of consecutive draws the restore keys, the samples or `Problem`s, and the sizes in bytes."""
 
 
+_NO_PARTS: dict[str, memoryview] = {}
+
+
 class Problem:
-    """A draw that gives no sample, and why; `error` is None where the sample is listed in `exclude`."""
+    """A draw that gives no sample: error, the step of loading that failed, and the sample; `EXCLUDED` has no error."""
 
-    __slots__ = ("error", "where")
+    __slots__ = ("error", "hook", "place")
 
-    def __init__(self, error: Exception | None, where: str) -> None:
+    def __init__(self, error: Exception | None, hook: str, place: Place) -> None:
         self.error = error
-        self.where = where
+        self.hook = hook
+        self.place = place
+
+
+EXCLUDED = Problem(None, "", Place("", "", -1))
+"""A draw whose sample is listed in `exclude`."""
 
 
 class Values:
@@ -34,30 +44,36 @@ class Values:
         identity: Identity of the leaf, the first entry of every restore key.
         dataset: What the leaf is: its fields, excludes and subflavors.
         decoder: `SampleDecoder`, or None to leave every part as bytes.
+        activities: Where threads say what they do.
     """
 
-    def __init__(self, identity: str, dataset: Any, decoder: Any) -> None:
+    def __init__(self, identity: str, dataset: Any, decoder: Any, activities: Activities) -> None:
+        self._activities = activities
         self._identity = identity
         self._dataset = dataset
         self._decode = None if decoder is None else decoder.decode
         self._parts = dataset.part_filter if isinstance(dataset.part_filter, frozenset) else None
         self._accept = dataset.part_filter if callable(dataset.part_filter) else None
         self._crude = dataset.field_map is None and dataset.sample_loader is None
+        self._makes = "field_map" if dataset.sample_loader is None else "sample_loader"
 
     def load(self, buffer: RoundBuffer, low: int, high: int, *, ahead: bool) -> Columns:
         """Return for each draw [low, high) of a round its key, and its sample or the `Problem` in its place."""
-        raws: list[memoryview] = buffer.fetch(low, high, ahead=ahead)
         drawn = buffer.indices[low:high]
         indices, shards = drawn.tolist(), buffer.reader.shards_of(drawn).tolist()
+        now = self._activities.mine()
+        now.dataset, now.index, now.hook = self._dataset, indices[0], "read"
+        raws: list[Any] = buffer.fetch(low, high, ahead=ahead)
         epochs = buffer.epochs[low:high].tolist()
         identity = self._identity
         keys = [(identity, index, epoch, 0) for index, epoch in zip(indices, epochs, strict=True)]
         samples = self.make(raws, indices, shards, keys)
+        now.rest()
         return keys, samples, list(map(len, raws))
 
     def make(
         self,
-        raws: Sequence[memoryview],
+        raws: Sequence[Any],
         indices: Sequence[int],
         shards: Sequence[int],
         restore_keys: Sequence[RestoreKey],
@@ -67,12 +83,15 @@ class Values:
         path, names, excluded = dataset.path, dataset.shard_names, dataset.excluded
         wanted, decode = self._parts, self._decode
         out: list[Any] = []
+        now = self._activities.mine()
+        now.dataset, now.hook = dataset, "decode"
         for raw, index, shard, restore_key in zip(raws, indices, shards, restore_keys, strict=True):
-            key = ""
+            key, hook, parts = "", "read", _NO_PARTS
             try:
                 key, parts = parse_sample(raw, parts=wanted)
+                now.index, now.key, hook = index, key, "decode"
                 if excluded and (names[shard], key) in excluded:
-                    out.append(Problem(None, ""))
+                    out.append(EXCLUDED)
                     continue
                 values: dict[str, Any]
                 if self._accept is not None:
@@ -82,12 +101,19 @@ class Values:
                 else:
                     values = {name: decode(name, data) for name, data in parts.items()}
                 source = SourceInfo(path, index, names[shard], tuple([f"{key}.{name}" for name in parts]))
+                hook = self._makes
                 out.append(self._sample(key, restore_key, source, values))
             except FatalSampleError:
                 raise
             except Exception as error:  # the policy of the stream decides what becomes of it
-                out.append(Problem(error, self._where(shard, index, key)))
+                error = raw.error if type(raw) is Unreadable else error
+                out.append(Problem(error, hook, Place(path, names[shard], index, key, tuple(parts))))
         return out
+
+    def name_of(self, raw: Any, index: int) -> tuple[str, tuple[str, ...]]:
+        """Return key and parts of a sample, without decoding it."""
+        key, parts = parse_sample(raw)
+        return key, tuple(parts)
 
     def _sample(self, key: str, restore_key: RestoreKey, source: SourceInfo, values: dict[str, Any]) -> Any:
         dataset = self._dataset
@@ -102,8 +128,10 @@ class Values:
             }
             return CrudeSample(meta | values)
         if dataset.sample_loader is not None:
+            self._activities.mine().hook = "sample_loader"
             meta = {"__key__": key, "__restore_key__": restore_key, "__sources__": (source,)}
             values = dataset.sample_loader(values | meta | {"__shard__": source.shard_name})
+            self._activities.mine().hook = "decode"
         else:
             values = dataset.field_map(values)
         if "__key__" in values:
@@ -111,7 +139,3 @@ class Values:
         return dataset.sample_type(
             __key__=key, __restore_key__=restore_key, __subflavors__=subflavors, __sources__=(source,), **values
         )
-
-    def _where(self, shard: int, index: int, key: str) -> str:
-        named = f"key {key!r}" if key else "unreadable key"
-        return f"{self._dataset.path}: shard {self._dataset.shard_names[shard]}, sample {index}, {named}"

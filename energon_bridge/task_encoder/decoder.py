@@ -104,16 +104,23 @@ class SampleDecoder:
 
 
 _RAW = (bytes, bytearray, memoryview)
+_INTERPRETER_TRIES = 20
 
 
 def _run(kind: str, codec: Callable[[Any], Any], part: str, data: bytes | bytearray | memoryview) -> Any:
-    try:
-        return codec(data)
-    except (ImportError, MemoryError):
-        raise  # not the data's fault
-    except Exception as error:  # codecs raise whatever they like
-        reason = f"{type(error).__name__}: {error}"
-        raise DecodeError(f"part {part!r} ({len(data)} bytes) cannot be decoded as {kind}: {reason}") from error
+    tries = 0
+    while True:
+        try:
+            return codec(data)
+        except (ImportError, MemoryError):
+            raise  # not the data's fault
+        except Exception as error:  # codecs raise whatever they like
+            tries += 1
+            # Python 3.11 raises SystemError where several threads parse literals, which numpy does for its headers.
+            if isinstance(error, SystemError) and tries < _INTERPRETER_TRIES:
+                continue
+            reason = f"{type(error).__name__}: {error}"
+            raise DecodeError(f"part {part!r} ({len(data)} bytes) cannot be decoded as {kind}: {reason}") from error
 
 
 def _text(data: bytes) -> str:

@@ -1,0 +1,98 @@
+"""Which samples failed, where and why: plain text that crosses from worker processes and holds no content of a sample.
+
+A failure is one `Report`, whichever hook it happened in. Reports travel with the next microbatch of their lane; the
+`Journal` of the training process says each of them once.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+MAX_MEMBERS = 8
+"""Samples that a report of a pack or microbatch names; the others are counted."""
+_MAX_MESSAGE = 1000
+
+
+class Place(NamedTuple):
+    """One sample of a dataset; `note` says what part it plays in a join."""
+
+    dataset: str
+    shard: str
+    # It hides tuple.index, which nobody needs on a record.
+    index: int  # type: ignore[assignment]
+    key: str = ""
+    parts: tuple[str, ...] = ()
+    note: str = ""
+
+    def __str__(self) -> str:
+        named = f"key {self.key!r}" if self.key else "unreadable key"
+        parts = f" (parts {', '.join(self.parts)})" if self.parts else ""
+        note = f"{self.note}: " if self.note else ""
+        return f"{note}{self.dataset}: shard {self.shard}, sample {self.index}, {named}{parts}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """One failure.
+
+    Attributes:
+        hook: The hook, or the step of loading, that failed: `read`, `decode`, `field_map`, `sample_loader`, `joiner`.
+        what: What is left out: a sample, a pack, a microbatch, a selection.
+        places: The samples concerned, at most `MAX_MEMBERS` of them.
+        members: How many samples are concerned.
+        error: Name of the exception type.
+        message: Its text, cut off where it is long.
+        trace: Its traceback, for the first of its kind in a process.
+    """
+
+    hook: str
+    what: str
+    places: tuple[Place, ...]
+    members: int
+    error: str
+    message: str
+    trace: str = ""
+
+    @property
+    def kind(self) -> tuple[str, str, str]:
+        """What counts as the same kind of failure: dataset, hook and exception type."""
+        return self.places[0].dataset, self.hook, self.error
+
+    def __str__(self) -> str:
+        return f"{named(self.places, self.members)}: {self.error}: {self.message}"
+
+
+def named(places: Sequence[Place], members: int) -> str:
+    """Name some samples for people."""
+    more = f"; and {members - len(places)} more" if members > len(places) else ""
+    return "; ".join(map(str, places)) + more
+
+
+def text_of(error: BaseException) -> str:
+    """Return the text of an exception, cut off where it is long."""
+    text = str(error)
+    return text if len(text) <= _MAX_MESSAGE else f"{text[:_MAX_MESSAGE]}… ({len(text)} characters)"
+
+
+def trace_of(error: BaseException) -> str:
+    """Return where an exception passed through, as file:line:function, the place that raised it last."""
+    # Not by the traceback module, which parses source lines: on Python 3.11 that disturbs other threads that parse.
+    steps = traceback.walk_tb(error.__traceback__)
+    return "\n".join(f"  {frame.f_code.co_filename}:{line}:{frame.f_code.co_name}" for frame, line in steps)
+
+
+def place_in(sample: Any) -> Place | None:
+    """Return where a sample comes from, as far as it says so itself (`__key__`, `__sources__`)."""
+    said = sample.get if isinstance(sample, dict) else partial(getattr, sample)
+    sources = said("__sources__", None)
+    if not sources:
+        return None
+    source, key = sources[0], str(said("__key__", ""))
+    parts = tuple(name.removeprefix(f"{key}.") for name in source.file_names)
+    more = ", ".join(f"shard {other.shard_name} of {other.dataset_path}" for other in sources[1:3])
+    note = f"joined with {more}" if more else ""
+    return Place(source.dataset_path, source.shard_name, source.index, key, parts, note)

@@ -1,0 +1,44 @@
+"""What a stream needs besides its leaves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from energon_bridge.stores import CachePool, NoCachePool
+from energon_bridge.stream.journal import Journal
+from energon_bridge.stream.policy import ErrorPolicy
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamSettings:
+    """What a stream needs besides its leaves.
+
+    Args:
+        batch_size: Samples in a microbatch; None delivers samples instead of batches.
+        encoder: The task encoder.
+        threads: Threads that read and decode ahead; 0 does everything in the calling thread.
+        reads_rounds: Read whole rounds at a time, the next one ahead of need; False reads draws as they are needed.
+        background_reads: Read ahead on a thread of its own.
+        restore_generators: Put the global random generators back after each microbatch.
+        packing_buffer_size: Encoded samples from which the encoder selects packs; None: it does not pack.
+        held_bytes: Bytes that the contents of samples waiting in packs may take, all lanes of the process together.
+        cache: Where cookers and hooks keep files that are needed later.
+        policy: What becomes of samples that fail.
+        journal: Where they are named that no microbatch takes along.
+        rank, ranks: Number of this process among those that keep quarantine files.
+    """
+
+    batch_size: int | None
+    encoder: Any
+    threads: int = 0
+    reads_rounds: bool = True
+    background_reads: bool = False
+    restore_generators: bool = False
+    packing_buffer_size: int | None = None
+    held_bytes: int = 1 << 30
+    cache: CachePool = field(default_factory=NoCachePool)
+    policy: ErrorPolicy = field(default_factory=ErrorPolicy)
+    journal: Journal | None = None
+    rank: int = 0
+    ranks: int = 1

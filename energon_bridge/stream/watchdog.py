@@ -1,0 +1,160 @@
+"""The watchdog: names the hook and the sample that hang, without a look at their contents.
+
+One daemon thread in each process that makes microbatches. It is armed while a microbatch is being made; when that takes
+too long it logs rank, worker and unit (a lane, or a microbatch of a pass), the hook that runs, the sample it was given,
+and where in the code its thread is, as file, line and function. Further messages come at doubling intervals.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from types import FrameType
+
+from energon_bridge.errors import ConfigurationError, HookTimeoutError
+from energon_bridge.stream.activity import Activities, Activity
+
+logger = logging.getLogger(__name__)
+
+EXIT_CODE = 86
+"""How a process ends whose hook cannot be interrupted."""
+_GRACE_SECONDS = 10.0
+_FRAMES = 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatchdogSettings:
+    """How long a microbatch may take.
+
+    Args:
+        timeout: Seconds for a microbatch.
+        initial_timeout: Seconds for the first one of a process; None: as for the others.
+        fail: End the process with HookTimeoutError instead of waiting on.
+    """
+
+    timeout: float
+    initial_timeout: float | None = None
+    fail: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("timeout", "initial_timeout"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigurationError(f"watchdog: {name} must be a number of seconds above 0, got {value!r}")
+
+
+class Watchdog:
+    """Watches over one process.
+
+    Args:
+        settings: How long a microbatch may take.
+        now: What the thread that makes microbatches does.
+        activities: What threads do that load.
+        where: Names the process, such as "rank 0, worker 1".
+    """
+
+    def __init__(self, settings: WatchdogSettings, now: Activity, activities: Activities, where: str) -> None:
+        self.message = ""
+        self._settings = settings
+        self._now = now
+        self._activities = activities
+        self._where = where
+        self._lock = threading.Lock()
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._made = 0
+        self._unit = self._maker = 0
+        self._since: float | None = None
+
+    def arm(self, unit: int) -> None:
+        """Begin to watch: the calling thread makes a microbatch of a unit."""
+        self._unit = unit
+        self._maker = threading.get_ident()
+        self._since = time.monotonic()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._watch, name="energon-watchdog", daemon=True)
+            self._thread.start()
+
+    def disarm(self) -> None:
+        """The microbatch has been made, or has failed."""
+        with self._lock:
+            self._since = None
+            self._made += 1
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._stopped.set()
+        thread, self._thread = self._thread, None
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+
+    def _watch(self) -> None:
+        settings = self._settings
+        shortest = min(settings.timeout, settings.initial_timeout or settings.timeout)
+        watched, reported = -1, 0
+        while not self._stopped.wait(min(1.0, shortest / 4)):
+            with self._lock:
+                since, made = self._since, self._made
+                if made != watched:
+                    watched, reported = made, 0
+                if since is None:
+                    continue
+                allowed = settings.timeout if made or settings.initial_timeout is None else settings.initial_timeout
+                took = time.monotonic() - since
+                if took < allowed * 2**reported:
+                    continue
+                reported += 1
+                self.message = self._describe(took, allowed)
+                if settings.fail:
+                    # Under the lock, so that it arrives before the microbatch counts as made.
+                    _raise_in(self._maker, HookTimeoutError)
+            logger.error("%s", self.message)
+            if settings.fail:
+                self._end(made)
+                return
+
+    def _end(self, made: int) -> None:
+        """Wait until the hook has been interrupted; end the process if it cannot be, as in a blocking call."""
+        deadline = time.monotonic() + min(_GRACE_SECONDS, self._settings.timeout)
+        while time.monotonic() < deadline:
+            if self._stopped.wait(0.01) or self._made != made:
+                return
+        logger.critical(
+            "%s: the hook cannot be interrupted; the process ends with exit code %d", self._where, EXIT_CODE
+        )
+        for handler in logging.getLogger().handlers:
+            handler.flush()
+        os._exit(EXIT_CODE)
+
+    def _describe(self, took: float, allowed: float) -> str:
+        frames = sys._current_frames()
+        busy = [(self._maker, self._now), *((t, a) for t, a in self._activities.all() if a.hook)]
+        lines = [
+            f"{self._where}, unit {self._unit}: a microbatch has been in the making for {took:.1f} s "
+            f"(watchdog_timeout_seconds allows {allowed:g})"
+        ]
+        for thread, activity in busy:
+            if thread == self._maker and activity is self._now and not activity.hook and len(busy) > 1:
+                continue  # it waits for what loads
+            lines.append(f"  {activity}")
+            lines += [f"    {line}" for line in _stack(frames.get(thread))]
+        return "\n".join(lines)
+
+
+def _stack(frame: FrameType | None) -> list[str]:
+    """Return file:line:function of the innermost frames of a thread, the innermost last."""
+    lines: list[str] = []
+    while frame is not None and len(lines) < _FRAMES:
+        lines.append(f"{frame.f_code.co_filename}:{frame.f_lineno}:{frame.f_code.co_name}")
+        frame = frame.f_back
+    return lines[::-1]
+
+
+def _raise_in(thread: int, error: type[BaseException]) -> None:
+    """Raise in another thread, as soon as it runs Python code again."""
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(error))
