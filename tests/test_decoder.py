@@ -245,7 +245,7 @@ def test_an_error_of_the_interpreter_is_tried_again(
 
     monkeypatch.setitem(decoder_module._CODECS, "npy", disturbed)
     if fails:
-        with pytest.raises(DecodeError, match="part 'npy'.*SystemError"):
+        with pytest.raises(DecodeError, match=r"part 'npy'.*SystemError"):
             SampleDecoder().decode("npy", b"")
     else:
         assert SampleDecoder().decode("npy", b"") == "decoded"
