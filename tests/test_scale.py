@@ -19,8 +19,7 @@ from energon_bridge.loader.leaves import OpenLeaf
 from energon_bridge.plan.leaf import LeafOrder
 from energon_bridge.samples import TextSample
 from energon_bridge.storage import open_store
-from energon_bridge.stream.leaf import Leaf, LeafSource
-from energon_bridge.stream.reader import RoundBuffer
+from energon_bridge.stream.reader import LeafReader, RoundBuffer
 from tests.mixes import SAMPLES, many_datasets
 
 DATASETS = 1000
@@ -113,32 +112,32 @@ def positions(shards: int, count: int) -> list[tuple[int, int]]:
     return [(chooser.randrange(LANES), chooser.randrange(last)) for _ in range(count)]
 
 
-def seek_all(source: LeafSource, places: list[tuple[int, int]]) -> list[float]:
+def seek_all(reader: LeafReader, of: LeafOrder, places: list[tuple[int, int]]) -> list[float]:
     """Return the seconds of each seek, from the number of a draw to its sample, shard and place in the shard."""
     seconds = []
     for lane, draw in places:
         start = time.perf_counter()
-        buffer = RoundBuffer(source.reader, source.leaf.order.round_at(lane, draw))
+        buffer = RoundBuffer(reader, of.round_at(lane, draw))
         index = int(buffer.indices[draw - buffer.first])
-        source.where(index)
+        reader.place_of(index)
         seconds.append(time.perf_counter() - start)
         assert buffer.first <= draw < buffer.first + len(buffer)
-        assert 0 <= index < source.leaf.order.num_samples
+        assert 0 <= index < of.num_samples
     return seconds
 
 
 def test_a_billion_samples_take_little_memory_and_any_position_is_near():
     tracemalloc.start()
     try:
-        large = LeafSource(Leaf(identity="large", dataset=dataset(SHARDS), order=order(SHARDS)), None, None)
-        seek_all(large, positions(SHARDS, 200))
+        large = LeafReader(dataset(SHARDS), tolerant=False), order(SHARDS)
+        seek_all(*large, positions(SHARDS, 200))
         held, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     assert held < peak < 100 << 20
-    small = LeafSource(Leaf(identity="small", dataset=dataset(10), order=order(10)), None, None)
+    small = LeafReader(dataset(10), tolerant=False), order(10)
     of_small, of_large = (
-        sorted(seek_all(source, positions(shards, 400)))[200] for source, shards in ((small, 10), (large, SHARDS))
+        sorted(seek_all(*leaf, positions(shards, 400)))[200] for leaf, shards in ((small, 10), (large, SHARDS))
     )
     assert of_large < 20 * of_small  # ten thousand times the samples; both are some dozens of microseconds
 
