@@ -7,7 +7,9 @@ was delivered.
 from __future__ import annotations
 
 import logging
+import mmap
 import multiprocessing.connection
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,6 +24,7 @@ from energon_bridge.stream.watchdog import EXIT_CODE
 logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.5
+_BEGIN_SECONDS = 30.0
 _RESTARTS_WITHOUT_A_BATCH = 3
 
 
@@ -30,16 +33,32 @@ class WorkerIterator(_MultiProcessingDataLoaderIter):
 
     DataLoader raises from its SIGCHLD handler, that is in the middle of whatever the training process does; here a dead
     worker is seen when its next item is fetched, so that it can be replaced.
+
+    A worker that has not begun after half a minute is killed, and replaced like any that died: a fork can catch a lock
+    of the interpreter that another thread holds at that moment, for which the child then waits in vain.
+
+    Args:
+        loader: The loader.
+        begun: Shared memory with a byte for each worker, which the worker sets when it begins.
     """
 
-    def __init__(self, loader: torch.utils.data.DataLoader[Any]) -> None:
+    def __init__(self, loader: torch.utils.data.DataLoader[Any], begun: mmap.mmap) -> None:
+        self._begun: mmap.mmap | None = begun
+        self._deadline = time.monotonic() + _BEGIN_SECONDS
         super().__init__(loader)
         if self._worker_pids_set:
             torch._C._remove_worker_pids(id(self))
             self._worker_pids_set = False
 
     def _try_get_data(self, timeout: float = _POLL_SECONDS) -> Any:
-        return super()._try_get_data(timeout)
+        found = super()._try_get_data(timeout)
+        if not found[0] and self._begun is not None and time.monotonic() > self._deadline:
+            for number, worker in enumerate(self._workers):
+                if not self._begun[number]:
+                    logger.warning("worker %d has not begun after %.0f seconds and is killed", number, _BEGIN_SECONDS)
+                    worker.kill()
+            self._begun = None
+        return found
 
     def dead(self, seconds: float = 0.0) -> list[tuple[int, int | None]]:
         """Return worker number and exit code of every worker that has died, waiting some seconds for the first."""
@@ -53,6 +72,10 @@ class WorkerIterator(_MultiProcessingDataLoaderIter):
     def stop(self) -> None:
         """Stop all workers and wait for them."""
         self._shutdown_workers()
+        for worker in self._workers:
+            if worker.is_alive():  # it does not listen
+                worker.kill()
+                worker.join()
 
 
 class WorkerSource:

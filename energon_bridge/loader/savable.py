@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
+import mmap
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -231,8 +232,9 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         self._arenas[:] = [_arena() for _ in self._arenas]
         # The kernel ends the workers with the thread that forks them, which must live as long as this process.
         lasting = threading.current_thread() is threading.main_thread()
-        self.worker_init_fn = functools.partial(set_up_worker, die_with_parent=lasting)
-        return WorkerIterator(self)
+        begun = mmap.mmap(-1, self.config.num_workers)
+        self.worker_init_fn = functools.partial(set_up_worker, begun=begun, die_with_parent=lasting)
+        return WorkerIterator(self, begun)
 
     def _stop(self) -> None:
         self._workers.stop()

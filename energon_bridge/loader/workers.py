@@ -8,6 +8,7 @@ it runs.
 from __future__ import annotations
 
 import itertools
+import mmap
 import signal
 import sys
 import weakref
@@ -191,12 +192,13 @@ def identity(item: Any) -> Any:
     return item
 
 
-def set_up_worker(worker: int, *, die_with_parent: bool) -> None:
-    """Set a worker up: Ctrl-C is for the training process, which then stops its workers.
+def set_up_worker(worker: int, *, begun: mmap.mmap, die_with_parent: bool) -> None:
+    """Set a worker up: say that it has begun; Ctrl-C is for the training process, which then stops its workers.
 
     Without `die_with_parent`, a worker notices the end of the training process by DataLoader's watchdog, some seconds
     later.
     """
+    begun[worker] = 1
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if die_with_parent and sys.platform == "linux":
         import ctypes

@@ -1,0 +1,65 @@
+"""Workers that never begin: killed, replaced, and nothing is lost."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import time
+from contextlib import closing
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine import config_of, deliver, digest, loaders_of, text_dataset, train_dataset
+
+from energon_bridge import get_savable_loader
+from energon_bridge.loader import workers
+
+
+def test_a_worker_that_never_begins_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    dataset = train_dataset(text_dataset(tmp_path / "text", train=[20, 17]))
+    expected = deliver(loaders_of(dataset, 1, 0), 30).digests
+    hung = mmap.mmap(-1, 1)
+    original = workers.set_up_worker
+
+    def set_up(worker: int, **kwargs: Any) -> None:
+        if worker == 1 and not hung[0]:  # as a child that is stuck in its fork
+            hung[0] = 1
+            time.sleep(1000)
+        original(worker, **kwargs)
+
+    monkeypatch.setattr("energon_bridge.loader.savable.set_up_worker", set_up)
+    monkeypatch.setattr("energon_bridge.loader.processes._BEGIN_SECONDS", 1.0)
+    with (
+        closing(get_savable_loader(dataset, worker_config=config_of(1, 2))) as loader,
+        caplog.at_level(logging.WARNING),
+    ):
+        assert [digest(batch) for batch in islice(loader, 30)] == expected
+    assert "worker 1 has not begun after 1 seconds and is killed" in caplog.text
+    assert "all workers start again from the last delivered batch" in caplog.text
+
+
+def test_a_worker_that_never_begins_is_gone_when_the_loader_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = train_dataset(text_dataset(tmp_path / "text", train=[20, 17]))
+    original = workers.set_up_worker
+
+    def set_up(worker: int, **kwargs: Any) -> None:
+        if worker == 1:
+            import signal
+
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            time.sleep(1000)
+        original(worker, **kwargs)
+
+    monkeypatch.setattr("energon_bridge.loader.savable.set_up_worker", set_up)
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2)
+    loader = get_savable_loader(dataset, worker_config=config_of(1, 2))
+    next(iter(loader))  # of worker 0
+    started = list(loader._workers._iterator._workers)  # type: ignore[union-attr]
+    loader.close()
+    assert not any(worker.is_alive() for worker in started)
