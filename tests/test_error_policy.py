@@ -199,6 +199,25 @@ def test_hooks_of_packing_that_always_fail_stop_the_run(hook: str, error: type[E
     assert str(data) in str(caught.value)
 
 
+class Ungrouped(DefaultTaskEncoder):
+    def __init__(self, error: type[Exception]) -> None:
+        super().__init__()
+        self.error = error
+
+    def batch_group_criterion(self, sample: Any) -> Any:
+        raise self.error("as the test wants it")
+
+
+@pytest.mark.parametrize(
+    ("error", "complaint"),
+    [(ValueError, "^batch_group_criterion: 100 samples failed in a row"), (SkipSample, "left out 1001 rows in a row")],
+)
+def test_a_group_criterion_that_always_fails_stops_the_run(error: type[Exception], complaint: str, data: Path) -> None:
+    with pytest.raises(Exception, match=complaint) as caught:
+        next(iter(loader_of(data, Ungrouped(error))))
+    assert str(data) in str(caught.value)
+
+
 @pytest.mark.parametrize("hook", ["select_samples_to_pack", "pack_selected_samples"])
 def test_a_pack_that_fails_is_named_and_counted(hook: str, data: Path, tmp_path: Path) -> None:
     policy = ErrorPolicy(quarantine=tmp_path / "bad.jsonl")

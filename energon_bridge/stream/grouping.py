@@ -10,10 +10,13 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
-from energon_bridge.errors import FatalSampleError
+from energon_bridge.errors import EmptyDatasetError, FatalSampleError
 from energon_bridge.stream.pipeline import Pipeline
 from energon_bridge.stream.rows import Row
 from energon_bridge.stream.state import Counts, Held, Stage
+
+_BARREN = 1000
+"""Fewer rows than this that were left out are no sign of anything."""
 
 
 @dataclass(slots=True)
@@ -37,6 +40,7 @@ class Grouping:
         self._waiting = waiting
         self._groups: dict[Hashable, _Group] = {}
         self._order: dict[int, Row] = {}
+        self._refused = 0  # rows in a row
 
     def held(self) -> Held:
         """Return what waits here, as references."""
@@ -60,7 +64,10 @@ class Grouping:
             key, size = self._pipeline.code.group(row.content, *self._pipeline.seed_of(row))
         except Exception as error:  # the policy decides
             self._pipeline.failed(error, [ref[:2] for ref in row.members], counts)
+            self._refused += 1
+            self._give_up_if_barren()
             return []
+        self._refused = 0
         if self._pipeline.judge.in_a_row:
             self._pipeline.judge.succeeded(("batch_group_criterion",))
         size = self._size(key, size)
@@ -80,6 +87,14 @@ class Grouping:
         for member in group.rows:
             del self._order[id(member)]
         return group.rows
+
+    def _give_up_if_barren(self) -> None:
+        leaves = self._pipeline.leaves
+        if self._refused > max(_BARREN, 10 * sum(leaf.order.num_samples for leaf in leaves)):
+            paths = ", ".join(leaf.dataset.path for leaf in leaves[:3])
+            raise EmptyDatasetError(
+                f"{paths}: batch_group_criterion left out {self._refused} rows in a row: none is left"
+            )
 
     def _size(self, key: Any, size: Any) -> int:
         if (size is None) == (self._batch_size is None):
