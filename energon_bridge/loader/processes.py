@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import mmap
 import multiprocessing.connection
+import signal
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -45,7 +46,12 @@ class WorkerIterator(_MultiProcessingDataLoaderIter):
     def __init__(self, loader: torch.utils.data.DataLoader[Any], begun: mmap.mmap) -> None:
         self._begun: mmap.mmap | None = begun
         self._deadline = time.monotonic() + _BEGIN_SECONDS
-        super().__init__(loader)
+        # An interrupt while they start must not reach them before they ignore it; this process gets it afterwards.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            super().__init__(loader)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         if self._worker_pids_set:
             torch._C._remove_worker_pids(id(self))
             self._worker_pids_set = False

@@ -200,6 +200,7 @@ def set_up_worker(worker: int, *, begun: mmap.mmap, die_with_parent: bool) -> No
     """
     begun[worker] = 1
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # blocked in the fork
     if die_with_parent and sys.platform == "linux":
         import ctypes
 
