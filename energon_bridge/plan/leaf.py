@@ -136,9 +136,12 @@ class LeafOrder:
             base = line.first_samples(low, high) + inside[:-1] - edges[:-1]
             key = fold(self.key, _WINDOW, epoch, place, number)
             cached = _Window(int(inside[0]) - start, base, np.diff(inside), self.shuffle_buffer_size, key)
-            if len(self._windows) > 2 * self.num_lanes:
-                self._windows.clear()
-            self._windows[epoch, place, number] = cached
+            if (
+                cached.rounds > 1
+            ):  # nobody comes back to the window of a single round; a thousand small leaves have many
+                if len(self._windows) > 2 * self.num_lanes:
+                    self._windows.clear()
+                self._windows[epoch, place, number] = cached
         return cached
 
     @cached_property
@@ -177,17 +180,17 @@ def _sum_of_floors(count: int, numerator: int, lanes: int) -> int:
 class _Window:
     """A few slices that are read side by side and dealt out in rounds; `base` and `lengths` have shape (pieces,)."""
 
-    __slots__ = ("_base", "_lengths", "_phase", "_rounds", "_total", "before", "key")
+    __slots__ = ("_base", "_lengths", "_phase", "_total", "before", "key", "rounds")
 
     def __init__(self, before: int, base: IntArray, lengths: IntArray, buffer: int, key: int) -> None:
         self.before, self._base, self._lengths, self.key = before, base, lengths, key
         self._total = int(lengths.sum())
-        self._rounds = max(1, self._total // max(buffer, lengths.size))
-        self._phase = below(key, lengths.size, self._rounds)
+        self.rounds = max(1, self._total // max(buffer, lengths.size))
+        self._phase = below(key, lengths.size, self.rounds)
 
     def deal(self, draw: int) -> tuple[int, int, IntArray]:
         """Return number, first draw and (unshuffled) indices of the round that holds a draw of the window."""
-        t = min(draw * self._rounds // self._total, self._rounds - 1)
+        t = min(draw * self.rounds // self._total, self.rounds - 1)
         low, high = self._dealt(t), self._dealt(t + 1)
         while int(low.sum()) > draw:
             t -= 1
@@ -202,7 +205,7 @@ class _Window:
 
     def _dealt(self, rounds: int) -> IntArray:
         """Return how many samples of each piece the first rounds have taken, shape (pieces,)."""
-        return (rounds * self._lengths + self._phase) // self._rounds
+        return (rounds * self._lengths + self._phase) // self.rounds
 
 
 class _EqualSlices:
