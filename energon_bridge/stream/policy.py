@@ -12,7 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from energon_bridge.errors import ConfigurationError, FatalSampleError, HookTimeoutError, SkipSample
+from energon_bridge.errors import (
+    ConfigurationError,
+    FatalSampleError,
+    HookTimeoutError,
+    OverLongSampleError,
+    SkipSample,
+)
 from energon_bridge.stream.report import MAX_MEMBERS, Place, Report, named, text_of, trace_of
 
 Handler = Callable[[Exception], bool]
@@ -120,7 +126,8 @@ class Judge:
         kind = type(error).__name__
         where = f"{named(places, members)}: {kind}: {text_of(error)}"
         if isinstance(error, ALWAYS_FATAL):
-            raise FatalSampleError(f"{hook}: {where}") from error
+            fatal = OverLongSampleError if isinstance(error, OverLongSampleError) else FatalSampleError
+            raise fatal(f"{hook}: {where}") from error
         self._ask(error, hook, where)
         failures = self.in_a_row[hook] = self.in_a_row.get(hook, 0) + 1
         what, several = _WHAT.get(hook, _A_SAMPLE)
