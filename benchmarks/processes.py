@@ -42,6 +42,7 @@ def systems(own_python: str, rival_python: str) -> dict[str, System]:
                 cli="megatron.energon.cli.main",
             ),
             System(name="webdataset", python=rival_python, runner="benchmarks.systems.webdataset_"),
+            System(name="simplejpeg", python=own_python, runner="benchmarks.systems.simplejpeg_"),
         )
     }
 

@@ -40,10 +40,15 @@ POINTS = ("text/raw", "caption/raw", "caption/uint8", "caption/float", "caption/
 CHECKPOINT_POINTS = ("text/raw", "caption/uint8")
 PARTS = ("throughput", "checkpoint", "prepare", "mixes")
 PREPARED_KINDS = ("text",)
+SYSTEMS = ("ours", "energon", "webdataset", "simplejpeg")
+MODES = {"webdataset": ("raw", "uint8", "float"), "simplejpeg": ("uint8", "float")}
+"""What a system can do, of those that cannot do all; the codec alone has no workers, its threads use all cores."""
+SAVABLE = ("ours", "energon")
 VERSIONS = {
     "ours": "import energon_bridge as e, torch as t; print('energon_bridge', e.__version__, '\\ntorch', t.__version__)",
     "energon": "from importlib.metadata import version; print('megatron-energon', version('megatron-energon'))",
     "webdataset": "from importlib.metadata import version; print('webdataset', version('webdataset'))",
+    "simplejpeg": "from importlib.metadata import version; print('simplejpeg', version('simplejpeg'))",
 }
 
 
@@ -54,7 +59,7 @@ def arguments() -> argparse.Namespace:
         "--points", nargs="+", choices=POINTS, default=POINTS, help="data/mode pairs of the throughput part"
     )
     parser.add_argument("--workers", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--systems", nargs="+", choices=("ours", "energon", "webdataset"))
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS)
     parser.add_argument("--seconds", type=float, default=5.0, help="at least this long a point")
     parser.add_argument("--warmup", type=float, default=1.0, help="seconds before the measured ones")
     parser.add_argument("--repetitions", type=int, default=3)
@@ -69,7 +74,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="write all measurements here")
     parser.add_argument("--write-docs", action="store_true", help="write the tables to docs/benchmarks-DATE.md")
     options = parser.parse_args()
-    options.systems = options.systems or ["ours", "energon", "webdataset"]
+    options.systems = options.systems or list(SYSTEMS)
     return options
 
 
@@ -104,7 +109,7 @@ class Bench:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
-        rival = "" if options.systems == ["ours"] else find_rival(options.rival_python)
+        rival = "" if not {"energon", "webdataset"} & set(options.systems) else find_rival(options.rival_python)
         self.systems = {
             name: system for name, system in systems(sys.executable, rival).items() if name in options.systems
         }
@@ -144,7 +149,7 @@ class Bench:
         """Start each mix twice: as nobody has started it before, and once more."""
         options = self.options
         paths = mixes.make_all(options.cache, sorted({1, *options.datasets}))
-        savable = [name for name in self.systems if name != "webdataset"]
+        savable = [name for name in self.systems if name in SAVABLE]
         for datasets, workers, name in self.rounds(paths, [w for w in options.workers if w != 1], savable):
             path = paths[datasets]
             shutil.rmtree(f"{path}.cache", ignore_errors=True)
@@ -162,13 +167,14 @@ class Bench:
 
     def throughput(self) -> Iterator[report.Record]:
         for point, workers, name in self.rounds(self.options.points, self.options.workers, self.systems):
-            if name == "webdataset" and point.endswith("/packed"):  # it has no packing
+            mode = point.partition("/")[2]
+            if mode not in MODES.get(name, (mode,)) or (name == "simplejpeg" and workers != min(self.options.workers)):
                 continue
             result = measure(self.systems[name], self.job("throughput", point, workers))
             yield record(point, workers, name) | result
 
     def checkpoint(self) -> Iterator[report.Record]:
-        savable = [name for name in self.systems if name != "webdataset"]
+        savable = [name for name in self.systems if name in SAVABLE]
         for point, workers, name in self.rounds(
             CHECKPOINT_POINTS, [w for w in self.options.workers if w != 1], savable
         ):

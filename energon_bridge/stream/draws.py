@@ -13,10 +13,12 @@ import numpy as np
 
 from energon_bridge.errors import EmptyDatasetError
 from energon_bridge.plan.blend import Blend
+from energon_bridge.samples.slabs import Slab
 from energon_bridge.stream.pipeline import Ahead, Loaded, Pipeline, Segment
 from energon_bridge.stream.state import COUNTERS, Counts, LaneState
 from energon_bridge.stream.values import Problem, RestoreKey
 
+_NOTHING = Loaded([], [], [], [])
 _BYTES = COUNTERS.index("bytes")
 _BARREN = 1000
 """Fewer draws without a result than this are no sign of anything."""
@@ -56,10 +58,11 @@ class Draws:
         self.taken = state.taken
         self.origin = state.origin
         self.leaf_draws = list(state.leaf_draws)
-        self._scheduled = state.draw
+        self._scheduled = self._first = state.draw
+        self._slab: Slab | None = None
         self._leaf_scheduled = list(state.leaf_draws)
         self._loading = Ahead(pipeline)
-        self._loaded = Loaded([], [], [], [])
+        self._loaded = _NOTHING
         self._at = 0  # of the next draw in `_loaded`
         self._outputs: deque[tuple[RestoreKey, Any]] = deque()
         self._outputs_of = self._outputs_size = 0
@@ -91,6 +94,8 @@ class Draws:
                 self._encode_draw(counts)
             else:
                 self._take(wanted - len(out.samples), out, counts)
+            if self._at == len(self._loaded.keys):
+                self._loaded, self._at = _NOTHING, 0  # what was taken must not stay until this lane's next turn
         return out
 
     def give_up_if_barren(self, since: int) -> None:
@@ -159,11 +164,23 @@ class Draws:
     def _schedule_up_to(self, draw: int) -> None:
         while self._scheduled < draw:
             count = min(self._pipeline.chunk, draw - self._scheduled)
+            into = self._slab_row() if self._pipeline.slabs is not None else None
+            if into is not None:
+                count = min(count, self._pipeline.rows - into[1])
             segments = self._segments(count) if self._blend is None else self._mixed_segments(count)
+            if (self._scheduled - self._first) % self._pipeline.rows == 0:
+                self._slab = None  # full; only its images keep it
             rounds = self.ahead and self._pipeline.settings.reads_rounds
-            self._loading.schedule(segments, ahead=rounds)
+            self._loading.schedule(segments, ahead=rounds, into=into)
             if rounds:
                 self._read_ahead(segments)
+
+    def _slab_row(self) -> tuple[Slab, int] | None:
+        """Return the slab of the microbatch that the next draw is likely to be in, and its row there."""
+        row = (self._scheduled - self._first) % self._pipeline.rows
+        if not row and self._pipeline.slabs is not None:
+            self._slab = self._pipeline.slabs.slab(self._pipeline.rows)
+        return None if self._slab is None else (self._slab, row)
 
     def _segments(self, count: int) -> list[Segment]:
         """Return up to `count` next draws of the only leaf, as far as one round goes."""

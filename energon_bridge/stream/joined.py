@@ -6,6 +6,7 @@ neighbours are one read in each of them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
@@ -15,6 +16,7 @@ from energon_bridge.errors import FatalSampleError
 from energon_bridge.format.join import JoinedDataset
 from energon_bridge.rng import IntArray
 from energon_bridge.samples import META_FIELDS, SourceInfo
+from energon_bridge.samples.slabs import Slab
 from energon_bridge.stream.activity import Activities
 from energon_bridge.stream.reader import LeafReader, RoundBuffer
 from energon_bridge.stream.report import Place
@@ -74,8 +76,13 @@ class JoinValues:
         self._names = dataset.names
         self._values = [Values(identity, part.dataset, decoder, activities) for part in dataset.parts]
 
-    def load(self, buffer: RoundBuffer, low: int, high: int, *, ahead: bool) -> Columns:
-        """Return for each draw [low, high) of a round its key, and its sample or the `Problem` in its place."""
+    def load(
+        self, buffer: RoundBuffer, low: int, high: int, *, ahead: bool, slots: Sequence[tuple[Slab, int]] = ()
+    ) -> Columns:
+        """Return for each draw [low, high) of a round its key, and its sample or the `Problem` in its place.
+
+        The `slots` are left empty: which of the images of a row would go there, only the joiner knows.
+        """
         indices = buffer.indices[low:high]
         now = self._activities.mine()
         now.dataset, now.index, now.hook = self._dataset, int(indices[0]), "read"

@@ -15,6 +15,7 @@ import torch
 
 from energon_bridge.errors import DecodeError, SkipSample
 from energon_bridge.plan.leaf import Round
+from energon_bridge.samples.slabs import SLABS, Slab, SlabPool
 from energon_bridge.stream.activity import Activities
 from energon_bridge.stream.cooking import StorePool, cook_of, cooker_of
 from energon_bridge.stream.leaf import Cursor, Leaf, LeafSource
@@ -73,6 +74,9 @@ class Pipeline:
         self._cursors: OrderedDict[tuple[int, int], Cursor] = OrderedDict()
         self._pool = ThreadPoolExecutor(settings.threads, f"{_THREADS}-load") if settings.threads else None
         self._reading = ThreadPoolExecutor(1, f"{_THREADS}-read") if settings.background_reads else None
+        # Where rows are packed or grouped, a slab would stay as long as the last of its images waits.
+        straight = settings.packing_buffer_size is None and not self.code.groups and self.rows > 1
+        self.slabs = SlabPool() if straight and getattr(settings.encoder, "decoder", None) is not None else None
         self.chunk = -(-self.rows // settings.threads) if settings.threads else self.rows
 
     # Loading ---------------------------------------------------------------------------------------------------------
@@ -104,28 +108,37 @@ class Pipeline:
             self._cursors.move_to_end((lane, leaf))
         return cursor
 
-    def load(self, segments: Sequence[Segment], *, ahead: bool) -> Loaded:
-        """Load some draws; with `ahead`, read what is left of their rounds as well."""
+    def load(self, segments: Sequence[Segment], *, ahead: bool, into: tuple[Slab, int] | None = None) -> Loaded:
+        """Load some draws; with `ahead`, read what is left of their rounds as well.
+
+        `into` is the slab for their images, and the row of the first.
+        """
+        slots: Sequence[tuple[Slab, int]] = ()
         if len(segments) == 1:
             (one,) = segments
-            keys, samples, sizes = self.source(one.leaf).values.load(one.buffer, one.low, one.high, ahead=ahead)
+            if into is not None:
+                slots = [(into[0], into[1] + place) for place in one.places]
+            values = self.source(one.leaf).values
+            keys, samples, sizes = values.load(one.buffer, one.low, one.high, ahead=ahead, slots=slots)
             return Loaded(keys, samples, sizes, [one.leaf] * len(keys))
         total = sum(segment.high - segment.low for segment in segments)
         loaded = Loaded([("", 0, 0, 0)] * total, [None] * total, [0] * total, [0] * total)
         for segment in segments:
             values = self.source(segment.leaf).values
-            columns = values.load(segment.buffer, segment.low, segment.high, ahead=ahead)
+            if into is not None:
+                slots = [(into[0], into[1] + place) for place in segment.places]
+            columns = values.load(segment.buffer, segment.low, segment.high, ahead=ahead, slots=slots)
             for place, key, sample, size in zip(segment.places, *columns, strict=True):
                 loaded.keys[place], loaded.samples[place] = key, sample
                 loaded.sizes[place], loaded.leaves[place] = size, segment.leaf
         return loaded
 
-    def submit(self, segments: Sequence[Segment], *, ahead: bool) -> Future[Loaded]:
+    def submit(self, segments: Sequence[Segment], *, ahead: bool, into: tuple[Slab, int] | None) -> Future[Loaded]:
         """Load some draws on the loading threads, or now where there are none."""
         if self._pool is not None:
-            return self._pool.submit(self.load, segments, ahead=ahead)
+            return self._pool.submit(self.load, segments, ahead=ahead, into=into)
         future: Future[Loaded] = Future()
-        future.set_result(self.load(segments, ahead=ahead))
+        future.set_result(self.load(segments, ahead=ahead, into=into))
         return future
 
     def read_ahead(self, buffer: RoundBuffer) -> None:
@@ -179,7 +192,9 @@ class Pipeline:
             seeds = self.source(first_leaf).user_key, *first_sample(keys[0])[1:]
             # Of a lane the number counts its own microbatches; a pass has no lanes.
             whole = number if lane < 0 else number * self.leaves[0].order.num_lanes + lane
+            SLABS.set(self.slabs)
             batches = self.code.collate(samples, *seeds, number=whole)
+            SLABS.set(None)
             for output, batch in enumerate(batches):
                 which = (output,) if len(batches) > 1 else ()
                 attach(batch, "__restore_key__", ("Batch", lane, number + output, tuple(keys), *which))
@@ -361,9 +376,9 @@ class Ahead:
         self._pipeline = pipeline
         self._loads: deque[Future[Loaded]] = deque()
 
-    def schedule(self, segments: Sequence[Segment], *, ahead: bool) -> None:
-        """Load some draws."""
-        self._loads.append(self._pipeline.submit(segments, ahead=ahead))
+    def schedule(self, segments: Sequence[Segment], *, ahead: bool, into: tuple[Slab, int] | None = None) -> None:
+        """Load some draws, their images into the rows of a slab from the one given on."""
+        self._loads.append(self._pipeline.submit(segments, ahead=ahead, into=into))
 
     def take(self) -> Loaded:
         """Return the oldest load."""

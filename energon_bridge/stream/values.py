@@ -8,6 +8,7 @@ from typing import Any
 from energon_bridge.errors import FatalSampleError
 from energon_bridge.format.tar import parse_sample
 from energon_bridge.samples import CrudeSample, SourceInfo
+from energon_bridge.samples.slabs import SLOT, Slab
 from energon_bridge.stream.activity import Activities
 from energon_bridge.stream.reader import RoundBuffer, Unreadable
 from energon_bridge.stream.report import Place
@@ -57,8 +58,13 @@ class Values:
         self._crude = dataset.field_map is None and dataset.sample_loader is None
         self._makes = "field_map" if dataset.sample_loader is None else "sample_loader"
 
-    def load(self, buffer: RoundBuffer, low: int, high: int, *, ahead: bool) -> Columns:
-        """Return for each draw [low, high) of a round its key, and its sample or the `Problem` in its place."""
+    def load(
+        self, buffer: RoundBuffer, low: int, high: int, *, ahead: bool, slots: Sequence[tuple[Slab, int]] = ()
+    ) -> Columns:
+        """Return for each draw [low, high) of a round its key, and its sample or the `Problem` in its place.
+
+        `slots` say where the image of each draw goes, if they are not empty.
+        """
         drawn = buffer.indices[low:high]
         indices, shards = drawn.tolist(), buffer.reader.shards_of(drawn).tolist()
         now = self._activities.mine()
@@ -67,7 +73,7 @@ class Values:
         epochs = buffer.epochs[low:high].tolist()
         identity = self._identity
         keys = [(identity, index, epoch, 0) for index, epoch in zip(indices, epochs, strict=True)]
-        samples = self.make(raws, indices, shards, keys)
+        samples = self.make(raws, indices, shards, keys, slots)
         now.rest()
         return keys, samples, list(map(len, raws))
 
@@ -77,6 +83,7 @@ class Values:
         indices: Sequence[int],
         shards: Sequence[int],
         restore_keys: Sequence[RestoreKey],
+        slots: Sequence[tuple[Slab, int]] = (),
     ) -> list[Any]:
         """Return for the bytes of each sample, with its index and shard, the sample or the `Problem` in its place."""
         dataset = self._dataset
@@ -99,6 +106,8 @@ class Values:
                 if decode is None:
                     values = {name: bytes(data) for name, data in parts.items()}
                 else:
+                    if slots:
+                        SLOT.set(slots[len(out)])
                     values = {name: decode(name, data) for name, data in parts.items()}
                 source = SourceInfo(path, index, names[shard], tuple([f"{key}.{name}" for name in parts]))
                 hook = self._makes
@@ -108,6 +117,8 @@ class Values:
             except Exception as error:  # the policy of the stream decides what becomes of it
                 error = raw.error if type(raw) is Unreadable else error
                 out.append(Problem(error, hook, Place(path, names[shard], index, key, tuple(parts))))
+        if slots:
+            SLOT.set(None)
         return out
 
     def name_of(self, raw: Any, index: int) -> tuple[str, tuple[str, ...]]:

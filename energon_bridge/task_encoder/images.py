@@ -13,6 +13,7 @@ the bytes divided by 255, exactly.
 from __future__ import annotations
 
 import io
+from contextvars import ContextVar
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.util import find_spec
@@ -24,6 +25,7 @@ import torch
 from PIL import Image, UnidentifiedImageError
 
 from energon_bridge.errors import ConfigurationError, DecodeError
+from energon_bridge.samples.slabs import SLOT, row_for
 
 Mode = Literal["L", "RGB", "RGBA"]
 
@@ -67,6 +69,8 @@ if find_spec("PIL.AvifImagePlugin"):  # Pillow 11.3 and later
     _PILLOW_FORMATS.append("AVIF")
 
 # Of a CMYK JPEG libjpeg-turbo makes other colours than Pillow.
+_FULL = np.float32(255)
+_SCRATCH: ContextVar[np.ndarray | None] = ContextVar("energon_bridge_scratch", default=None)
 _TURBO_COLORSPACES = frozenset({"YCbCr", "RGB", "Gray"})
 
 
@@ -108,6 +112,8 @@ def decode_image(data: bytes | bytearray | memoryview, form: ImageForm, *, part:
     try:
         if form.container == "pil":
             return _pillow_image(data, form.mode)
+        if SLOT.get() is not None and form.container == "torch" and (tensor := _in_slab(data, form)) is not None:
+            return tensor
         pixels = _turbo_pixels(data, form.mode)
         if pixels is None:
             # np.array, not asarray: what Pillow lends is read-only
@@ -125,15 +131,55 @@ def _refusal(part: str, data: bytes | bytearray | memoryview, reason: str) -> De
     return DecodeError(f"part {part!r} ({len(data)} bytes) cannot be decoded as an image: {reason}")
 
 
-def _turbo_pixels(data: bytes | bytearray | memoryview, mode: Mode) -> np.ndarray | None:
-    """Decode an ordinary JPEG; return None where Pillow has to decide."""
+def _turbo_header(data: bytes | bytearray | memoryview) -> tuple[int, int, str] | None:
+    """Return height, width and colour space of an ordinary JPEG; None where Pillow has to decide."""
     if data[:3] != b"\xff\xd8\xff":
         return None
     try:
         height, width, colorspace, _ = simplejpeg.decode_jpeg_header(data)
-        # A bomb is Pillow's to warn of or to refuse, by the limit that the user may have set there.
-        if colorspace not in _TURBO_COLORSPACES or height * width > (Image.MAX_IMAGE_PIXELS or float("inf")):
-            return None
+    except ValueError:
+        return None
+    # A bomb is Pillow's to warn of or to refuse, by the limit that the user may have set there.
+    if colorspace not in _TURBO_COLORSPACES or height * width > (Image.MAX_IMAGE_PIXELS or float("inf")):
+        return None
+    return height, width, colorspace
+
+
+def _in_slab(data: bytes | bytearray | memoryview, form: ImageForm) -> torch.Tensor | None:
+    """Decode an ordinary colour JPEG into its row of a slab, if it has one that fits."""
+    header = _turbo_header(data)
+    if header is None or form.mode == "L":
+        return None
+    row = row_for((*header[:2], len(form.mode)), np.float32 if form.scaled else np.uint8)
+    if row is None:
+        return None
+    try:
+        if form.scaled:
+            pixels = simplejpeg.decode_jpeg(data, form.mode, buffer=_scratch(row.numel()))
+            np.divide(pixels, _FULL, out=row.numpy())
+        else:
+            simplejpeg.decode_jpeg(data, form.mode, buffer=row.numpy())
+    except ValueError:
+        return None
+    return row.permute(2, 0, 1)
+
+
+def _scratch(size: int) -> np.ndarray:
+    """Return memory of this thread for at least that many bytes, warm from its last image."""
+    memory = _SCRATCH.get()
+    if memory is None or memory.size < size:
+        memory = np.empty(size, dtype=np.uint8)
+        _SCRATCH.set(memory)
+    return memory
+
+
+def _turbo_pixels(data: bytes | bytearray | memoryview, mode: Mode) -> np.ndarray | None:
+    """Decode an ordinary JPEG; return None where Pillow has to decide."""
+    header = _turbo_header(data)
+    if header is None:
+        return None
+    height, width, colorspace = header
+    try:
         if mode != "L":
             return simplejpeg.decode_jpeg(data, mode)
         if colorspace == "Gray":
@@ -152,7 +198,7 @@ def _pillow_image(data: bytes | bytearray | memoryview, mode: Mode) -> Image.Ima
 def _in_form(pixels: np.ndarray, form: ImageForm) -> Any:
     if form.scaled:
         # numpy and not torch: one thread, which releases the GIL and leaves the other cores to other images
-        pixels = np.divide(pixels, np.float32(255), dtype=np.float32)
+        pixels = np.divide(pixels, _FULL, dtype=np.float32)
     if form.container == "numpy":
         return pixels
     tensor = torch.from_numpy(pixels)

@@ -1,0 +1,224 @@
+"""Slabs: images decoded side by side, batches that need no copy, and values that are those of separate memory."""
+
+from __future__ import annotations
+
+import gc
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from energon_bridge import (
+    CaptioningSample,
+    DefaultTaskEncoder,
+    SampleDecoder,
+    SkipSample,
+    WorkerConfig,
+    get_savable_loader,
+    get_train_dataset,
+)
+from energon_bridge.prepare import parse_patterns, prepare_dataset, render_dataset_yaml
+from energon_bridge.samples import slabs
+from energon_bridge.samples.slabs import SLABS, SLOT, Slab, SlabPool
+from energon_bridge.samples.stacking import batch_stack
+from energon_bridge.testing import create_captioning_test_dataset, write_shard
+
+MICROBATCHES = 20
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return create_captioning_test_dataset(tmp_path_factory.mktemp("pictures"), num_val=0, image_format="jpg")
+
+
+class Encoder(DefaultTaskEncoder):
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.decoder = SampleDecoder(image_decode=form)
+
+
+class Skipping(Encoder):
+    def encode_sample(self, sample: CaptioningSample) -> CaptioningSample:
+        if sample.caption.endswith("3"):
+            raise SkipSample
+        return sample
+
+
+class Changing(Encoder):
+    """Writes into the image it got, keeps every image, and replaces some."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__(form)
+        self.kept: list[torch.Tensor] = []
+
+    def encode_sample(self, sample: CaptioningSample) -> CaptioningSample:
+        if sample.image.dtype == torch.uint8:
+            sample.image[..., 0, 0] = 7
+        self.kept.append(sample.image)
+        if sample.caption.endswith("5"):
+            sample.image = sample.image.clone()
+        return sample
+
+
+def batches(path: Path, encoder: Any, *, threads: int, workers: int = 0) -> list[Any]:
+    dataset = get_train_dataset(
+        path,
+        batch_size=4,
+        shuffle_buffer_size=10,
+        max_samples_per_sequence=10,
+        task_encoder=encoder,
+        worker_config=WorkerConfig(rank=0, world_size=1, num_workers=workers, decode_threads=threads),
+    )
+    loader = get_savable_loader(dataset)
+    stream = iter(loader)
+    try:
+        return [next(stream) for _ in range(MICROBATCHES)]
+    finally:
+        loader.close()
+
+
+@pytest.fixture
+def adopted(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Note for each column of images whether it became a batch without a copy."""
+    seen: list[bool] = []
+    adopt = SlabPool.adopt
+
+    def spy(pool: SlabPool, rows: Any) -> torch.Tensor | None:
+        batch = adopt(pool, rows)
+        seen.append(batch is not None)
+        return batch
+
+    monkeypatch.setattr(SlabPool, "adopt", spy)
+    return seen
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("form", ["torchrgb8", "torchrgb", "torchrgba8", "torchl8"])
+@pytest.mark.parametrize("kind", [Encoder, Skipping, Changing])
+def test_batches_hold_what_separate_memory_holds(
+    pictures: Path, kind: type[Encoder], form: str, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = batches(pictures, kind(form), threads=threads)
+    monkeypatch.setattr(SlabPool, "slab", lambda pool, rows: None)
+    expected = batches(pictures, kind(form), threads=threads)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.__key__ == theirs.__key__
+        assert ours.image.shape == theirs.image.shape
+        assert ours.image.stride() == theirs.image.stride()
+        assert torch.equal(ours.image, theirs.image)
+
+
+@pytest.mark.parametrize("form", ["torchrgb8", "torchrgb"])
+def test_images_are_not_copied(pictures: Path, form: str, adopted: list[bool]) -> None:
+    batches(pictures, Encoder(form), threads=2)
+    assert adopted
+    assert all(adopted)
+
+
+def test_batches_with_gaps_are_copied(pictures: Path, adopted: list[bool]) -> None:
+    batches(pictures, Changing("torchrgb8"), threads=1)
+    assert not all(adopted)
+
+
+def test_no_batch_changes_while_it_is_kept(pictures: Path) -> None:
+    encoder = Changing("torchrgb8")
+    kept = batches(pictures, encoder, threads=2)
+    again = batches(pictures, Changing("torchrgb8"), threads=1)
+    assert all(torch.equal(one.image, other.image) for one, other in zip(kept, again, strict=True))
+    memory = {image.untyped_storage().data_ptr() + image.storage_offset() for image in encoder.kept}
+    assert len(memory) == len(encoder.kept)
+
+
+def test_workers_use_slabs_too(pictures: Path) -> None:
+    found = batches(pictures, Encoder("torchrgb8"), threads=1, workers=2)
+    expected = batches(pictures, Encoder("torchrgb8"), threads=1)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.__key__ == theirs.__key__
+        assert torch.equal(ours.image, theirs.image)
+
+
+def test_images_of_many_sizes_stop_asking_for_slabs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    samples: dict[str, dict[str, bytes]] = {}
+    for size in range(8, 48):
+        stream = io.BytesIO()
+        Image.new("RGB", (size, 16), (size, 0, 0)).save(stream, "jpeg")
+        samples[f"s{size}"] = {"jpg": stream.getvalue(), "txt": b"a picture"}
+    write_shard(tmp_path / "shard.tar", samples)
+    yaml = render_dataset_yaml("CaptioningSample", {"image": "jpg", "caption": "txt"})
+    prepare_dataset(tmp_path, split=parse_patterns(["train:shard.tar"]), dataset_yaml=yaml)
+    given: list[bool] = []
+    slab = SlabPool.slab
+
+    def spy(pool: SlabPool, rows: int) -> Slab | None:
+        made = slab(pool, rows)
+        given.append(made is not None)
+        return made
+
+    monkeypatch.setattr(SlabPool, "slab", spy)
+    found = batches(tmp_path, Encoder("torchrgb8"), threads=1)
+    assert given[0]
+    assert not given[-1]
+    monkeypatch.setattr(SlabPool, "slab", lambda pool, rows: None)
+    for ours, theirs in zip(found, batches(tmp_path, Encoder("torchrgb8"), threads=1), strict=True):
+        assert torch.equal(ours.image, theirs.image)
+
+
+def test_memory_is_used_again_only_when_nobody_has_it() -> None:
+    pool = SlabPool()
+    slab = Slab(pool, 3)
+    rows = [slab.row(number, (2, 2), np.uint8) for number in range(3)]
+    address = rows[0].data_ptr()
+    token = SLABS.set(pool)
+    try:
+        batch = batch_stack(rows)
+    finally:
+        SLABS.reset(token)
+    assert batch.data_ptr() == address
+    piece = batch[1]
+    del slab, rows, batch
+    gc.collect()
+    assert Slab(pool, 3).row(0, (2, 2), np.uint8).data_ptr() != address
+    del piece
+    assert Slab(pool, 3).row(0, (2, 2), np.uint8).data_ptr() == address
+    assert Slab(pool, 3).row(0, (2, 2), np.float32).data_ptr() != address
+
+
+@pytest.mark.parametrize("change", ["order", "gap", "foreign", "dtype", "short"])
+def test_rows_that_do_not_lie_as_a_batch_are_copied(change: str) -> None:
+    pool = SlabPool()
+    slab = Slab(pool, 4)
+    rows = [slab.row(number, (2, 2), np.uint8).fill_(number) for number in range(4)]
+    if change == "order":
+        rows = rows[::-1]
+    elif change == "gap":
+        del rows[1]
+    elif change == "foreign":
+        rows = list(torch.arange(16, dtype=torch.uint8).reshape(4, 2, 2))
+    elif change == "dtype":
+        rows[2] = rows[2].view(torch.int8)
+    else:
+        rows[3] = rows[3][:, :1]
+    assert pool.adopt(rows) is None
+
+
+def test_rows_inside_a_slab_are_a_batch_of_their_own() -> None:
+    pool = SlabPool()
+    slab = Slab(pool, 4)
+    rows = [slab.row(number, (2, 3), np.float32).fill_(number) for number in range(4)]
+    batch = pool.adopt(rows[1:3])
+    assert batch is not None
+    assert torch.equal(batch, torch.stack(rows[1:3]))
+
+
+def test_a_slot_is_taken_once() -> None:
+    pool = SlabPool()
+    token = SLOT.set((Slab(pool, 2), 0))
+    try:
+        assert slabs.row_for((2, 2), np.uint8) is not None
+        assert slabs.row_for((2, 2), np.uint8) is None
+    finally:
+        SLOT.reset(token)
