@@ -13,7 +13,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, ClassVar
 
 import yaml
@@ -25,96 +25,170 @@ _MAX_DEPTH = 100
 _MAX_NODES = 20_000_000  # aliases of aliases multiply: stop before memory does
 
 
-class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc] # which base, the installation says
-    """PyYAML's safe loader with the scalars of the dialect above."""
+_INTEGER = re.compile(r"^[-+]?[0-9]+(_[0-9]+)*$")
+_FLOAT = re.compile(r"^[-+]?([0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))([eE][-+]?[0-9]+)?$")
+_BOOL = re.compile(r"^(true|yes|false|no)$", re.IGNORECASE)
+_NULL = re.compile(r"^(null|~|)$", re.IGNORECASE)
+_TAG = "tag:yaml.org,2002:"
+_SCALARS: dict[str, Callable[[str], Any]] = {
+    f"{_TAG}str": str,
+    f"{_TAG}int": int,
+    f"{_TAG}float": float,
+    f"{_TAG}bool": lambda text: text.lower() in ("true", "yes"),
+    f"{_TAG}null": lambda text: None,
+    f"{_TAG}merge": str,
+}
+
+
+class _Parser(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc] # which base, the installation says
+    """PyYAML's parser, from whose events values are made at once: its tree of nodes takes ten times their memory."""
 
     yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}
 
-    def __init__(self, stream: str) -> None:
-        super().__init__(stream)
-        self._flattened: set[int] = set()
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[str, Any]:
-        """Build a dict with string keys; merged keys come first, so that own ones win."""
-        self.flatten_mapping(node)
-        return {self._key(key): self.construct_object(value, deep=deep) for key, value in node.value}
+_Parser.add_implicit_resolver(f"{_TAG}int", _INTEGER, list("-+0123456789"))
+_Parser.add_implicit_resolver(f"{_TAG}float", _FLOAT, list("-+.0123456789"))
+_Parser.add_implicit_resolver(f"{_TAG}bool", _BOOL, list("tTyYfFnN"))
+_Parser.add_implicit_resolver(f"{_TAG}null", _NULL, ["n", "N", "~", ""])
+_Parser.add_implicit_resolver(f"{_TAG}merge", re.compile(r"^<<$"), ["<"])
 
-    def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        """Resolve merge keys; before the first time (later they would count), refuse keys that stand twice."""
-        if id(node) not in self._flattened:
-            self._flattened.add(id(node))
-            seen: set[str] = set()
-            for key, _ in node.value:
-                name = self._key(key)
-                if name in seen:
-                    raise yaml.constructor.ConstructorError(
-                        None, None, f"the key {name!r} stands twice", key.start_mark
-                    )
-                seen.add(name)
-        super().flatten_mapping(node)
+
+class _Builder:
+    """Makes plain values of the events of a parser; an alias is a copy of what its anchor stands for."""
+
+    def __init__(self, parser: Any) -> None:
+        self._parser = parser
+        self._anchors: dict[str, Any] = {}
+        self._words: dict[str, str] = {}  # scalars as they are written, by anchor: an alias may be a key
+        self._budget = _MAX_NODES
+
+    def document(self) -> Any:
+        """Return the only document, None if there is none."""
+        parser = self._parser
+        parser.get_event()  # the stream begins
+        if isinstance(parser.peek_event(), yaml.StreamEndEvent):
+            return None
+        parser.get_event()  # the document begins
+        value = self._value(parser.get_event(), 0)
+        parser.get_event()
+        event = parser.get_event()
+        if not isinstance(event, yaml.StreamEndEvent):
+            raise _refusal("there is more than one document", event)
+        return value
+
+    def _value(self, event: Any, depth: int) -> Any:
+        self._count(event, depth)
+        if isinstance(event, yaml.ScalarEvent):
+            value = self._scalar(event)
+            if event.anchor is not None:
+                self._words[event.anchor] = event.value
+        elif isinstance(event, yaml.AliasEvent):
+            if event.anchor not in self._anchors:
+                raise _refusal(f"the alias {event.anchor!r} stands for nothing, or for what it is a part of", event)
+            return self._copy(self._anchors[event.anchor], event, depth)
+        elif isinstance(event, yaml.SequenceStartEvent):
+            self._check_tag(event, "seq")
+            value = list(self._items(yaml.SequenceEndEvent, depth))
+        else:
+            self._check_tag(event, "map")
+            value = self._mapping(depth)
+        if event.anchor is not None:
+            self._anchors[event.anchor] = value
+        return value
+
+    def _items(self, end: type, depth: int) -> Iterator[Any]:
+        while not isinstance(event := self._parser.get_event(), end):
+            yield self._value(event, depth + 1)
+
+    def _mapping(self, depth: int) -> dict[str, Any]:
+        """Build a dict with string keys; merged keys come first, and own ones win."""
+        own: dict[str, Any] = {}
+        merged: list[dict[str, Any]] | None = None
+        while not isinstance(event := self._parser.get_event(), yaml.MappingEndEvent):
+            key, merges = self._key(event)
+            if key in own or (merges and merged is not None):
+                raise _refusal(f"the key {key!r} stands twice", event)
+            value = self._value(first := self._parser.get_event(), depth + 1)
+            if not merges:
+                own[key] = value
+                continue
+            merged = value if isinstance(value, list) else [value]
+            if not all(isinstance(one, dict) for one in merged):
+                raise _refusal("what is merged must be a mapping, or a list of mappings", first)
+        if merged is None:
+            return own
+        result: dict[str, Any] = {}
+        for one in (*reversed(merged), own):  # of what is merged, the first one wins
+            result |= one
+        return result
+
+    def _key(self, event: Any) -> tuple[str, bool]:
+        """Return a key, and whether it merges."""
+        self._count(event, 0)
+        if isinstance(event, yaml.AliasEvent) and event.anchor in self._words:
+            return self._words[event.anchor], False
+        if not isinstance(event, yaml.ScalarEvent):
+            raise _refusal("a key must be a plain word", event)
+        if event.anchor is not None:
+            self._anchors[event.anchor], self._words[event.anchor] = self._scalar(event), event.value
+        return event.value, event.value == "<<" and self._tag(event) == f"{_TAG}merge"
+
+    def _tag(self, event: Any) -> str:
+        if event.tag is None or event.tag == "!":
+            return str(self._parser.resolve(yaml.ScalarNode, event.value, event.implicit))
+        return str(event.tag)
+
+    def _scalar(self, event: Any) -> Any:
+        make = _SCALARS.get(tag := self._tag(event))
+        if make is None:
+            raise _refusal(f"the tag {tag!r} is not for plain values", event)
+        return make(event.value)
 
     @staticmethod
-    def _key(node: yaml.Node) -> str:
-        if not isinstance(node, yaml.ScalarNode):
-            raise yaml.constructor.ConstructorError(None, None, "a key must be a plain word", node.start_mark)
-        return str(node.value)
+    def _check_tag(event: Any, kind: str) -> None:
+        if event.tag not in (None, "!", _TAG + kind):
+            raise _refusal(f"the tag {event.tag!r} is not for plain values", event)
+
+    def _copy(self, value: Any, event: Any, depth: int) -> Any:
+        self._count(event, depth)
+        if isinstance(value, dict):
+            return {key: self._copy(item, event, depth + 1) for key, item in value.items()}
+        if isinstance(value, list):
+            return [self._copy(item, event, depth + 1) for item in value]
+        return value
+
+    def _count(self, event: Any, depth: int) -> None:
+        self._budget -= 1
+        if depth > _MAX_DEPTH or self._budget < 0:
+            raise _refusal("nested too deeply or too large", event)
 
 
-def _construct_float(loader: Any, node: yaml.ScalarNode) -> float:
-    return float(node.value)
-
-
-def _construct_int(loader: Any, node: yaml.ScalarNode) -> int:
-    return int(node.value)
-
-
-def _construct_bool(loader: Any, node: yaml.ScalarNode) -> bool:
-    return node.value.lower() in ("true", "yes")
-
-
-_INTEGER = re.compile(r"^[-+]?[0-9]+(_[0-9]+)*$")
-_FLOAT = re.compile(r"^[-+]?([0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))([eE][-+]?[0-9]+)?$")
-_Loader.add_implicit_resolver("tag:yaml.org,2002:int", _INTEGER, list("-+0123456789"))
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:bool", re.compile(r"^(true|yes|false|no)$", re.IGNORECASE), list("tTyYfFnN")
-)
-_Loader.add_implicit_resolver("tag:yaml.org,2002:null", re.compile(r"^(null|~|)$", re.IGNORECASE), ["n", "N", "~", ""])
-_Loader.add_implicit_resolver("tag:yaml.org,2002:merge", re.compile(r"^<<$"), ["<"])
-_Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
-_Loader.add_constructor("tag:yaml.org,2002:float", _construct_float)
-_Loader.add_constructor("tag:yaml.org,2002:bool", _construct_bool)
+def _refusal(problem: str, event: Any) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
 
 
 def parse_document(data: bytes, *, where: str) -> Any:
     """Parse YAML, or JSON if `where` ends in `.json`, to plain values; raises MetadataError naming `where`."""
     try:
         text = data.decode("utf-8-sig")
-        value = json.loads(text) if where.endswith(".json") else yaml.load(text, Loader=_Loader)
+        if where.endswith(".json"):
+            value = json.loads(text)
+        else:
+            parser = _Parser(text)
+            try:
+                value = _Builder(parser).document()
+            finally:
+                parser.dispose()
     except (ValueError, yaml.YAMLError, RecursionError) as error:
         raise MetadataError(f"{where}: cannot be parsed: {error}") from error
     if value is None:
         raise MetadataError(f"{where}: the file is empty. Write it again, for example with `energon prepare`.")
-    return _plain(value, where=where, depth=0, budget=[_MAX_NODES])
+    return value
 
 
 def read_document(store: Store, rel: str) -> Any:
     """Read and parse a metadata file of a store."""
     return parse_document(store.read(rel), where=store.url(rel))
-
-
-def _plain(value: Any, *, where: str, depth: int, budget: list[int]) -> Any:
-    """Copy a parsed value so that nothing is shared; refuse cycles and exploding aliases."""
-    budget[0] -= 1
-    if depth > _MAX_DEPTH or budget[0] < 0:
-        raise MetadataError(f"{where}: nested too deeply or too large. Does an alias refer to itself?")
-    if isinstance(value, dict):
-        return {key: _plain(item, where=where, depth=depth + 1, budget=budget) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_plain(item, where=where, depth=depth + 1, budget=budget) for item in value]
-    if value is None or isinstance(value, (str, int, float)):
-        return value
-    raise MetadataError(f"{where}: a value of type {type(value).__name__} ({value!r}); expected plain values only.")
 
 
 def dump_yaml(value: Any) -> bytes:

@@ -24,12 +24,13 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import logging
 import os
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from energon_bridge.errors import MetadataError
@@ -138,42 +139,47 @@ class MixIndex:
         """Write the file if this start found anything that it does not hold."""
         if not self._changed or len(self._found) < MIN_DATASETS:
             return
-        data = self._render()
+        head = _line({"format": FORMAT, "version": VERSION, "checksum": _hash_of(self._payload())}) + b"\n"
         for folder in self._folders:
             try:
-                _write(folder, self._name, data)
+                _write(folder, self._name, itertools.chain((head,), self._payload()))
             except OSError as error:
                 logger.info("%s: the index of the mix cannot be kept here: %s", folder, error)
             else:
                 logger.info("%s: index of %d datasets written", folder, len(self._found))
                 return
 
-    def _render(self) -> bytes:
-        configs = {config: json.loads(self._configs[config]) for _, config in self._found.values()}
-        lines = [_line(configs)]
-        lines += [key + b"\t" + line for key, line in self._documents.values()]
-        lines += [key + b"\t" + line for key, (line, _) in self._found.items()]
-        payload = b"\n".join(lines)
-        return _line({"format": FORMAT, "version": VERSION, "checksum": _hash(payload)}) + b"\n" + payload
+    def _payload(self) -> Iterator[bytes]:
+        """Yield the lines below the first one in pieces; as a whole they would take half of what opening takes."""
+        yield _line({config: json.loads(self._configs[config]) for _, config in self._found.values()})
+        for key, line in self._documents.values():
+            yield b"\n%b\t%b" % (key, line)
+        for key, (line, _) in self._found.items():
+            yield b"\n%b\t%b" % (key, line)
 
     def _read(self, path: str) -> None:
+        """Read the file, line by line: whole copies of it would be most of what a later start takes."""
+        known: dict[bytes, list[bytes]] = {}
+        digest = hashlib.blake2b(digest_size=16)
         try:
             with open(path, "rb") as file:
-                head, _, payload = file.read().partition(b"\n")
+                head, first = json.loads(file.readline()), file.readline()
+                digest.update(first)
+                configs = {config: _line(value).decode() for config, value in json.loads(first).items()}
+                for line in file:
+                    digest.update(line)
+                    key, _, facts = line.rstrip(b"\n").partition(b"\t")
+                    known.setdefault(key, []).append(facts)
+            if head != {"format": FORMAT, "version": VERSION, "checksum": digest.hexdigest()}:
+                raise ValueError("damaged, or of another version")
         except OSError:
             return  # not there, as on the first start
-        try:
-            if json.loads(head) != {"format": FORMAT, "version": VERSION, "checksum": _hash(payload)}:
-                raise ValueError("damaged, or of another version")
-            first, *lines = payload.split(b"\n")
-            configs = {config: _line(value).decode() for config, value in json.loads(first).items()}
         except (ValueError, AttributeError) as error:
             logger.info("%s: the index of the mix is made anew: %s", path, error)
             return
         self._configs |= configs
-        for line in lines:
-            key, _, facts = line.partition(b"\t")
-            self._known.setdefault(key, []).append(facts)
+        for key, lines in known.items():
+            self._known.setdefault(key, []).extend(lines)
 
 
 def index_folders(mix: str) -> tuple[str, ...]:
@@ -222,17 +228,24 @@ def _line(value: Any) -> bytes:
 
 
 def _hash(data: bytes) -> str:
-    return hashlib.blake2b(data, digest_size=16).hexdigest()
+    return _hash_of((data,))
 
 
-def _write(folder: str, name: str, data: bytes) -> None:
+def _hash_of(pieces: Iterable[bytes]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for piece in pieces:
+        digest.update(piece)
+    return digest.hexdigest()
+
+
+def _write(folder: str, name: str, pieces: Iterable[bytes]) -> None:
     """Write a file as a whole; raises OSError."""
     os.makedirs(folder, exist_ok=True)
     # A name of its own even where processes of several machines, whose numbers may be equal, write at the same time.
     temporary = os.path.join(folder, f".{name}.{secrets.token_hex(8)}")
     try:
         with open(temporary, "xb") as file:
-            file.write(data)
+            file.writelines(pieces)
         os.replace(temporary, os.path.join(folder, name))
     except OSError:
         with contextlib.suppress(OSError):
