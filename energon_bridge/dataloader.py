@@ -61,6 +61,7 @@ class EnergonDataloader:
     Attributes:
         loader: The loader.
         wait_seconds: Time spent inside `next()`, all batches together.
+        batches: How many there were.
 
     Raises:
         ConfigurationError: There is no loader, or a length that no loop can use.
@@ -84,6 +85,7 @@ class EnergonDataloader:
         self.loader = loader
         self.masked_microbatches = masked_microbatches
         self.wait_seconds = 0.0
+        self.batches = 0
         self._length = length
         self._stream: Iterator[Any] | None = None
         self._refuse_masked()
@@ -113,6 +115,7 @@ class EnergonDataloader:
         start = time.perf_counter()
         batch = next(self._stream)
         self.wait_seconds += time.perf_counter() - start
+        self.batches += 1
         return batch
 
     def __len__(self) -> int:
@@ -148,6 +151,16 @@ class EnergonDataloader:
         self._stream = None
         self._refuse_masked()
 
+    def metrics(self) -> dict[str, float]:
+        """Return what this rank has loaded and how long it waited, as plain numbers by name, for loggers.
+
+        Returns:
+            `batches` and `wait_seconds` since this object was made, and what the loader's own `metrics` has.
+        """
+        of_loader = getattr(self.loader, "metrics", None)
+        found: dict[str, float] = {} if of_loader is None else of_loader()
+        return {"batches": self.batches, "wait_seconds": self.wait_seconds} | found
+
     def close(self) -> None:
         """Stop the worker processes, where the loader has any."""
         self._stream = None
@@ -180,4 +193,5 @@ class EnergonDataloader:
                 return
             finally:
                 self.wait_seconds += time.perf_counter() - start
+            self.batches += 1
             yield batch

@@ -75,6 +75,12 @@ class WorkerIterator(_MultiProcessingDataLoaderIter):
         gone = [(i, w) for i, w in enumerate(self._workers) if not w.is_alive()]
         return [(number, worker.exitcode) for number, worker in gone if worker.exitcode != 0]
 
+    @property
+    def ready(self) -> int:
+        """Items that have been made and not been taken: those that came out of turn, and those in the queue."""
+        out_of_turn = sum(len(entry) > 1 for entry in self._task_info.values())
+        return out_of_turn + int(self._worker_result_queue.qsize())
+
     def stop(self) -> None:
         """Stop all workers and wait for them."""
         self._shutdown_workers()
@@ -91,12 +97,16 @@ class WorkerSource:
         start: Starts the workers from what was delivered and returns their iterator.
         arenas: The shared memory of each worker.
         max_restarts: How often workers are started again in all.
+
+    Attributes:
+        restarts: How often workers were started again.
     """
 
     def __init__(self, start: Callable[[], WorkerIterator], arenas: list[Arena | None], max_restarts: int) -> None:
         self._start = start
         self._arenas = arenas
         self._left = max_restarts
+        self.restarts = 0
         self._in_a_row = 0
         self._iterator: WorkerIterator | None = None
 
@@ -143,8 +153,14 @@ class WorkerSource:
                 "A crash in a decoder or hook shows itself with num_workers=0"
             ) from error
         self._left -= 1
+        self.restarts += 1
         self._in_a_row += 1
         logger.warning("%s died; all workers start again from the last delivered batch, no sample is lost", what)
+
+    @property
+    def ready(self) -> int:
+        """Microbatches that workers have made and nobody has taken."""
+        return 0 if self._iterator is None else self._iterator.ready
 
     def another_pass(self, loader: torch.utils.data.DataLoader[Any]) -> bool:
         """Let running workers start a finite stream again; say whether there are any that could."""

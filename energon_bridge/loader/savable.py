@@ -22,6 +22,7 @@ import torch.utils.data
 from energon_bridge.errors import ConfigurationError, LoaderError
 from energon_bridge.loader import document as doc
 from energon_bridge.loader.budget import check_rates
+from energon_bridge.loader.metrics import flat_metrics
 from energon_bridge.loader.position import OnMismatch, Position
 from energon_bridge.loader.processes import WorkerIterator, WorkerSource
 from energon_bridge.loader.summary import leaf_rows
@@ -260,6 +261,10 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
     def counters(self) -> list[doc.State]:
         """Return a row for each leaf with draws, epochs and exact counters of this rank, as `leaf_rows` describes."""
         return leaf_rows(self.save_state_rank())
+
+    def metrics(self) -> dict[str, float]:
+        """Return what this rank did so far as plain numbers by name, as `flat_metrics` describes."""
+        return flat_metrics(self.counters(), ready=self._workers.ready, restarts=self._workers.restarts)
 
     def restore_state_rank(
         self, state: doc.State | Sequence[doc.State], *, on_mismatch: OnMismatch | None = None

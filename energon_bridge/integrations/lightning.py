@@ -1,0 +1,101 @@
+"""Seeing the data under Lightning: a callback for its loggers, and a progress bar with epochs and waiting time.
+
+Both look at the training loader of the trainer, an `EnergonDataloader`; with another they show nothing. What they show
+is that of one rank, the one that writes logs. Nothing is worked out on steps that are not shown.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import TQDMProgressBar
+
+from energon_bridge.dataloader import EnergonDataloader
+from energon_bridge.errors import ConfigurationError
+
+
+class _Clock:
+    """The share of the time that went by waiting for data, between two looks."""
+
+    def __init__(self) -> None:
+        self._at = self._waited = 0.0
+
+    def share(self, loader: EnergonDataloader) -> float:
+        """Return the share since the last call, in [0, 1]; 0 at the first one."""
+        now, waited = time.perf_counter(), loader.wait_seconds
+        passed, spent = now - self._at, waited - self._waited
+        first = not self._at
+        self._at, self._waited = now, waited
+        return 0.0 if first or passed <= 0 else min(1.0, max(0.0, spent / passed))
+
+
+class DataMonitor(Callback):
+    """Send what the data loader counts to the trainer's loggers, as `data/…`.
+
+    That is all of `EnergonDataloader.metrics()`, and `data/wait_share`, the share of the time since the last time that
+    the training loop waited for data.
+
+    Args:
+        every_n_steps: Optimizer steps between two lines; None: the trainer's `log_every_n_steps`.
+
+    Raises:
+        ConfigurationError: every_n_steps is below 1.
+    """
+
+    def __init__(self, *, every_n_steps: int | None = None) -> None:
+        if every_n_steps is not None and every_n_steps < 1:
+            raise ConfigurationError(f"DataMonitor: every_n_steps must be at least 1, got {every_n_steps}")
+        self.every_n_steps = every_n_steps
+        self._clock = _Clock()
+        self._step = -1
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start the clock."""
+        self._step = trainer.global_step
+        loader = _loader(trainer)
+        if loader is not None:
+            self._clock.share(loader)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Log where an interval ends."""
+        step = trainer.global_step
+        every = self.every_n_steps or trainer.log_every_n_steps
+        if step == self._step or step % max(1, every):
+            return
+        self._step = step
+        loader = _loader(trainer)
+        if loader is None or not trainer.is_global_zero:
+            return
+        found = loader.metrics() | {"wait_share": self._clock.share(loader)}
+        for logger in trainer.loggers:
+            logger.log_metrics({f"data/{name}": value for name, value in found.items()}, step=step)
+
+
+class EnergonProgressBar(TQDMProgressBar):
+    """Lightning's bar with two more figures: epochs of the data so far, and the share of time spent waiting for it."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._clock = _Clock()
+
+    def get_metrics(
+        self, trainer: Trainer, pl_module: LightningModule
+    ) -> dict[str, int | str | float | dict[str, float]]:
+        """Return what stands behind the bar."""
+        shown = super().get_metrics(trainer, pl_module)
+        loader = _loader(trainer)
+        if loader is not None and trainer.training:
+            epochs = loader.metrics().get("epochs")
+            if epochs is not None:
+                shown["data_epochs"] = f"{epochs:.2f}"
+            shown["waiting"] = f"{100 * self._clock.share(loader):.0f}%"
+        return shown
+
+
+def _loader(trainer: Trainer) -> EnergonDataloader | None:
+    loader = trainer.train_dataloader
+    return loader if isinstance(loader, EnergonDataloader) else None

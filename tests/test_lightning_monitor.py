@@ -1,0 +1,205 @@
+"""What is seen of the data under Lightning: numbers for loggers, and figures behind the progress bar."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("lightning.pytorch")
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers import Logger
+
+from energon_bridge import (
+    Blender,
+    ConfigurationError,
+    DefaultTaskEncoder,
+    EnergonDataloader,
+    EnergonMultiModalDataModule,
+    WorkerConfig,
+    get_savable_loader,
+    get_train_dataset,
+    get_val_dataset,
+)
+from energon_bridge.integrations.lightning import DataMonitor, EnergonProgressBar
+from energon_bridge.loader.metrics import dataset_names
+from energon_bridge.testing import create_captioning_test_dataset
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*")
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return create_captioning_test_dataset(tmp_path_factory.mktemp("seen") / "pictures", num_train=24, num_val=4)
+
+
+class Kept(Logger):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[tuple[int, dict[str, float]]] = []
+
+    name = version = "kept"
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        if any(name.startswith("data/") for name in metrics):
+            self.lines.append((-1 if step is None else step, metrics))
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None: ...
+
+
+class Model(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.layer(torch.ones(1, 1)).sum()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None: ...
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def data_of(path: Any) -> EnergonMultiModalDataModule:
+    return EnergonMultiModalDataModule(
+        path, None, None, micro_batch_size=2, num_workers=0, num_lanes=4, task_encoder=DefaultTaskEncoder()
+    )
+
+
+def fit(data: EnergonMultiModalDataModule, folder: Path, **settings: Any) -> None:
+    trainer = Trainer(
+        accelerator="cpu",
+        max_epochs=-1,
+        limit_val_batches=0,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        default_root_dir=folder,
+        **settings,
+    )
+    trainer.fit(Model(), datamodule=data)
+    data.close()
+
+
+def test_loggers_get_the_counters(dataset: Path, tmp_path: Path) -> None:
+    kept = Kept()
+    monitor = DataMonitor(every_n_steps=3)
+    fit(
+        data_of(str(dataset)),
+        tmp_path,
+        max_steps=7,
+        accumulate_grad_batches=2,
+        logger=kept,
+        callbacks=[monitor],
+        log_every_n_steps=1,
+        enable_progress_bar=False,
+    )
+    assert [step for step, _ in kept.lines] == [3, 6]
+    for step, found in kept.lines:
+        assert found["data/batches"] == 2 * step
+        assert found["data/samples"] == 4 * step
+        assert found["data/epochs"] == pytest.approx(4 * step / 24)
+        assert found["data/wait_seconds"] > 0
+        assert 0 <= found["data/wait_share"] <= 1
+        assert found["data/skipped"] == found["data/errors"] == 0
+
+
+def test_the_interval_is_the_trainers(dataset: Path, tmp_path: Path) -> None:
+    kept = Kept()
+    settings: dict[str, Any] = {"logger": kept, "callbacks": [DataMonitor()], "enable_progress_bar": False}
+    fit(data_of(str(dataset)), tmp_path, max_steps=5, log_every_n_steps=2, **settings)
+    assert [step for step, _ in kept.lines] == [2, 4]
+
+
+def test_an_interval_below_one_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="every_n_steps"):
+        DataMonitor(every_n_steps=0)
+
+
+def test_the_progress_bar_shows_epochs_and_waiting(dataset: Path, tmp_path: Path, capsys: Any) -> None:
+    fit(data_of(str(dataset)), tmp_path, max_steps=6, logger=False, callbacks=[EnergonProgressBar(refresh_rate=1)])
+    shown = capsys.readouterr()
+    text = shown.out + shown.err
+    assert "data_epochs=0.50" in text
+    assert "waiting=" in text
+
+
+def test_of_a_mix_each_dataset_is_counted(dataset: Path) -> None:
+    other = create_captioning_test_dataset(dataset.parent / "more", num_train=12, num_val=0)
+    mix = Blender([(str(dataset), 0.75), (str(other), 0.25)])
+    loader = data_of(mix).train_dataloader()
+    for _ in range(40):
+        next(loader)
+    found = loader.metrics()
+    assert found["samples/pictures"] + found["samples/more"] == found["samples"] == 80
+    assert found["samples/pictures"] == pytest.approx(60, abs=5)
+    assert found["epochs/more"] == pytest.approx(found["samples/more"] / 12)
+    loader.close()
+
+
+def test_counters_go_on_from_a_state_and_waiting_does_not(dataset: Path) -> None:
+    loader = data_of(str(dataset)).train_dataloader()
+    for _ in range(5):
+        next(loader)
+    other = data_of(str(dataset)).train_dataloader()
+    other.restore_state(loader.save_state())
+    assert other.metrics()["samples"] == 10
+    assert other.metrics()["batches"] == other.metrics()["wait_seconds"] == 0
+    loader.close()
+
+
+def test_workers_that_were_lost_are_counted(dataset: Path) -> None:
+    train = get_train_dataset(
+        dataset,
+        batch_size=2,
+        shuffle_buffer_size=10,
+        max_samples_per_sequence=10,
+        task_encoder=DefaultTaskEncoder(),
+        worker_config=WorkerConfig(rank=0, world_size=1, num_workers=1),
+    )
+    loader = get_savable_loader(train)
+    stream = iter(loader)
+    next(stream)
+    assert loader.metrics()["worker_restarts"] == 0
+    (worker,) = loader._workers._iterator._workers
+    os.kill(worker.pid, signal.SIGKILL)
+    for _ in range(12):
+        next(stream)
+    assert loader.metrics()["worker_restarts"] == 1
+    loader.close()
+
+
+def test_validation_has_no_epochs(dataset: Path) -> None:
+    config = WorkerConfig(rank=0, world_size=1, num_workers=0)
+    val = get_val_dataset(dataset, batch_size=2, task_encoder=DefaultTaskEncoder(), worker_config=config)
+    loader = EnergonDataloader(get_savable_loader(val))
+    assert len(list(loader)) == 2
+    found = loader.metrics()
+    assert found["samples"] == 4
+    assert found["batches"] == 2
+    assert "epochs" not in found
+
+
+def test_any_iterable_has_its_waiting_time() -> None:
+    loader = EnergonDataloader([1, 2])
+    assert [next(loader) for _ in range(3)] == [1, 2, 1]
+    assert loader.metrics().keys() == {"batches", "wait_seconds"}
+
+
+@pytest.mark.parametrize(
+    ("paths", "parts", "names"),
+    [
+        (["/a/b/c", "/a/x/c", "/q"], ["train"] * 3, ["b/c", "x/c", "q"]),
+        (["/q", "/q", "/b"], ["train", "val", "train"], ["q:train", "q:val", "b"]),
+        (["/q", "/q"], ["train", "train"], ["q#1", "q#2"]),
+        (["s3://x/c", "/c"], ["train", "train"], ["x/c", "c"]),
+        (["/"], ["train"], ["/"]),
+    ],
+)
+def test_names_tell_datasets_apart(paths: list[str], parts: list[str], names: list[str]) -> None:
+    assert dataset_names(paths, parts) == names
