@@ -26,8 +26,10 @@ if TYPE_CHECKING:
     )
     from energon_bridge.errors import (
         BatchSizeMismatchError as BatchSizeMismatchError,
+        BroadcastError as BroadcastError,
         ConfigurationError as ConfigurationError,
         CorruptShardError as CorruptShardError,
+        DataParallelError as DataParallelError,
         DatasetError as DatasetError,
         DatasetMismatchError as DatasetMismatchError,
         DatasetNotFoundError as DatasetNotFoundError,
@@ -81,6 +83,7 @@ if TYPE_CHECKING:
         WeightSchedule as WeightSchedule,
         register_joiner as register_joiner,
     )
+    from energon_bridge.replica import Replica as Replica, StageKeys as StageKeys, make_replica as make_replica
     from energon_bridge.samples import (
         Batch as Batch,
         CaptioningSample as CaptioningSample,
@@ -162,8 +165,10 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "datasets": ("get_loader", "get_savable_loader", "get_train_dataset", "get_val_dataset", "get_val_datasets"),
     "errors": (
         "BatchSizeMismatchError",
+        "BroadcastError",
         "ConfigurationError",
         "CorruptShardError",
+        "DataParallelError",
         "DatasetError",
         "DatasetMismatchError",
         "DatasetNotFoundError",
@@ -213,6 +218,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "format.media": ("AVMetadata", "ImageMetadata"),
     "loader.savable": ("SavableDataLoader",),
     "mix": ("Blender", "WeightSchedule", "register_joiner"),
+    "replica": ("Replica", "StageKeys", "make_replica"),
     "samples": (
         "Batch",
         "CaptioningSample",

@@ -23,6 +23,7 @@ from collections.abc import Iterable, Iterator, Sized
 from typing import Any, Literal
 
 from energon_bridge.errors import ConfigurationError, EmptyDatasetError, MaskedMicrobatchesError
+from energon_bridge.replica import BroadcastLoader, Replica, open_loader
 
 MaskedMicrobatches = Literal["refuse", "allow"]
 
@@ -49,7 +50,8 @@ class EnergonDataloader:
     """An iterator over a savable loader, with the state methods that Megatron-LM and Lightning look for.
 
     Args:
-        loader: What `get_savable_loader` returns. Any iterable will do where no state is asked for.
+        loader: What `get_savable_loader` returns, or a function that returns it. Any iterable will do where no state is
+            asked for.
         length: For an endless loader: batches that `len()` reports, the length of a virtual epoch. The stream itself
             goes on. None leaves the object without a length, as Megatron-LM wants it.
         masked_microbatches: Whether a training loader may deliver microbatches that do not exist, on a number of ranks
@@ -57,6 +59,10 @@ class EnergonDataloader:
             bring another `num_lanes`). `allow` is for loops whose loss is a mean over the real microbatches, or tokens,
             of all ranks: by `__valid__`, or by `loss_mask` and its sum over the ranks, as Megatron-LM does with
             `--calculate-per-token-loss`.
+        replica: From `make_replica`: one rank of the replica loads and broadcasts every batch to the others, which may
+            give None as loader. Give a function that opens the loader, so that an error while opening reaches all.
+            Every rank of the replica must then make the same calls; only `save_state` and `len` ask nobody.
+            None, the default: every rank loads by itself.
 
     Attributes:
         loader: The loader.
@@ -69,9 +75,14 @@ class EnergonDataloader:
     """
 
     def __init__(
-        self, loader: Any, *, length: int | None = None, masked_microbatches: MaskedMicrobatches = "refuse"
+        self,
+        loader: Any,
+        *,
+        length: int | None = None,
+        masked_microbatches: MaskedMicrobatches = "refuse",
+        replica: Replica | None = None,
     ) -> None:
-        if loader is None:
+        if loader is None and (replica is None or replica.is_source):
             raise ConfigurationError(
                 "EnergonDataloader(None): a split without data is None, not an EnergonDataloader of None, since "
                 "trainers take any object for data"
@@ -82,7 +93,7 @@ class EnergonDataloader:
             raise ConfigurationError(
                 f"EnergonDataloader: masked_microbatches must be 'refuse' or 'allow', got {masked_microbatches!r}"
             )
-        self.loader = loader
+        self.loader = open_loader(loader, replica)
         self.masked_microbatches = masked_microbatches
         self.wait_seconds = 0.0
         self.batches = 0
@@ -93,6 +104,8 @@ class EnergonDataloader:
     @property
     def endless(self) -> bool:
         """Whether the stream never ends: our loaders say so; of another iterable, one without a length is endless."""
+        if isinstance(self.loader, BroadcastLoader):
+            return self.loader.endless
         spec = getattr(self.loader, "spec", None)
         return not isinstance(self.loader, Sized) if spec is None else not spec.finite
 

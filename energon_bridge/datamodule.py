@@ -17,7 +17,7 @@ import logging
 import math
 import sys
 from dataclasses import fields, is_dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from torch import Tensor
 
@@ -25,9 +25,11 @@ from energon_bridge.dataloader import EnergonDataloader, MaskedMicrobatches
 from energon_bridge.datasets import get_savable_loader, get_train_dataset, get_val_dataset
 from energon_bridge.errors import ConfigurationError, UnknownArgumentError
 from energon_bridge.loader.position import OnMismatch
+from energon_bridge.loader.savable import SavableDataLoader
+from energon_bridge.replica import Replica, StageKeys, make_replica, open_loader
 from energon_bridge.task_encoder.conversation import MultiModalSampleConfig
 from energon_bridge.task_encoder.multimodal import MultiModalTaskEncoder
-from energon_bridge.topology import WorkerConfig
+from energon_bridge.topology import WorkerConfig, data_parallel_group
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +45,9 @@ def _lightning_base() -> type:
         return object
     return LightningDataModule
 
+
+Feeding = Literal["all", "broadcast"]
+"""Which ranks of a replica load."""
 
 _Base: Any = _lightning_base()
 
@@ -81,6 +86,9 @@ class EnergonMultiModalDataModule(_Base):
         masked_microbatches: `refuse` (the default) or `allow` microbatches that do not exist, where the number of ranks
             does not divide `num_lanes`: allow them only if the loss weighs by them; see `EnergonDataloader`.
         on_mismatch: `refuse` (the default) a state of another mix, or `adapt` to it; see `get_savable_loader`.
+        feeding: Who loads where several ranks train on the same batches: `all` of them, by themselves, or one, which
+            will `broadcast` to the others of its replica. Then all processes must ask for the data alike.
+        stage_keys: With `broadcast`: the fields of a batch that each pipeline stage gets; None: all fields.
         **kwargs: Further arguments of `get_train_dataset`, checked by name.
 
     Attributes:
@@ -119,10 +127,14 @@ class EnergonMultiModalDataModule(_Base):
         decode_threads: int | None = None,
         masked_microbatches: MaskedMicrobatches = "refuse",
         on_mismatch: OnMismatch = "refuse",
+        feeding: Feeding = "all",
+        stage_keys: StageKeys | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__()
         _check_names(kwargs)
+        if feeding not in get_args(Feeding):
+            raise ConfigurationError(f"feeding must be one of {', '.join(get_args(Feeding))}, got {feeding!r}")
         self.path = path
         self.tokenizer = tokenizer
         self.image_processor = image_processor
@@ -144,6 +156,8 @@ class EnergonMultiModalDataModule(_Base):
         self.decode_threads = decode_threads
         self.masked_microbatches = masked_microbatches
         self.on_mismatch = on_mismatch
+        self.feeding = feeding
+        self.stage_keys = stage_keys
         self.dataset_kwargs = kwargs
         self.task_encoder = task_encoder or MultiModalTaskEncoder(
             tokenizer, image_processor, multimodal_sample_config, decoder_seq_length or seq_length
@@ -152,13 +166,14 @@ class EnergonMultiModalDataModule(_Base):
         self.init_global_step = 0
         self.train_dataloader_object: EnergonDataloader | None = None
         self.val_dataloader_object: EnergonDataloader | None = None
+        self._replica: Replica | None = None
         self._pending_state: dict[str, Any] | None = None
 
     def _build_worker_config(self, num_workers: int, split: Literal["train", "val"] = "train") -> WorkerConfig:
         """Return the worker configuration of this process, whose rank and size are the pure data-parallel ones."""
         config = WorkerConfig(
             num_workers=num_workers,
-            data_parallel_group=_data_parallel_group(self.pg_collection),
+            data_parallel_group=data_parallel_group(self.pg_collection),
             seed=self.seed,
             num_lanes=self.num_lanes,
             prefetch_factor=self.prefetch_factor,
@@ -220,8 +235,7 @@ class EnergonMultiModalDataModule(_Base):
     def train_dataloader(self) -> EnergonDataloader:
         """Return the training iterator: one object, however often it is asked for."""
         if self.train_dataloader_object is None:
-            worker_config = self._build_worker_config(self.num_workers, "train")
-            loader = get_savable_loader(self.datasets_provider(worker_config, "train"), on_mismatch=self.on_mismatch)
+            loader = open_loader(lambda: self._load("train", self.num_workers), self.replica)
             if self._pending_state is not None:
                 loader.load_state_dict(self._pending_state)  # it may bring another num_lanes
                 self._pending_state = None
@@ -233,8 +247,7 @@ class EnergonMultiModalDataModule(_Base):
     def val_dataloader(self) -> EnergonDataloader:
         """Return the validation iterator: one object, whose every pass is the same."""
         if self.val_dataloader_object is None:
-            worker_config = self._build_worker_config(self.num_val_workers, "val")
-            loader = get_savable_loader(self.datasets_provider(worker_config, "val"))
+            loader = open_loader(lambda: self._load("val", self.num_val_workers), self.replica)
             self.val_dataloader_object = EnergonDataloader(loader)
         return self.val_dataloader_object
 
@@ -269,6 +282,19 @@ class EnergonMultiModalDataModule(_Base):
         for dataloader in (self.train_dataloader_object, self.val_dataloader_object):
             if dataloader is not None:
                 dataloader.close()
+
+    @property
+    def replica(self) -> Replica | None:
+        """The ranks around this one that get the same batches from one loader; None where every rank loads."""
+        if self._replica is None and self.feeding == "broadcast":
+            self._replica = make_replica(pg_collection=self.pg_collection, stage_keys=self.stage_keys)
+        return self._replica
+
+    def _load(self, split: Literal["train", "val"], num_workers: int) -> SavableDataLoader:
+        """Open the loader of a split."""
+        worker_config = self._build_worker_config(num_workers, split)
+        on_mismatch = self.on_mismatch if split == "train" else "refuse"
+        return get_savable_loader(self.datasets_provider(worker_config, split), on_mismatch=on_mismatch)
 
     def _epoch_length(self, loader: Any) -> int | None:
         """Return the length of an epoch where a Lightning trainer is attached.
@@ -305,21 +331,6 @@ def _to_device(value: Any, device: Any) -> Any:
     if isinstance(value, list) and any(isinstance(entry, Tensor) for entry in value):
         return [_to_device(entry, device) for entry in value]
     return value
-
-
-def _data_parallel_group(pg_collection: Any) -> Any:
-    """Return the pure data-parallel process group, or None where torch.distributed as a whole (or nothing) is it."""
-    if pg_collection is not None:
-        # A field that was never set raises AttributeError there.
-        group = getattr(pg_collection, "dp", None)
-        if group is not None:
-            return group
-        logger.info("pg_collection has no dp group; looking at megatron's parallel_state and torch.distributed")
-    # What was never imported cannot be initialised, and importing megatron-core takes seconds.
-    parallel_state = sys.modules.get("megatron.core.parallel_state")
-    if parallel_state is not None and parallel_state.model_parallel_is_initialized():
-        return parallel_state.get_data_parallel_group(with_context_parallel=False)
-    return None
 
 
 _OWN_NAMES = frozenset({"path", "split_part", "worker_config", "batch_size", "task_encoder"})

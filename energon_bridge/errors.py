@@ -5,6 +5,7 @@
     EnergonError
     ├── ConfigurationError              an argument or a configuration value is wrong (also a ValueError)
     │   ├── UnknownArgumentError        a keyword or key that does not exist; names the nearest match
+    │   ├── DataParallelError           a loader's ranks are not the data-parallel ones of megatron's groups
     │   ├── MaskedMicrobatchesError     the ranks do not divide the lanes, and masked microbatches are not allowed
     │   └── NoCookerError               no cooker of the encoder takes the samples of a crude dataset
     ├── DatasetError                    a dataset on disk cannot be used
@@ -46,6 +47,7 @@
     │   ├── StepMismatchError           the ranks were not saved at the same step
     │   └── TooManyRanksError           more data-parallel ranks than lanes
     ├── LoaderError                     the loader cannot go on
+    │   ├── BroadcastError              the rank that loads for a replica failed
     │   └── WorkerDiedError             workers died more often than the limit allows
     └── ResumeMismatchError             a resumed loader delivered other batches than an uninterrupted one
 
@@ -65,6 +67,10 @@ class ConfigurationError(EnergonError, ValueError):
 
 class UnknownArgumentError(ConfigurationError, TypeError):
     """A keyword or key that does not exist."""
+
+
+class DataParallelError(ConfigurationError):
+    """The ranks of a loader are not the data-parallel ranks of megatron's groups."""
 
 
 class MaskedMicrobatchesError(ConfigurationError):
@@ -237,6 +243,10 @@ class TooManyRanksError(StateError):
 
 class LoaderError(EnergonError):
     """The loader cannot go on."""
+
+
+class BroadcastError(LoaderError):
+    """The rank that loads for a replica failed, with an error that is not one of ours."""
 
 
 class WorkerDiedError(LoaderError):

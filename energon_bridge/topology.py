@@ -17,11 +17,12 @@ import itertools
 import logging
 import math
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
-from energon_bridge.errors import ConfigurationError, TooManyRanksError
+from energon_bridge.errors import ConfigurationError, DataParallelError, TooManyRanksError
 
 logger = logging.getLogger(__name__)
 
@@ -120,13 +121,66 @@ class WorkerConfig:
 def _rank_and_size(group: Any) -> tuple[int, int]:
     if group is not None:
         return int(group.rank()), int(group.size())
-    import sys
-
     # Asking must not import torch: where it was never imported, nothing can be initialised.
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank(), distributed.get_world_size()
     return 0, 1
+
+
+def _parallel_state() -> Any:
+    """Return megatron-core's module of global groups, or None where they are not made."""
+    # What was never imported cannot be initialised, and importing megatron-core takes seconds.
+    parallel_state = sys.modules.get("megatron.core.parallel_state")
+    initialised = parallel_state is not None and parallel_state.model_parallel_is_initialized()
+    return parallel_state if initialised else None
+
+
+def data_parallel_group(pg_collection: Any = None) -> Any:
+    """Return the pure data-parallel process group, or None where torch.distributed as a whole (or nothing) is it.
+
+    Args:
+        pg_collection: megatron-core's `ProcessGroupCollection`, whose `dp` goes before `megatron.core.parallel_state`.
+    """
+    if pg_collection is not None:
+        # A field that was never set raises AttributeError there.
+        group = getattr(pg_collection, "dp", None)
+        if group is not None:
+            return group
+        logger.info("pg_collection has no dp group; looking at megatron's parallel_state and torch.distributed")
+    parallel_state = _parallel_state()
+    return None if parallel_state is None else parallel_state.get_data_parallel_group(with_context_parallel=False)
+
+
+def check_data_parallel(config: WorkerConfig) -> None:
+    """Refuse a configuration under which the ranks of a replica would train on different data.
+
+    Looked at are megatron's global groups, where they are made: there cannot be more data-parallel ranks than replicas,
+    and where there are as many, a rank given as a number must be the data-parallel one. A group is taken at its word.
+
+    Raises:
+        DataParallelError: The configuration does not fit them.
+    """
+    parallel_state = _parallel_state()
+    if parallel_state is None:
+        return
+    sizes = {
+        "tensor": parallel_state.get_tensor_model_parallel_world_size(),
+        "context": parallel_state.get_context_parallel_world_size(),
+        "pipeline": parallel_state.get_pipeline_model_parallel_world_size(),
+    }
+    rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    replicas = sys.modules["torch.distributed"].get_world_size() // math.prod(sizes.values())
+    other_rank = config.data_parallel_group is None and config.dp_size == ranks and config.dp_rank != rank
+    if config.dp_size <= replicas and not other_rank:
+        return
+    parallel = ", ".join(f"{name} parallelism {size}" for name, size in sizes.items() if size > 1)
+    raise DataParallelError(
+        f"the loader is for rank {config.dp_rank} of {config.dp_size}, but with {parallel or 'no model parallelism'} "
+        f"this process is data-parallel rank {rank} of {ranks}: the ranks of a replica would train on different data. "
+        "Give WorkerConfig data_parallel_group=parallel_state.get_data_parallel_group() (without context parallelism), "
+        "or use EnergonMultiModalDataModule, which does"
+    )
 
 
 def default_num_lanes(world_size: int, num_workers: int, *, group_size: int | None, epoch_microbatches: int) -> int:

@@ -30,6 +30,7 @@ LAYERS = (
     "loader",
     "datasets",
     "forecast",
+    "replica",
     "dataloader",
     "verify",
     "datamodule",

@@ -32,7 +32,7 @@ from energon_bridge.stream.finite import mask_loss
 from energon_bridge.stream.pipeline import attach
 from energon_bridge.stream.state import Produced
 from energon_bridge.stream.watchdog import WatchdogSettings
-from energon_bridge.topology import Ownership, WorkerConfig, lane_units, step_units
+from energon_bridge.topology import Ownership, WorkerConfig, check_data_parallel, lane_units, step_units
 
 if TYPE_CHECKING:
     from energon_bridge.loader.spec import DatasetSpec
@@ -66,6 +66,7 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         self.spec = dataset
         self.config = config = worker_config or dataset.worker_config
         self.on_mismatch = on_mismatch
+        check_data_parallel(config)
         self._position = Position(dataset, config)
         workers = config.num_workers
         self._arenas: list[Arena | None] = [None] * workers

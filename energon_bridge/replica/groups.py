@@ -1,0 +1,140 @@
+"""Which ranks make a replica, which of them loads, and what each pipeline stage of it needs of a batch.
+
+The rank that loads, the *source*, is the lowest of the replica in its first pipeline stage. For each stage there is one
+group of the source and the ranks of that stage, so that no stage waits for another one: in a pipeline the stages ask
+for the same microbatch at different times. Groups across stages use gloo even where the others use NCCL, whose
+collectives would tie the stages' streams together.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from energon_bridge.errors import ConfigurationError
+from energon_bridge.topology import data_parallel_group
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageKeys:
+    """The fields of a batch that the pipeline stages need; None: all of them. Meta fields (`__key__`, …) always come.
+
+    A stage that is both the first and the last, as without pipeline parallelism, gets the fields of both.
+
+    Args:
+        first: Of the first stage: tokens, images.
+        middle: Of the stages between: none by default.
+        last: Of the last stage: labels, loss mask.
+    """
+
+    first: Collection[str] | None = None
+    middle: Collection[str] | None = ()
+    last: Collection[str] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("first", "middle", "last"):
+            if isinstance(getattr(self, name), str):
+                raise ConfigurationError(f"StageKeys: {name} must be a list of field names, got one string")
+
+    def of(self, stage: int, stages: int) -> frozenset[str] | None:
+        """Return the fields of one of some stages."""
+        wanted = [self.first] * (stage == 0) + [self.last] * (stage == stages - 1) or [self.middle]
+        return None if None in wanted else frozenset().union(*(keys for keys in wanted if keys is not None))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Link:
+    """The source and the ranks of one stage, as one process group."""
+
+    group: Any
+    keys: frozenset[str] | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Replica:
+    """The ranks that train on the same batches, as one of them sees it; `make_replica` makes it.
+
+    Args:
+        source: Global rank of the rank that loads.
+        is_source: Whether this is that rank.
+        keys: The fields of a batch that this rank needs; None: all.
+        links: Of the source: one for each stage that has other ranks. Of other ranks: the one of their stage.
+    """
+
+    source: int
+    is_source: bool
+    keys: frozenset[str] | None
+    links: tuple[Link, ...]
+
+
+def make_replica(
+    *, pg_collection: Any = None, stage_keys: StageKeys | None = None, backend: str | None = None
+) -> Replica:
+    """Find the replica of this process and make the groups of its stages. Every process of the job must call it.
+
+    Args:
+        pg_collection: megatron-core's `ProcessGroupCollection`: `dp` and `pp` are looked at. Default: the groups of
+            `megatron.core.parallel_state`.
+        stage_keys: What each pipeline stage needs of a batch; None: everything.
+        backend: Of the groups: `gloo` or `nccl`. Default: that of torch.distributed within one stage, gloo across
+            pipeline stages.
+
+    Raises:
+        ConfigurationError: torch.distributed is not initialised, or the backend is none of the two.
+    """
+    if backend not in (None, "gloo", "nccl"):
+        raise ConfigurationError(f"make_replica: backend must be 'gloo', 'nccl' or None, got {backend!r}")
+    if not dist.is_initialized():
+        raise ConfigurationError(
+            "broadcasting batches needs torch.distributed: initialise it and megatron's parallel_state before the "
+            "data, or let every rank load (feeding='all')"
+        )
+    group = data_parallel_group(pg_collection)
+    here = (dist.get_rank() if group is None else int(group.rank()), *_pipeline(pg_collection))
+    places = _gathered(here)
+    rank, stages = dist.get_rank(), max(stages for _, _, stages in places)
+    wanted = stage_keys or StageKeys(middle=None)
+    replicas: dict[int, list[int]] = {}
+    for member, (dp, _, _) in enumerate(places):
+        replicas.setdefault(dp, []).append(member)
+    own_source, links = rank, []
+    for members in replicas.values():
+        source = min(member for member in members if places[member][1] == 0)
+        own_source = source if rank in members else own_source
+        for stage in range(stages):
+            ranks = sorted({source, *(member for member in members if places[member][1] == stage)})
+            if len(ranks) > 1:
+                # All processes take part in making every group.
+                group = dist.new_group(ranks, backend=backend or ("gloo" if stages > 1 else None))
+                if rank in ranks:
+                    links.append(Link(group=group, keys=wanted.of(stage, stages)))
+    keys = wanted.of(here[1], stages)
+    return Replica(source=own_source, is_source=rank == own_source, keys=keys, links=tuple(links))
+
+
+def _pipeline(pg_collection: Any) -> tuple[int, int]:
+    """Return the pipeline stage of this process and the number of stages."""
+    group = getattr(pg_collection, "pp", None)  # a field that was never set raises AttributeError there
+    if group is not None:
+        return int(group.rank()), int(group.size())
+    parallel_state = sys.modules.get("megatron.core.parallel_state")
+    if parallel_state is not None and parallel_state.model_parallel_is_initialized():
+        return (
+            parallel_state.get_pipeline_model_parallel_rank(),
+            parallel_state.get_pipeline_model_parallel_world_size(),
+        )
+    return 0, 1
+
+
+def _gathered(values: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Return the integers of all ranks, by rank."""
+    device = torch.device("cuda", torch.cuda.current_device()) if str(dist.get_backend()) == "nccl" else "cpu"
+    own = torch.tensor(values, dtype=torch.int64, device=device)
+    found = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, own)
+    return [tuple(entry.tolist()) for entry in found]

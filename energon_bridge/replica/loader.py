@@ -1,0 +1,229 @@
+"""The loader of a replica in which one rank loads: the others get its batches, its state, its length and its errors.
+
+Every message but the batches of a pass is an answer that the source has worked out: how the loader is (`_Facts`), a
+state of the whole run. All ranks must therefore make the same calls in the same order, except that `save_state_rank`
+and `len` ask nobody: the state of the source comes along with every batch.
+
+A message is a dict with one of the keys `batch` (and `state`), `end`, `answer` and `error`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn
+
+from energon_bridge import errors
+from energon_bridge.errors import BroadcastError, EnergonError
+from energon_bridge.loader.summary import leaf_rows
+from energon_bridge.replica.channel import Channel
+from energon_bridge.replica.groups import Replica
+from energon_bridge.replica.structure import check_keys, select
+from energon_bridge.topology import Ownership
+
+logger = logging.getLogger(__name__)
+
+State = dict[str, Any]
+
+
+def open_loader(loader: Any, replica: Replica | None) -> Any:
+    """Return the loader that a rank holds: its own, or one that is fed by the source of its replica.
+
+    Args:
+        loader: A loader, or a function without arguments that opens one. With a replica it matters on the source only.
+        replica: From `make_replica`; None: every rank loads.
+
+    Raises:
+        BroadcastError: The source could not open its loader; every rank raises.
+    """
+    if replica is None or not replica.links:
+        return loader() if callable(loader) else loader
+    return BroadcastLoader(loader, replica)
+
+
+class BroadcastLoader:
+    """A loader on every rank of a replica, of which one loads.
+
+    Args:
+        loader: A loader, or a function that opens one; not looked at on ranks that do not load.
+        replica: Who loads and who is fed.
+
+    Attributes:
+        endless: Whether the stream never ends.
+        ownership: Which data-parallel rank delivers which lane; None where the loader does not say.
+    """
+
+    def __init__(self, loader: Any, replica: Replica) -> None:
+        self.replica = replica
+        self._channels = [(Channel(link.group, replica.source), link.keys) for link in replica.links]
+        self._loader: Any = None
+        self._state: State | None = None
+        self._stream: Iterator[Any] | None = None
+        self._length: int | None = None
+        self._checked = False
+        self.endless = True
+        self.ownership: Ownership | None = None
+
+        def opened() -> None:
+            self._loader = loader() if callable(loader) else loader
+
+        self._change(opened)
+
+    # Delivering ------------------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Any]:
+        """Start a pass, as `iter` of the source's loader does; every rank must."""
+        self._stream = None
+        while True:
+            try:
+                yield self._next()
+            except StopIteration:
+                return
+
+    def __len__(self) -> int:
+        """Return the length of the source's loader.
+
+        Raises:
+            TypeError: It has none.
+        """
+        if self._length is None:
+            raise TypeError("the loader of this replica has no length")
+        return self._length
+
+    def _next(self) -> Any:
+        if not self.replica.is_source:
+            message = self._receive()
+            if "end" in message:
+                raise StopIteration
+            self._state = message["state"]
+            return message["batch"]
+        try:
+            if self._stream is None:
+                self._stream = iter(self._loader)
+            batch = next(self._stream)
+            self._state = self._saved()
+            if not self._checked:
+                for _, keys in [*self._channels, (None, self.replica.keys)]:
+                    check_keys(batch, keys)
+                self._checked = True
+            # Written down for all stages before anything is sent: what cannot be sent must not reach some of them.
+            parcels = [
+                channel.pack({"batch": select(batch, keys), "state": self._state}) for channel, keys in self._channels
+            ]
+        except StopIteration:
+            self._send({"end": True})
+            raise
+        except Exception as error:
+            self._send_error(error)
+            raise
+        for (channel, _), parcel in zip(self._channels, parcels, strict=True):
+            channel.send(parcel)
+        return select(batch, self.replica.keys)
+
+    # State -----------------------------------------------------------------------------------------------------------
+
+    def save_state_rank(self) -> State | None:
+        """Return the state of the source after the last batch that this rank got. Takes no communication."""
+        return self._state
+
+    def counters(self) -> list[State]:
+        """Return a row for each leaf with draws, epochs and counters, as `leaf_rows` describes."""
+        return leaf_rows(self._state or {})
+
+    def restore_state_rank(self, state: Any, **kwargs: Any) -> None:
+        """Continue from a state (see `SavableDataLoader.restore_state_rank`), which is taken from the source."""
+        self._change(lambda: self._loader.restore_state_rank(state, **kwargs))
+
+    def state_dict(self) -> State:
+        """Return the state of the whole run; every rank of every replica must call it."""
+        state: State = self._answer(lambda: self._loader.state_dict())
+        return state
+
+    def load_state_dict(self, state: State) -> None:
+        """Continue from a state of `state_dict`, which is taken from the source."""
+        self._change(lambda: self._loader.load_state_dict(state))
+
+    def seek(self, step: int) -> None:
+        """Go to a step of the run (see `SavableDataLoader.seek`)."""
+        self._change(lambda: self._loader.seek(step))
+
+    def set_weights(self, weights: Any, *, from_draw: int | None = None) -> int:
+        """Change the weights of a blend while it runs (see `SavableDataLoader.set_weights`)."""
+        return int(self._answer(lambda: self._loader.set_weights(weights, from_draw=from_draw)))
+
+    def close(self) -> None:
+        """Stop the workers of the source, once the other ranks have got everything that it has sent."""
+        if self.replica.is_source:
+            for channel, _ in self._channels:
+                channel.flush()
+            close = getattr(self._loader, "close", None)
+            if close is not None:
+                close()
+
+    def _saved(self) -> State | None:
+        save = getattr(self._loader, "save_state_rank", None)
+        return None if save is None else save()
+
+    def _facts(self) -> State:
+        """Return what the other ranks must know of the loader."""
+        loader = self._loader
+        spec, ownership = getattr(loader, "spec", None), getattr(loader, "ownership", None)
+        has_length = hasattr(loader, "__len__")
+        return {
+            "endless": not has_length if spec is None else not spec.finite,
+            "length": len(loader) if has_length else None,
+            "lanes": None if ownership is None else (ownership.num_lanes, ownership.world_size, ownership.start),
+            "state": self._saved(),
+        }
+
+    # Together --------------------------------------------------------------------------------------------------------
+
+    def _change(self, work: Callable[[], None]) -> None:
+        """Do something to the source's loader, and let every rank know what it is like then."""
+
+        def changed() -> State:
+            work()
+            return self._facts()
+
+        facts = self._answer(changed)
+        self.endless, self._length, self._state = facts["endless"], facts["length"], facts["state"]
+        lanes = facts["lanes"]
+        self.ownership = lanes and Ownership(*lanes)
+        self._stream = None
+
+    def _answer(self, work: Callable[[], Any]) -> Any:
+        """Do something on the source; its result, or its error, comes to every rank."""
+        if not self.replica.is_source:
+            return self._receive()["answer"]
+        try:
+            result = work()
+        except Exception as error:
+            self._send_error(error)
+            raise
+        self._send({"answer": result})
+        return result
+
+    def _send(self, message: Mapping[str, Any]) -> None:
+        for channel, _ in self._channels:
+            channel.send(channel.pack(message))
+
+    def _send_error(self, error: Exception) -> None:
+        """Tell the other ranks; what happens on the way there must not hide the error itself."""
+        try:
+            self._send({"error": [type(error).__name__, str(error)]})
+        except Exception:
+            logger.exception("the other ranks of the replica could not be told of an error")
+
+    def _receive(self) -> Any:
+        message = self._channels[0][0].receive()
+        if "error" in message:
+            self._raise(*message["error"])
+        return message
+
+    def _raise(self, name: str, text: str) -> NoReturn:
+        """Raise the error of the source: ours by its own class, any other one as a BroadcastError that names it."""
+        where = f"rank {self.replica.source}, which loads for this replica"
+        kind = getattr(errors, name, None)
+        if isinstance(kind, type) and issubclass(kind, EnergonError):
+            raise kind(f"{where}: {text}")
+        raise BroadcastError(f"{where}, failed with {name}: {text}")

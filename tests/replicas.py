@@ -1,0 +1,70 @@
+"""Forked ranks with megatron-core's groups, for tests of what the ranks of a replica get."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from forked import run_forked
+from megatron.core import parallel_state
+
+from energon_bridge import EnergonMultiModalDataModule
+from energon_bridge.replica.structure import encode
+from energon_bridge.task_encoder.base import DefaultTaskEncoder
+
+_numbers = itertools.count()
+
+
+def on_ranks(folder: Path, world: int, function: Callable[[int], Any], **parallel: int) -> list[Any]:
+    """Call a function on some gloo ranks with megatron's groups; `tp`, `cp` and `pp` say which."""
+    rendezvous = folder / f"rendezvous {next(_numbers)}"
+
+    def start(rank: int) -> Any:
+        dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world)
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=parallel.get("tp", 1),
+            context_parallel_size=parallel.get("cp", 1),
+            pipeline_model_parallel_size=parallel.get("pp", 1),
+            virtual_pipeline_model_parallel_size=parallel.get("vp"),
+        )
+        result = function(rank)
+        dist.barrier()
+        return result
+
+    return run_forked(world, start)
+
+
+def place() -> dict[str, int]:
+    """Return where this process is."""
+    return {
+        "dp": parallel_state.get_data_parallel_rank(),
+        "tp": parallel_state.get_tensor_model_parallel_rank(),
+        "cp": parallel_state.get_context_parallel_rank(),
+        "pp": parallel_state.get_pipeline_model_parallel_rank(),
+    }
+
+
+def module(dataset: Path, **kwargs: Any) -> EnergonMultiModalDataModule:
+    """Return a data module with small settings."""
+    settings: dict[str, Any] = {"micro_batch_size": 2, "num_workers": 0, "num_lanes": 8}
+    settings |= {"task_encoder": DefaultTaskEncoder()}
+    return EnergonMultiModalDataModule(str(dataset), None, None, **(settings | kwargs))
+
+
+def digest(batch: Any) -> str:
+    """Return a hash of everything in a batch: structure, texts, dtypes, shapes and bytes."""
+    node, tensors = encode(batch)
+    found = hashlib.blake2b(repr(node).encode(), digest_size=12)
+    for tensor in tensors:
+        found.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode() + tensor.contiguous().numpy().tobytes())
+    return found.hexdigest()
+
+
+def digests(batches: Any, count: int) -> list[tuple[str, str]]:
+    """Return keys and hash of the next batches, as a loop sees them that only calls `next()`."""
+    found = (next(batches) for _ in range(count))
+    return [(",".join(batch.__key__), digest(batch)) for batch in found]
