@@ -66,6 +66,7 @@ class EnergonDataloader:
 
     Attributes:
         loader: The loader.
+        length: What `len()` reports of an endless loader, or None.
         wait_seconds: Time spent inside `next()`, all batches together.
         batches: How many there were.
 
@@ -97,7 +98,7 @@ class EnergonDataloader:
         self.masked_microbatches = masked_microbatches
         self.wait_seconds = 0.0
         self.batches = 0
-        self._length = length
+        self.length = length
         self._stream: Iterator[Any] | None = None
         self._refuse_masked()
 
@@ -137,8 +138,8 @@ class EnergonDataloader:
         Raises:
             TypeError: The loader is endless and no length was given.
         """
-        if self._length is not None:
-            return self._length
+        if self.length is not None:
+            return self.length
         if self.endless:
             raise TypeError("this EnergonDataloader is endless and has no len(); give it one with length=")
         return len(self.loader)
@@ -148,8 +149,15 @@ class EnergonDataloader:
         return self.loader.save_state_rank()
 
     def restore_state(self, state: Any) -> None:
-        """Continue from a state of `save_state`; the next batch is the one that followed it."""
-        self.loader.restore_state_rank(state)
+        """Continue from a state of `save_state`; the next batch is the one that followed it.
+
+        Args:
+            state: The state, a list of the states of several ranks, or a function that returns one of these; where one
+                rank of a replica loads, only that rank calls it, and its errors reach all.
+        """
+        self.loader.restore_state_rank(
+            state() if callable(state) and not isinstance(self.loader, BroadcastLoader) else state
+        )
         self._stream = None
         self._refuse_masked()
 

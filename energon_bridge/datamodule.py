@@ -22,11 +22,12 @@ from typing import Any, Literal, get_args
 from torch import Tensor
 
 from energon_bridge.dataloader import EnergonDataloader, MaskedMicrobatches
-from energon_bridge.datasets import get_savable_loader, get_train_dataset, get_val_dataset
+from energon_bridge.datasets import get_savable_loader, get_train_dataset, get_val_dataset, get_val_datasets
 from energon_bridge.errors import ConfigurationError, UnknownArgumentError
 from energon_bridge.loader.position import OnMismatch
 from energon_bridge.loader.savable import SavableDataLoader
-from energon_bridge.replica import Replica, StageKeys, make_replica, open_loader
+from energon_bridge.loader.spec import DatasetSpec
+from energon_bridge.replica import Exchange, Replica, StageKeys, make_replica, open_loader
 from energon_bridge.task_encoder.conversation import MultiModalSampleConfig
 from energon_bridge.task_encoder.multimodal import MultiModalTaskEncoder
 from energon_bridge.topology import WorkerConfig, data_parallel_group
@@ -216,17 +217,18 @@ class EnergonMultiModalDataModule(_Base):
                 **self.dataset_kwargs,
             )
         if split == "val":
-            accepted = set(inspect.signature(get_val_dataset).parameters) - _TRAINING_ONLY
-            return get_val_dataset(
-                self.path,
-                split_part="val",
-                worker_config=worker_config,
-                batch_size=self.micro_batch_size,
-                packing_buffer_size=self.packing_buffer_size,
-                task_encoder=self.validation_task_encoder,
-                **{name: value for name, value in self.dataset_kwargs.items() if name in accepted},
-            )
+            return get_val_dataset(self.path, **self._val_arguments(worker_config))
         raise ConfigurationError(f"datasets_provider: split must be 'train' or 'val', got {split!r}")
+
+    def _val_arguments(self, worker_config: WorkerConfig) -> dict[str, Any]:
+        accepted = set(inspect.signature(get_val_dataset).parameters) - _TRAINING_ONLY
+        return {
+            "split_part": "val",
+            "worker_config": worker_config,
+            "batch_size": self.micro_batch_size,
+            "packing_buffer_size": self.packing_buffer_size,
+            "task_encoder": self.validation_task_encoder,
+        } | {name: value for name, value in self.dataset_kwargs.items() if name in accepted}
 
     def build(self) -> tuple[EnergonDataloader, EnergonDataloader]:
         """Return the training and the validation iterator."""
@@ -250,6 +252,20 @@ class EnergonMultiModalDataModule(_Base):
             loader = open_loader(lambda: self._load("val", self.num_val_workers), self.replica)
             self.val_dataloader_object = EnergonDataloader(loader)
         return self.val_dataloader_object
+
+    def val_dataloaders(self) -> list[EnergonDataloader]:
+        """Return a new validation iterator for each dataset of the mix, in its order: for a loss per dataset."""
+        found: list[DatasetSpec] = []
+
+        def opened() -> int:
+            arguments = self._val_arguments(self._build_worker_config(self.num_val_workers, "val"))
+            found.extend(spec for spec, _ in get_val_datasets(self.path, **arguments))
+            return len(found)
+
+        count = opened() if self.replica is None else Exchange(self.replica).answer(opened)
+        return [
+            EnergonDataloader(open_loader(lambda n=n: get_savable_loader(found[n]), self.replica)) for n in range(count)
+        ]
 
     def test_dataloader(self) -> None:
         """Return None: there is no test split."""

@@ -20,7 +20,7 @@ import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
 from energon_bridge.errors import ConfigurationError, DataParallelError, TooManyRanksError
 
@@ -152,6 +152,24 @@ def data_parallel_group(pg_collection: Any = None) -> Any:
     return None if parallel_state is None else parallel_state.get_data_parallel_group(with_context_parallel=False)
 
 
+def parallel_place(kind: Literal["tp", "cp", "pp"], pg_collection: Any = None) -> tuple[int, int]:
+    """Return rank and size of this process in its tensor-, context- or pipeline-parallel group; (0, 1) without one.
+
+    Args:
+        kind: Which group.
+        pg_collection: megatron-core's `ProcessGroupCollection`, which goes before `megatron.core.parallel_state`.
+    """
+    group = getattr(pg_collection, kind, None)  # a field that was never set raises AttributeError there
+    if group is not None:
+        return int(group.rank()), int(group.size())
+    parallel_state = _parallel_state()
+    if parallel_state is None:
+        return 0, 1
+    name = {"tp": "tensor_model", "cp": "context", "pp": "pipeline_model"}[kind]
+    rank, size = (getattr(parallel_state, f"get_{name}_parallel_{what}")() for what in ("rank", "world_size"))
+    return int(rank), int(size)
+
+
 def check_data_parallel(config: WorkerConfig) -> None:
     """Refuse a configuration under which the ranks of a replica would train on different data.
 
@@ -164,11 +182,8 @@ def check_data_parallel(config: WorkerConfig) -> None:
     parallel_state = _parallel_state()
     if parallel_state is None:
         return
-    sizes = {
-        "tensor": parallel_state.get_tensor_model_parallel_world_size(),
-        "context": parallel_state.get_context_parallel_world_size(),
-        "pipeline": parallel_state.get_pipeline_model_parallel_world_size(),
-    }
+    kinds: dict[str, Literal["tp", "cp", "pp"]] = {"tensor": "tp", "context": "cp", "pipeline": "pp"}
+    sizes = {name: parallel_place(kind)[1] for name, kind in kinds.items()}
     rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     replicas = sys.modules["torch.distributed"].get_world_size() // math.prod(sizes.values())
     other_rank = config.data_parallel_group is None and config.dp_size == ranks and config.dp_rank != rank

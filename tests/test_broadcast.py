@@ -82,7 +82,7 @@ def test_stages_get_what_they_need(dataset: Path, tmp_path: Path) -> None:
     def load(rank: int) -> Any:
         train = module(dataset, feeding="broadcast", stage_keys=keys).train_dataloader()
         batches = [next(train) for _ in range(3)]
-        got = {name for batch in batches for name in batch.keys() if batch[name] is not None}
+        got = {name for batch in batches for name in dict(batch) if batch[name] is not None}
         return place()["pp"], {name for name in got if not name.startswith("__")}, batches[0].__key__
 
     results = on_ranks(tmp_path, 6, load, pp=3, tp=2)

@@ -2,12 +2,13 @@
 
 A *replica* is what trains on the same batches: the tensor-, context- and pipeline-parallel ranks that share a pure
 data-parallel rank. `groups` finds them, `structure` writes a batch down as plain values and tensors, `channel` moves
-it, `loader` is the loader that every rank of the replica holds.
+it, `exchange` says what is said, `loader` is the loader that every rank of the replica holds.
 """
 
 from __future__ import annotations
 
+from energon_bridge.replica.exchange import Exchange
 from energon_bridge.replica.groups import Replica, StageKeys, make_replica
 from energon_bridge.replica.loader import BroadcastLoader, open_loader
 
-__all__ = ["BroadcastLoader", "Replica", "StageKeys", "make_replica", "open_loader"]
+__all__ = ["BroadcastLoader", "Exchange", "Replica", "StageKeys", "make_replica", "open_loader"]

@@ -8,7 +8,6 @@ collectives would tie the stages' streams together.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from energon_bridge.errors import ConfigurationError
-from energon_bridge.topology import data_parallel_group
+from energon_bridge.topology import data_parallel_group, parallel_place
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,7 +94,7 @@ def make_replica(
             "data, or let every rank load (feeding='all')"
         )
     group = data_parallel_group(pg_collection)
-    here = (dist.get_rank() if group is None else int(group.rank()), *_pipeline(pg_collection))
+    here = (dist.get_rank() if group is None else int(group.rank()), *parallel_place("pp", pg_collection))
     places = _gathered(here)
     rank, stages = dist.get_rank(), max(stages for _, _, stages in places)
     wanted = stage_keys or StageKeys(middle=None)
@@ -115,20 +114,6 @@ def make_replica(
                     links.append(Link(group=group, keys=wanted.of(stage, stages)))
     keys = wanted.of(here[1], stages)
     return Replica(source=own_source, is_source=rank == own_source, keys=keys, links=tuple(links))
-
-
-def _pipeline(pg_collection: Any) -> tuple[int, int]:
-    """Return the pipeline stage of this process and the number of stages."""
-    group = getattr(pg_collection, "pp", None)  # a field that was never set raises AttributeError there
-    if group is not None:
-        return int(group.rank()), int(group.size())
-    parallel_state = sys.modules.get("megatron.core.parallel_state")
-    if parallel_state is not None and parallel_state.model_parallel_is_initialized():
-        return (
-            parallel_state.get_pipeline_model_parallel_rank(),
-            parallel_state.get_pipeline_model_parallel_world_size(),
-        )
-    return 0, 1
 
 
 def _gathered(values: tuple[int, ...]) -> list[tuple[int, ...]]:

@@ -1,27 +1,20 @@
 """The loader of a replica in which one rank loads: the others get its batches, its state, its length and its errors.
 
-Every message but the batches of a pass is an answer that the source has worked out: how the loader is (`_Facts`), a
-state of the whole run. All ranks must therefore make the same calls in the same order, except that `save_state_rank`
-and `len` ask nobody: the state of the source comes along with every batch.
-
-A message is a dict with one of the keys `batch` (and `state`), `end`, `answer` and `error`.
+Every message but the batches of a pass and its `end` is an answer that the source has worked out: how the loader is
+after it was opened or restored, a state of the whole run. All ranks must therefore make the same calls in the same
+order, except that `save_state_rank` and `len` ask nobody: the state of the source comes along with every batch.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterator
+from typing import Any
 
-from energon_bridge import errors
-from energon_bridge.errors import BroadcastError, EnergonError
 from energon_bridge.loader.summary import leaf_rows
-from energon_bridge.replica.channel import Channel
+from energon_bridge.replica.exchange import Exchange
 from energon_bridge.replica.groups import Replica
 from energon_bridge.replica.structure import check_keys, select
 from energon_bridge.topology import Ownership
-
-logger = logging.getLogger(__name__)
 
 State = dict[str, Any]
 
@@ -55,7 +48,7 @@ class BroadcastLoader:
 
     def __init__(self, loader: Any, replica: Replica) -> None:
         self.replica = replica
-        self._channels = [(Channel(link.group, replica.source), link.keys) for link in replica.links]
+        self._exchange = Exchange(replica)
         self._loader: Any = None
         self._state: State | None = None
         self._stream: Iterator[Any] | None = None
@@ -91,8 +84,9 @@ class BroadcastLoader:
         return self._length
 
     def _next(self) -> Any:
+        exchange = self._exchange
         if not self.replica.is_source:
-            message = self._receive()
+            message = exchange.receive()
             if "end" in message:
                 raise StopIteration
             self._state = message["state"]
@@ -103,21 +97,17 @@ class BroadcastLoader:
             batch = next(self._stream)
             self._state = self._saved()
             if not self._checked:
-                for _, keys in [*self._channels, (None, self.replica.keys)]:
+                for keys in (self.replica.keys, *(link.keys for link in self.replica.links)):
                     check_keys(batch, keys)
                 self._checked = True
-            # Written down for all stages before anything is sent: what cannot be sent must not reach some of them.
-            parcels = [
-                channel.pack({"batch": select(batch, keys), "state": self._state}) for channel, keys in self._channels
-            ]
+            parcels = exchange.pack(lambda keys: {"batch": select(batch, keys), "state": self._state})
         except StopIteration:
-            self._send({"end": True})
+            exchange.send(exchange.pack(lambda keys: {"end": True}))
             raise
         except Exception as error:
-            self._send_error(error)
+            exchange.send_error(error)
             raise
-        for (channel, _), parcel in zip(self._channels, parcels, strict=True):
-            channel.send(parcel)
+        exchange.send(parcels)
         return select(batch, self.replica.keys)
 
     # State -----------------------------------------------------------------------------------------------------------
@@ -131,12 +121,15 @@ class BroadcastLoader:
         return leaf_rows(self._state or {})
 
     def restore_state_rank(self, state: Any, **kwargs: Any) -> None:
-        """Continue from a state (see `SavableDataLoader.restore_state_rank`), which is taken from the source."""
-        self._change(lambda: self._loader.restore_state_rank(state, **kwargs))
+        """Continue from a state (see `SavableDataLoader.restore_state_rank`), which is taken from the source.
+
+        It may be a function that returns the state: the source calls it, and its errors reach every rank.
+        """
+        self._change(lambda: self._loader.restore_state_rank(state() if callable(state) else state, **kwargs))
 
     def state_dict(self) -> State:
         """Return the state of the whole run; every rank of every replica must call it."""
-        state: State = self._answer(lambda: self._loader.state_dict())
+        state: State = self._exchange.answer(lambda: self._loader.state_dict())
         return state
 
     def load_state_dict(self, state: State) -> None:
@@ -149,13 +142,12 @@ class BroadcastLoader:
 
     def set_weights(self, weights: Any, *, from_draw: int | None = None) -> int:
         """Change the weights of a blend while it runs (see `SavableDataLoader.set_weights`)."""
-        return int(self._answer(lambda: self._loader.set_weights(weights, from_draw=from_draw)))
+        return int(self._exchange.answer(lambda: self._loader.set_weights(weights, from_draw=from_draw)))
 
     def close(self) -> None:
         """Stop the workers of the source, once the other ranks have got everything that it has sent."""
         if self.replica.is_source:
-            for channel, _ in self._channels:
-                channel.flush()
+            self._exchange.flush()
             close = getattr(self._loader, "close", None)
             if close is not None:
                 close()
@@ -176,8 +168,6 @@ class BroadcastLoader:
             "state": self._saved(),
         }
 
-    # Together --------------------------------------------------------------------------------------------------------
-
     def _change(self, work: Callable[[], None]) -> None:
         """Do something to the source's loader, and let every rank know what it is like then."""
 
@@ -185,45 +175,8 @@ class BroadcastLoader:
             work()
             return self._facts()
 
-        facts = self._answer(changed)
+        facts = self._exchange.answer(changed)
         self.endless, self._length, self._state = facts["endless"], facts["length"], facts["state"]
         lanes = facts["lanes"]
         self.ownership = lanes and Ownership(*lanes)
         self._stream = None
-
-    def _answer(self, work: Callable[[], Any]) -> Any:
-        """Do something on the source; its result, or its error, comes to every rank."""
-        if not self.replica.is_source:
-            return self._receive()["answer"]
-        try:
-            result = work()
-        except Exception as error:
-            self._send_error(error)
-            raise
-        self._send({"answer": result})
-        return result
-
-    def _send(self, message: Mapping[str, Any]) -> None:
-        for channel, _ in self._channels:
-            channel.send(channel.pack(message))
-
-    def _send_error(self, error: Exception) -> None:
-        """Tell the other ranks; what happens on the way there must not hide the error itself."""
-        try:
-            self._send({"error": [type(error).__name__, str(error)]})
-        except Exception:
-            logger.exception("the other ranks of the replica could not be told of an error")
-
-    def _receive(self) -> Any:
-        message = self._channels[0][0].receive()
-        if "error" in message:
-            self._raise(*message["error"])
-        return message
-
-    def _raise(self, name: str, text: str) -> NoReturn:
-        """Raise the error of the source: ours by its own class, any other one as a BroadcastError that names it."""
-        where = f"rank {self.replica.source}, which loads for this replica"
-        kind = getattr(errors, name, None)
-        if isinstance(kind, type) and issubclass(kind, EnergonError):
-            raise kind(f"{where}: {text}")
-        raise BroadcastError(f"{where}, failed with {name}: {text}")

@@ -1,0 +1,219 @@
+"""The dataset provider of Megatron-LM's `pretrain`, with `--dataloader-type external`.
+
+    from energon_bridge.integrations.megatron_lm import train_valid_test_dataloaders_provider
+
+    provider = train_valid_test_dataloaders_provider(lambda: EnergonMultiModalDataModule(...))
+    pretrain(provider, model_provider, ModelType.encoder_or_decoder, forward_step, ...)
+
+What the loop wants, and gets: the provider is called on every rank (`is_distributed`), after the checkpoint was
+loaded, once for each model chunk with virtual pipeline parallelism. It returns iterators (nobody calls `iter` on them),
+plain None for what there is none of, and a length that is never 0. `next()` is one microbatch. The loop saves the
+training iterator by its `save_state()`, one file per data-parallel rank (`rank_files`), and restores nothing: that is
+done here, before the first batch, from the files of all ranks, so their number may have changed.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Protocol, get_args
+
+from energon_bridge.dataloader import EnergonDataloader
+from energon_bridge.datamodule import EnergonMultiModalDataModule
+from energon_bridge.errors import ConfigurationError, StepMismatchError
+from energon_bridge.integrations.chunks import Chunk, SharedStream
+from energon_bridge.integrations.rank_files import read_rank_files
+from energon_bridge.loader.document import State
+from energon_bridge.topology import parallel_place
+
+logger = logging.getLogger(__name__)
+
+LoaderRanks = Literal["all", "tp0_pp_edges"]
+
+Iterators = EnergonDataloader | Chunk | list[EnergonDataloader] | list[Chunk] | None
+
+Split = tuple[Iterators, Iterators, Iterators]
+
+
+class Provider(Protocol):
+    """What `pretrain` calls."""
+
+    is_distributed: bool
+
+    def __call__(
+        self, train_val_test_num_samples: Sequence[int | None], vp_stage: int | None = None
+    ) -> tuple[Iterators, Iterators, None]: ...
+
+
+def train_valid_test_dataloaders_provider(
+    make_data: Callable[[], EnergonMultiModalDataModule],
+    *,
+    loader_ranks: LoaderRanks = "all",
+    validation_sets: Literal["one", "each"] = "one",
+    arguments: Callable[[], Any] | None = None,
+) -> Provider:
+    """Return the provider of a run.
+
+    Args:
+        make_data: Makes the data module; called once, after Megatron-LM has initialised its groups. Its `feeding` says
+            whether the ranks of a replica load by themselves or one loads for all.
+        loader_ranks: Ranks that get iterators. `all`: every rank must call `next()` once for each microbatch.
+            `tp0_pp_edges`: tensor rank 0 of the first and the last pipeline stage, as in Megatron-LM's multimodal
+            example, whose `get_batch` broadcasts over the tensor ranks; the others get None.
+        validation_sets: `one` iterator over the validation data, or one for `each` dataset of the mix, in a list
+            (Megatron-LM's `--multiple-validation-sets`).
+        arguments: Returns Megatron-LM's arguments; default: `megatron.training.get_args`. Looked at are `iteration`,
+            `dataloader_load` or else `dataloader_save` (where the state of the data is; an option that the program
+            adds, as for Megatron-LM's own saving), `micro_batch_size`, `global_batch_size` and
+            `consumed_train_samples`.
+
+    Returns:
+        A function of `(train_val_test_num_samples, vp_stage=None)` that returns `(train, valid, None)`. Of the numbers
+        only 0 matters: there is no iterator then.
+
+    Raises:
+        ConfigurationError: The options do not fit together; when called, also arguments that are not those of the data.
+        StateError: When called: the state of the data does not fit.
+    """
+    if loader_ranks not in get_args(LoaderRanks):
+        raise ConfigurationError(
+            f"loader_ranks must be one of {', '.join(get_args(LoaderRanks))}, got {loader_ranks!r}"
+        )
+    if validation_sets not in ("one", "each"):
+        raise ConfigurationError(f"validation_sets must be 'one' or 'each', got {validation_sets!r}")
+    run = _Run(make_data, loader_ranks, validation_sets == "each", arguments or _megatron_arguments)
+
+    def provider(
+        train_val_test_num_samples: Sequence[int | None], vp_stage: int | None = None
+    ) -> tuple[Iterators, Iterators, None]:
+        return run.iterators(train_val_test_num_samples, vp_stage)
+
+    # An attribute of the function, which is where Megatron-LM looks for it.
+    provider.is_distributed = True  # type: ignore[attr-defined]
+    return provider  # type: ignore[return-value]
+
+
+class _Run:
+    """What the calls of one provider share: the data module, and the streams that model chunks read together."""
+
+    def __init__(
+        self,
+        make_data: Callable[[], EnergonMultiModalDataModule],
+        loader_ranks: LoaderRanks,
+        each: bool,
+        arguments: Callable[[], Any],
+    ) -> None:
+        self._make_data = make_data
+        self._loader_ranks = loader_ranks
+        self._each = each
+        self._arguments = arguments
+        self._data: EnergonMultiModalDataModule | None = None
+        self._train: SharedStream | None = None
+        self._valid: list[SharedStream] | None = None
+
+    def iterators(self, counts: Sequence[int | None], vp_stage: int | None) -> tuple[Iterators, Iterators, None]:
+        if self._data is None:
+            self._data = self._make_data()
+            _check_sizes(self._data, self._arguments())
+        if not self._loads(self._data, vp_stage):
+            return None, None, None
+        train_count, valid_count = counts[0], counts[1]
+        train = valid = None
+        if train_count != 0:
+            train = self._read(self._training(self._data), vp_stage)
+        if valid_count != 0:
+            read = [self._read(stream, vp_stage) for stream in self._validation(self._data)]
+            valid = read if self._each else read[0]
+        return train, valid, None  # type: ignore[return-value]  # lists of one kind
+
+    def _loads(self, data: EnergonMultiModalDataModule, vp_stage: int | None) -> bool:
+        """Tell whether this rank, or this model chunk, gets iterators."""
+        if self._loader_ranks == "all":
+            return True
+        if data.feeding == "broadcast":
+            raise ConfigurationError(
+                "loader_ranks='tp0_pp_edges' leaves ranks without an iterator, but with feeding='broadcast' every rank "
+                "of a replica takes part in every batch: use loader_ranks='all'"
+            )
+        tensor_rank, _ = parallel_place("tp", data.pg_collection)
+        stage, stages = parallel_place("pp", data.pg_collection)
+        chunks = _model_chunks()
+        first = stage == 0 and not vp_stage
+        last = stage == stages - 1 and (vp_stage is None or vp_stage == chunks - 1)
+        return tensor_rank == 0 and (first or last)
+
+    def _read(self, stream: SharedStream, vp_stage: int | None) -> EnergonDataloader | Chunk:
+        return stream.dataloader if vp_stage is None else stream.reader()
+
+    def _training(self, data: EnergonMultiModalDataModule) -> SharedStream:
+        if self._train is None:
+            train = data.train_dataloader()
+            train.length = train.length or max(1, len(train.loader))
+            self._restore(data, train)
+            self._train = SharedStream(train)
+        return self._train
+
+    def _validation(self, data: EnergonMultiModalDataModule) -> list[SharedStream]:
+        if self._valid is None:
+            found = data.val_dataloaders() if self._each else [data.val_dataloader()]
+            self._valid = [SharedStream(dataloader) for dataloader in found]
+        return self._valid
+
+    def _restore(self, data: EnergonMultiModalDataModule, train: EnergonDataloader) -> None:
+        """Continue from the files of the iteration that Megatron-LM has loaded, if it has loaded one."""
+        arguments = self._arguments()
+        iteration = getattr(arguments, "iteration", 0) or 0
+        root = getattr(arguments, "dataloader_load", None) or getattr(arguments, "dataloader_save", None)
+        if not iteration:
+            return
+        if root is None:
+            logger.warning(
+                "the model goes on from iteration %d, but neither --dataloader-load nor --dataloader-save says where "
+                "the state of the data is: the data starts from its beginning",
+                iteration,
+            )
+            return
+        consumed = getattr(arguments, "consumed_train_samples", None)
+
+        def states() -> list[State]:
+            found = read_rank_files(root, iteration)
+            _check_consumed(found[0], consumed, data.micro_batch_size, f"{root}, iteration {iteration}")
+            return found
+
+        train.restore_state(states)
+
+
+def _megatron_arguments() -> Any:
+    """Return Megatron-LM's arguments, or None where it is not running."""
+    # What was never imported cannot have arguments.
+    training = sys.modules.get("megatron.training")
+    return None if training is None else training.get_args()
+
+
+def _model_chunks() -> int:
+    parallel_state = sys.modules.get("megatron.core.parallel_state")
+    size = None if parallel_state is None else parallel_state.get_virtual_pipeline_model_parallel_world_size()
+    return size or 1
+
+
+def _check_sizes(data: EnergonMultiModalDataModule, arguments: Any) -> None:
+    """Refuse batch sizes that are not those of Megatron-LM, which counts microbatches by its own."""
+    for name in ("micro_batch_size", "global_batch_size"):
+        asked, given = getattr(arguments, name, None), getattr(data, name)
+        if asked is None or given == asked or (name, given) == ("global_batch_size", 1):
+            continue
+        raise ConfigurationError(
+            f"{name} is {asked} in the arguments of Megatron-LM and {given} in the data module: give both the same"
+        )
+
+
+def _check_consumed(state: State, consumed: int | None, micro_batch_size: int, where: str) -> None:
+    """Refuse a state that does not stand where the model stands."""
+    if consumed is None or state["microbatches"] * micro_batch_size == consumed:
+        return
+    raise StepMismatchError(
+        f"{where}: the data was saved after {state['microbatches']} microbatches of {micro_batch_size} samples, but "
+        f"the model has seen {consumed} samples: the files are of another run, or of another number of samples for "
+        "each step. Give the folder that belongs to the checkpoint"
+    )

@@ -1,0 +1,124 @@
+"""The files in which Megatron-LM and Megatron-Bridge keep the state of the data, one for each data-parallel rank.
+
+A file is what `torch.save({"dataloader_state_dict": state}, path)` writes, with `save_state()` of a rank as the state:
+
+    Megatron-LM      ROOT/iter_0000100/mp_rank_00/train_dataloader_dprank000.pt    (mp_rank_00_000 with pipelines)
+    Megatron-Bridge  ROOT/iter_0000100/train_dataloader_dprank000.pt
+
+A state holds the lanes of its rank. All files of an iteration together hold every lane once, whatever the number of
+ranks was, so they are read together and a run goes on with any number of ranks. What is left over from an earlier run
+in the same folder shows as a lane that is there twice, or as files of different steps, and is refused.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from energon_bridge.errors import MissingRankError, StateFormatError, StepMismatchError
+from energon_bridge.loader.document import State, read_lanes
+from energon_bridge.loader.state_files import read_states
+
+Layout = Literal["megatron_lm", "bridge"]
+
+_NAME = re.compile(r"train_dataloader_dprank(\d+)\.pt")
+
+
+def rank_file(
+    root: str | os.PathLike[str],
+    iteration: int,
+    data_parallel_rank: int,
+    *,
+    layout: Layout = "megatron_lm",
+    pipelines: bool = False,
+) -> Path:
+    """Return the path of the file of one data-parallel rank, as the trainer computes it.
+
+    Args:
+        root: `--dataloader-save`.
+        iteration: Of the checkpoint.
+        data_parallel_rank: Pure data-parallel rank.
+        layout: Whose.
+        pipelines: Whether the run has pipeline parallelism, which Megatron-LM writes into the path.
+    """
+    folder = Path(root) / f"iter_{iteration:07d}"
+    if layout == "megatron_lm":
+        folder /= "mp_rank_00_000" if pipelines else "mp_rank_00"
+    return folder / f"train_dataloader_dprank{data_parallel_rank:03d}.pt"
+
+
+def write_rank_file(path: str | os.PathLike[str], state: Any) -> None:
+    """Write the state of a rank, so that a file with this name is never half written."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    torch.save({"dataloader_state_dict": state}, part)
+    part.replace(path)
+
+
+def read_rank_files(root: str | os.PathLike[str], iteration: int) -> list[State]:
+    """Return the states of all ranks at an iteration, checked to be whole and of one run.
+
+    Args:
+        root: `--dataloader-save`, or the folder of Megatron-Bridge.
+        iteration: Of the checkpoint.
+
+    Raises:
+        StateFormatError: There are no files, one cannot be read, or lanes are there twice.
+        StepMismatchError: The files are of different steps.
+        MissingRankError: Files are missing.
+    """
+    folder = Path(root) / f"iter_{iteration:07d}"
+    files = sorted(path for path in folder.rglob("train_dataloader_dprank*.pt") if _NAME.fullmatch(path.name))
+    if not files:
+        raise StateFormatError(
+            f"{folder}: no state of the data there (train_dataloader_dprank000.pt and so on). Give the folder that was "
+            "--dataloader-save; to start the data from its beginning on purpose, give none"
+        )
+    numbers = {int(path.name.removeprefix("train_dataloader_dprank").removesuffix(".pt")) for path in files}
+    missing = sorted(set(range(max(numbers) + 1)) - numbers)
+    if missing:
+        raise MissingRankError(
+            f"{folder}: train_dataloader_dprank{missing[0]:03d}.pt is missing, though there is one of rank "
+            f"{max(numbers)}: the checkpoint was not written to its end, or was copied in part. Take an earlier one"
+        )
+    states = [_read(path) for path in files]
+    _check_one_run(folder, files, states)
+    return states
+
+
+def _read(path: Path) -> State:
+    states = read_states([path])
+    if len(states) > 1:
+        raise StateFormatError(f"{path}: holds {len(states)} states, and a file of a rank has one")
+    return states[0]
+
+
+def _check_one_run(folder: Path, files: Sequence[Path], states: Sequence[State]) -> None:
+    owner: dict[int, Path] = {}
+    for path, state in zip(files, states, strict=True):
+        if state["microbatches"] != states[0]["microbatches"]:
+            raise StepMismatchError(
+                f"{folder}: {files[0].relative_to(folder)} was saved after {states[0]['microbatches']} microbatches of "
+                f"the run, {path.relative_to(folder)} after {state['microbatches']}: one of them is left over from an "
+                "earlier run into this folder. Delete it, or take another checkpoint"
+            )
+        for lane in read_lanes(state):
+            if lane in owner:
+                raise StateFormatError(
+                    f"{folder}: lane {lane} is in {owner[lane].relative_to(folder)} and in "
+                    f"{path.relative_to(folder)}: the files were written by different numbers of ranks, some are left "
+                    "over from an earlier run into this folder. Delete those that are older"
+                )
+            owner[lane] = path
+    lanes = states[0]["num_lanes"]
+    if len(owner) < lanes:
+        raise MissingRankError(
+            f"{folder}: the {len(files)} files hold {len(owner)} of the {lanes} lanes of the run: files of more ranks "
+            "are missing. The checkpoint was not written to its end, or was copied in part. Take an earlier one"
+        )
