@@ -156,3 +156,184 @@ def test_runs_go_on_with_other_groups(
     # Validation begins at its beginning in both.
     evaluated = [results[0][2] for results in (first, second)]
     assert evaluated[0][0][0].split(",")[0] == evaluated[1][0][0].split(",")[0] == "val-00000"
+
+
+def test_who_gets_an_iterator(dataset: Path, tmp_path: Path) -> None:
+    def roles(rank: int) -> Any:
+        provider = train_valid_test_dataloaders_provider(
+            lambda: module(dataset), loader_ranks="tp0_pp_edges", arguments=lambda: None
+        )
+        train, valid, test = provider(COUNTS)
+        assert test is None
+        return place()["tp"], place()["pp"], train is not None, valid is not None
+
+    results = on_ranks(tmp_path, 6, roles, tp=2, pp=3)
+    assert all(train == valid == (tp == 0 and pp != 1) for tp, pp, train, valid in results)
+
+
+def test_model_chunks_share_a_stream(dataset: Path, tmp_path: Path) -> None:
+    def run(rank: int) -> Any:
+        data = module(dataset, feeding="broadcast")
+        arguments = loop_arguments(tmp_path / "nowhere")
+        arguments.global_batch_size = None
+        loop = Loop(train_valid_test_dataloaders_provider(lambda: data, arguments=lambda: arguments), arguments, 2)
+        first, second = loop.train
+        # The interleaved schedule: as many microbatches of a chunk in turn as there are stages.
+        seen: tuple[list[Any], list[Any]] = ([], [])
+        for _ in range(3):
+            seen[0].extend(digests(first, 2))
+            seen[1].extend(digests(second, 2))
+        state = second.iterable.save_state()
+        assert state == first.iterable.save_state()
+        following = digests(first, 2)
+        second.iterable.restore_state(state)
+        assert digests(second, 2) == digests(first, 2) == following
+        assert digests(loop.valid[0], 2) == digests(loop.valid[1], 2)
+        return seen[0] == seen[1], seen[0]
+
+    results = on_ranks(tmp_path, 4, run, pp=2, vp=2, tp=2)
+    assert all(result == results[0] for result in results)
+    assert results[0][0]
+
+
+def test_a_chunk_that_never_asks_is_cut_off(dataset: Path) -> None:
+    provider = train_valid_test_dataloaders_provider(lambda: module(dataset), arguments=lambda: None)
+    (first, _, _), (second, _, _) = (provider(COUNTS, vp_stage=stage) for stage in (0, 1))
+    digests(first, LIMIT + 2)
+    from energon_bridge import LoaderError
+
+    with pytest.raises(LoaderError, match="model chunk 1 asks for a microbatch after"):
+        next(second)  # type: ignore[arg-type]
+    digests(first, 1)
+
+
+@pytest.mark.parametrize("feeding", ["all", "broadcast"])
+def test_an_iterator_for_each_validation_set(feeding: str, dataset: Path, tmp_path: Path) -> None:
+    mix = tmp_path / "mix.yaml"
+    blend = "".join(f"      - {{path: {dataset}, weight: 1, subflavors: {{part: {n}}}}}\n" for n in range(2))
+    text = "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n"
+    mix.write_text(text + "".join(f"  {split}:\n    blend:\n{blend}" for split in ("train", "val")))
+
+    def run(rank: int) -> Any:
+        provider = train_valid_test_dataloaders_provider(
+            lambda: module(mix, feeding=feeding), validation_sets="each", arguments=lambda: None
+        )
+        _, valid, _ = provider((1, None, 0))  # None: --full-validation
+        assert isinstance(valid, list)
+        lengths = [len(one) for one in valid]
+        flavors = [next(one).__subflavors__[0] for one in wrapped(valid)]
+        return lengths, flavors, provider((1, 0, 0))[1]
+
+    results = on_ranks(tmp_path, 2, run, tp=2)
+    assert results == [([4, 4], [{"part": 0}, {"part": 1}], None)] * 2
+
+
+def test_what_the_loop_asks_of_an_iterator(dataset: Path) -> None:
+    provider = train_valid_test_dataloaders_provider(lambda: module(dataset), arguments=lambda: None)
+    train, valid, _ = provider(COUNTS)
+    assert provider.is_distributed
+    assert len(train) > 0  # type: ignore[arg-type]
+    assert len(valid) == 4  # type: ignore[arg-type]
+    assert len(list(iter(valid))) == 4  # type: ignore[arg-type]
+    assert provider((0, 0, 0)) == (None, None, None)
+
+
+# Files ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def files(dataset: Path, tmp_path: Path) -> Path:
+    """Files of two data-parallel ranks after four microbatches, in the folder of iteration 1."""
+    save_files(dataset, tmp_path / "data", 2, 2)
+    return tmp_path / "data"
+
+
+def save_files(dataset: Path, root: Path, ranks: int, steps: int, iteration: int = 1, **layout: Any) -> None:
+    from energon_bridge import EnergonDataloader, WorkerConfig, get_savable_loader, get_train_dataset
+
+    for rank in range(ranks):
+        config = WorkerConfig(rank=rank, world_size=ranks, num_workers=0, num_lanes=8)
+        loader = EnergonDataloader(
+            get_savable_loader(get_train_dataset(dataset, batch_size=MICRO_BATCH, worker_config=config))
+        )
+        for _ in range(steps):
+            next(loader)
+        write_rank_file(rank_file(root, iteration, rank, **layout), loader.save_state())
+
+
+def test_states_are_plain(files: Path) -> None:
+    path = rank_file(files, 1, 1)
+    assert isinstance(torch.load(path)["dataloader_state_dict"], dict)
+    assert [path.name for path in path.parent.iterdir() if path.suffix != ".pt"] == []
+    assert len(read_rank_files(files, 1)) == 2
+
+
+def truncate(files: Path) -> None:
+    path = rank_file(files, 1, 1)
+    path.write_bytes(path.read_bytes()[:-400])
+
+
+@pytest.mark.parametrize(
+    ("damage", "error", "text"),
+    [
+        (lambda files, dataset: truncate(files), StateFormatError, "dprank001.pt: neither JSON nor a file"),
+        (lambda files, dataset: rank_file(files, 1, 1).unlink(), MissingRankError, "hold 4 of the 8 lanes"),
+        (lambda files, dataset: rank_file(files, 1, 0).unlink(), MissingRankError, "dprank000.pt is missing"),
+        (lambda files, dataset: shutil.rmtree(files), StateFormatError, "no state of the data there"),
+        (
+            lambda files, dataset: save_files(dataset, files, 4, 2) or save_files(dataset, files, 2, 1),
+            StepMismatchError,
+            "left over from an earlier run",
+        ),
+        (
+            lambda files, dataset: save_files(dataset, files, 4, 1) or save_files(dataset, files, 2, 2),
+            StateFormatError,
+            "written by different numbers of ranks",
+        ),
+        (
+            lambda files, dataset: save_files(dataset, files, 2, 2, pipelines=True),
+            StateFormatError,
+            "lane 0 is in mp_rank_00/train_dataloader_dprank000.pt and in mp_rank_00_000/train",
+        ),
+        (
+            lambda files, dataset: write_rank_file(rank_file(files, 1, 1), {"sample": 3}),
+            StateFormatError,
+            "dprank001.pt: no state of energon_bridge in it",
+        ),
+    ],
+    ids=["half written", "last missing", "first missing", "nothing", "steps", "old ranks", "both layouts", "foreign"],
+)
+def test_files_that_do_not_fit_are_refused(
+    damage: Any, error: type[StateError], text: str, files: Path, dataset: Path
+) -> None:
+    damage(files, dataset)
+    with pytest.raises(error, match=text):
+        read_rank_files(files, 1)
+
+
+def test_files_of_another_run_are_refused(files: Path, dataset: Path) -> None:
+    arguments = loop_arguments(files, 1)
+    arguments.consumed_train_samples = 16
+    arguments.global_batch_size = None
+    provider = train_valid_test_dataloaders_provider(lambda: module(dataset), arguments=lambda: arguments)
+    with pytest.raises(StepMismatchError, match="after 4 microbatches of 2 samples, but the model has seen 16"):
+        provider(COUNTS)
+
+
+@pytest.mark.parametrize(
+    ("options", "arguments", "text"),
+    [
+        ({"loader_ranks": "some"}, {}, "loader_ranks must be one of"),
+        ({"validation_sets": "some"}, {}, "validation_sets must be"),
+        ({}, {"micro_batch_size": 4}, "micro_batch_size is 4 in the arguments of Megatron-LM and 2"),
+        ({"loader_ranks": "tp0_pp_edges", "feeding": "broadcast"}, {}, "leaves ranks without an iterator"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(
+    options: dict[str, Any], arguments: dict[str, Any], text: str, dataset: Path
+) -> None:
+    feeding = options.pop("feeding", "all")
+    with pytest.raises(ConfigurationError, match=text):
+        train_valid_test_dataloaders_provider(
+            lambda: module(dataset, feeding=feeding), arguments=lambda: SimpleNamespace(**arguments), **options
+        )(COUNTS)
