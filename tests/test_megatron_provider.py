@@ -1,4 +1,4 @@
-"""The provider under a loop that does with it what Megatron-LM's does: who is called, what is saved, what comes back."""
+"""The provider under a loop that does what Megatron-LM's does: who is called, what is saved, what comes back."""
 
 from __future__ import annotations
 
@@ -19,7 +19,14 @@ from megatron.core import parallel_state
 from megatron.core.rerun_state_machine import RerunDataIterator
 from replicas import digests, module, on_ranks, place
 
-from energon_bridge import StateError
+from energon_bridge import (
+    EnergonDataloader,
+    LoaderError,
+    StateError,
+    WorkerConfig,
+    get_savable_loader,
+    get_train_dataset,
+)
 from energon_bridge.errors import ConfigurationError, MissingRankError, StateFormatError, StepMismatchError
 from energon_bridge.integrations.chunks import LIMIT
 from energon_bridge.integrations.megatron_lm import train_valid_test_dataloaders_provider
@@ -200,8 +207,6 @@ def test_a_chunk_that_never_asks_is_cut_off(dataset: Path) -> None:
     provider = train_valid_test_dataloaders_provider(lambda: module(dataset), arguments=lambda: None)
     (first, _, _), (second, _, _) = (provider(COUNTS, vp_stage=stage) for stage in (0, 1))
     digests(first, LIMIT + 2)
-    from energon_bridge import LoaderError
-
     with pytest.raises(LoaderError, match="model chunk 1 asks for a microbatch after"):
         next(second)  # type: ignore[arg-type]
     digests(first, 1)
@@ -249,8 +254,6 @@ def files(dataset: Path, tmp_path: Path) -> Path:
 
 
 def save_files(dataset: Path, root: Path, ranks: int, steps: int, iteration: int = 1, **layout: Any) -> None:
-    from energon_bridge import EnergonDataloader, WorkerConfig, get_savable_loader, get_train_dataset
-
     for rank in range(ranks):
         config = WorkerConfig(rank=rank, world_size=ranks, num_workers=0, num_lanes=8)
         loader = EnergonDataloader(
