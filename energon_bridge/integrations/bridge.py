@@ -1,0 +1,292 @@
+"""The data of a run in Megatron-Bridge's manner: a configuration that is checked, a builder, and a provider.
+
+    config = EnergonDatasetConfig(path="/data", seq_length=4096, micro_batch_size=1, task_encoder=…)
+    config.finalize()
+    train, valid, test = EnergonDatasetBuilder(config).build(DatasetBuildContext(1000, 100, 0, pg_collection=pg))
+
+Names and defaults are those of its `EnergonDatasetConfig`. What differs, on purpose: a validation pass is finite, in
+order, and begins anew at its end; asking twice gives the same iterator; a process group collection may have fields that
+were never set; the state fits any number of data-parallel ranks (`rank_files`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from energon_bridge.dataloader import EnergonDataloader
+from energon_bridge.datamodule import EnergonMultiModalDataModule, Feeding
+from energon_bridge.errors import ConfigurationError
+from energon_bridge.integrations.task_encoders import TaskEncoderConfig, TaskEncoderContext
+from energon_bridge.replica import StageKeys
+
+__all__ = [
+    "DatasetBuildContext",
+    "EnergonDatasetBuilder",
+    "EnergonDatasetConfig",
+    "energon_train_valid_test_datasets_provider",
+]
+
+_RESERVED = frozenset(
+    {
+        "batch_size",
+        "max_samples_per_sequence",
+        "packing_buffer_size",
+        "shuffle_buffer_size",
+        "split_part",
+        "task_encoder",
+        "worker_config",
+    }
+)
+"""Arguments of the dataset that the configuration has fields for."""
+
+_ALWAYS = ("data_sharding", "drop_last", "persistent_workers")
+"""Switches of Megatron-Bridge's DataloaderConfig that are always on here."""
+
+
+# Not frozen, unlike other configurations: Megatron-Bridge changes fields after they were made.
+@dataclass(kw_only=True, slots=True)
+class EnergonDatasetConfig:
+    """The data of a run, declared: plain values only, so that it can come from a file and go into a checkpoint.
+
+    Args:
+        path: A prepared dataset, or a file that describes a mix.
+        seq_length: Longest sequence.
+        micro_batch_size: Samples (with packing: packs) of a microbatch.
+        task_encoder: Declares the task encoder; see `task_encoders`. A task encoder itself is taken, too.
+        dataloader_type: `external`, the only one.
+        num_workers: Worker processes for training.
+        num_val_workers: The same for validation; None: `num_workers`.
+        pin_memory: Copy batches to pinned memory where there is a GPU.
+        data_sharding: Always on here.
+        drop_last: Always on here: training has no short microbatches.
+        persistent_workers: Always on here.
+        trust_remote_code: Run code that comes with the dataset or with tokenizers; None and False do not.
+        dataloader_save: Folder for the state of the data; None: Megatron-Bridge's own choice.
+        dataloader_load: Folder to restore from.
+        do_validation: Build validation data.
+        do_test: There is no test data: must be False.
+        shuffle_buffer_size: Samples among which the order is shuffled.
+        max_samples_per_sequence: Length of a slice, the unit of shuffled reading; None: a whole shard.
+        packing_buffer_size: Samples from which packs are selected; None: nothing is packed.
+        dataset_kwargs: Further arguments of `get_train_dataset`, plain values.
+        enable_in_batch_packing: Not available: pack with `packing_buffer_size`, which fills rows better.
+        defer_in_batch_packing_to_step: The same.
+        in_batch_packing_pad_to_multiple_of: Of no use without the two.
+        pad_to_max_length: Pad every row to `seq_length`: one shape for all batches, as pipelines need it.
+        pad_to_multiple_of: Rows, and the samples of packs, are padded to a multiple of it.
+        global_batch_size: Samples of an optimizer step; None: not given (see `EnergonMultiModalDataModule`).
+        seed: Seed of the order.
+        num_lanes: Logical streams of the run; see `WorkerConfig`.
+        feeding: `all` ranks of a replica load, or one, which will `broadcast`.
+        stage_keys: With `broadcast`: the fields of a batch that each pipeline stage gets.
+    """
+
+    path: str | Path | None = None
+    seq_length: int
+    micro_batch_size: int
+    task_encoder: Any
+    dataloader_type: str = "external"
+    num_workers: int = 2
+    num_val_workers: int | None = None
+    pin_memory: bool = True
+    data_sharding: bool = True
+    drop_last: bool = True
+    persistent_workers: bool = True
+    trust_remote_code: bool | None = None
+    dataloader_save: str | None = None
+    dataloader_load: str | None = None
+    do_validation: bool = True
+    do_test: bool = False
+    shuffle_buffer_size: int | None = 100
+    max_samples_per_sequence: int | None = None
+    packing_buffer_size: int | None = None
+    dataset_kwargs: dict[str, Any] = field(default_factory=dict)
+    enable_in_batch_packing: bool = False
+    defer_in_batch_packing_to_step: bool = False
+    in_batch_packing_pad_to_multiple_of: int = 1
+    pad_to_max_length: bool = False
+    pad_to_multiple_of: int = 128
+    global_batch_size: int | None = None
+    seed: int = 0
+    num_lanes: int | None = None
+    feeding: Feeding = "all"
+    stage_keys: StageKeys | None = None
+
+    def validate(self) -> None:
+        """Refuse values that do not fit together.
+
+        Raises:
+            ConfigurationError: The first rule that is broken.
+        """
+        if not self.path:
+            _refuse("path is empty: name a prepared dataset, or a file that describes a mix")
+        for name in ("seq_length", "micro_batch_size", "pad_to_multiple_of", "in_batch_packing_pad_to_multiple_of"):
+            _check_number(name, getattr(self, name), 1)
+        for name in ("global_batch_size", "shuffle_buffer_size", "max_samples_per_sequence", "packing_buffer_size"):
+            _check_number(name, getattr(self, name), 1, optional=True)
+        _check_number("num_workers", self.num_workers, 0)
+        _check_number("num_val_workers", self.num_val_workers, 0, optional=True)
+        if self.dataloader_type != "external":
+            _refuse(f"dataloader_type must be 'external', got {self.dataloader_type!r}")
+        if self.do_test:
+            _refuse("do_test=True, but there is no test data: evaluate with the validation data of another run")
+        for name in _ALWAYS:
+            if not getattr(self, name):
+                _refuse(f"{name}=False, but the loader always does this: leave it out")
+        if self.enable_in_batch_packing or self.defer_in_batch_packing_to_step:
+            _refuse(
+                "packing inside a batch (enable_in_batch_packing, defer_in_batch_packing_to_step) is not available: "
+                "set packing_buffer_size, which packs from more samples than a batch has"
+            )
+        if self.packing_buffer_size is not None and self.micro_batch_size != 1:
+            _refuse(
+                f"packing_buffer_size with micro_batch_size={self.micro_batch_size}: packed sequences are trained one "
+                "row at a time, set micro_batch_size=1"
+            )
+        if self.global_batch_size is not None and self.global_batch_size % self.micro_batch_size:
+            _refuse(
+                f"global_batch_size={self.global_batch_size} is no multiple of micro_batch_size={self.micro_batch_size}"
+            )
+        if self.pad_to_max_length and self.seq_length % self.pad_to_multiple_of:
+            _refuse(
+                f"pad_to_max_length with seq_length={self.seq_length}, which is no multiple of "
+                f"pad_to_multiple_of={self.pad_to_multiple_of}: rows would be longer than seq_length"
+            )
+        if not (isinstance(self.task_encoder, TaskEncoderConfig) or hasattr(self.task_encoder, "encode_sample")):
+            _refuse(
+                f"task_encoder is a {type(self.task_encoder).__name__}: give a configuration with a method "
+                "build(context), for example MultiModalTaskEncoderConfig, or a task encoder"
+            )
+        if reserved := sorted(_RESERVED & self.dataset_kwargs.keys()):
+            _refuse(f"dataset_kwargs has {', '.join(reserved)}, for which the configuration has fields of its own")
+        for name, value in self.dataset_kwargs.items():
+            _check_plain(f"dataset_kwargs[{name!r}]", value)
+
+    def finalize(self) -> None:
+        """Check the values and fill in those that depend on others. Doing it twice changes nothing."""
+        self.validate()
+        self.path = str(self.path)
+        if self.num_val_workers is None:
+            self.num_val_workers = self.num_workers
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetBuildContext:
+    """What the trainer knows when it builds the data.
+
+    Args:
+        train_samples: Samples to train on; 0: no training data is built. Otherwise the stream is endless.
+        valid_samples: The same for validation.
+        test_samples: Ignored: there is no test data.
+        tokenizer: The run's tokenizer, for task encoders that take it.
+        pg_collection: megatron-core's `ProcessGroupCollection`.
+    """
+
+    train_samples: int
+    valid_samples: int
+    test_samples: int
+    tokenizer: Any = None
+    pg_collection: Any = None
+
+
+class EnergonDatasetBuilder:
+    """Builds the data that a configuration declares.
+
+    Args:
+        config: The configuration; it is finalized.
+
+    Raises:
+        ConfigurationError: Its values do not fit together.
+    """
+
+    def __init__(self, config: EnergonDatasetConfig) -> None:
+        config.finalize()
+        self.config = config
+
+    def data_module(self, context: DatasetBuildContext) -> EnergonMultiModalDataModule:
+        """Return the data module of the run: one task encoder for training and validation."""
+        config = self.config
+        encoder = config.task_encoder
+        if isinstance(encoder, TaskEncoderConfig):
+            encoder = encoder.build(
+                TaskEncoderContext(
+                    tokenizer=context.tokenizer,
+                    seq_length=config.seq_length,
+                    pad_to_multiple_of=config.pad_to_multiple_of,
+                    pad_to_max_length=config.pad_to_max_length,
+                    trust_remote_code=bool(config.trust_remote_code),
+                )
+            )
+        # What the dataset itself may run was said for the dataset.
+        kwargs = {"trust_remote_code": bool(config.trust_remote_code)} | config.dataset_kwargs
+        return EnergonMultiModalDataModule(
+            str(config.path),
+            context.tokenizer,
+            None,
+            seq_length=config.seq_length,
+            micro_batch_size=config.micro_batch_size,
+            global_batch_size=config.global_batch_size or 1,
+            num_workers=config.num_workers,
+            num_val_workers=config.num_val_workers,
+            pin_memory=config.pin_memory,
+            shuffle_buffer_size=config.shuffle_buffer_size,
+            max_samples_per_sequence=config.max_samples_per_sequence,
+            task_encoder=encoder,
+            packing_buffer_size=config.packing_buffer_size,
+            pg_collection=context.pg_collection,
+            seed=config.seed,
+            num_lanes=config.num_lanes,
+            feeding=config.feeding,
+            stage_keys=config.stage_keys,
+            **kwargs,
+        )
+
+    def build(self, context: DatasetBuildContext) -> tuple[EnergonDataloader | None, EnergonDataloader | None, None]:
+        """Return iterators over the training and the validation data, or None where none is wanted, and None."""
+        data = self.data_module(context)
+        train = data.train_dataloader() if context.train_samples > 0 else None
+        valid = data.val_dataloader() if context.valid_samples > 0 and self.config.do_validation else None
+        return train, valid, None
+
+
+def energon_train_valid_test_datasets_provider(
+    train_val_test_num_samples: Sequence[int],
+    dataset_config: EnergonDatasetConfig,
+    tokenizer: Any = None,
+    pg_collection: Any = None,
+) -> tuple[EnergonDataloader | None, EnergonDataloader | None, None]:
+    """Build the data of a run; the builder as a function."""
+    train, valid, test = train_val_test_num_samples
+    context = DatasetBuildContext(train, valid, test, tokenizer, pg_collection)
+    return EnergonDatasetBuilder(dataset_config).build(context)
+
+
+def _refuse(text: str) -> None:
+    raise ConfigurationError(f"EnergonDatasetConfig: {text}")
+
+
+def _check_number(name: str, value: Any, least: int, *, optional: bool = False) -> None:
+    if optional and value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        _refuse(f"{name} must be an integer of at least {least}{' or None' if optional else ''}, got {value!r}")
+
+
+def _check_plain(where: str, value: Any) -> None:
+    if isinstance(value, str | int | float | bool | Path | None):
+        return
+    if isinstance(value, list | tuple):
+        for number, entry in enumerate(value):
+            _check_plain(f"{where}[{number}]", entry)
+        return
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        for key, entry in value.items():
+            _check_plain(f"{where}[{key!r}]", entry)
+        return
+    _refuse(
+        f"{where} is a {type(value).__name__}; only texts, numbers, paths, None and lists, tuples and dicts of them "
+        "can be declared. Objects are given to EnergonMultiModalDataModule itself"
+    )

@@ -1,0 +1,117 @@
+"""Task encoders as declarations: what to load and how to encode, without any object that must be made first.
+
+A configuration of a task encoder is a dataclass of plain values with a method `build(context)`. Every class that has
+it fits (`TaskEncoderConfig` is a protocol); the ones below are for the encoders of this package.
+
+Tokenizers and image processors are loaded with transformers from a folder or the hub. Code that comes with them runs
+only with `trust_remote_code=True`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from energon_bridge.errors import ConfigurationError
+from energon_bridge.task_encoder.conversation import MultiModalSampleConfig
+from energon_bridge.task_encoder.multimodal import MultiModalTaskEncoder
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TaskEncoderContext:
+    """What a run says to every task encoder.
+
+    Args:
+        tokenizer: The run's tokenizer; None: the encoder loads its own.
+        seq_length: Longest sequence.
+        pad_to_multiple_of: Batches, and the samples of packs, are padded to a multiple of it.
+        pad_to_max_length: Pad everything to `seq_length`.
+        trust_remote_code: What holds where a configuration says nothing.
+    """
+
+    tokenizer: Any = None
+    seq_length: int = 2048
+    pad_to_multiple_of: int = 1
+    pad_to_max_length: bool = False
+    trust_remote_code: bool = False
+
+
+@runtime_checkable
+class TaskEncoderConfig(Protocol):
+    """A declared task encoder."""
+
+    def build(self, context: TaskEncoderContext) -> Any:
+        """Make the task encoder."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MultiModalTaskEncoderConfig:
+    """Declares a `MultiModalTaskEncoder`.
+
+    Args:
+        hf_processor_path: Folder or hub name of tokenizer and image processor.
+        hf_processor_revision: Revision on the hub.
+        sample_config: Placeholders and conversation template.
+        image_tokens_per_image: Tokens that stand for one image; None as in the encoder.
+        add_bos: Begin with the tokenizer's begin-of-sequence token.
+        trust_remote_code: Run code that comes with the tokenizer or the image processor; None: what the run says.
+    """
+
+    hf_processor_path: str
+    hf_processor_revision: str | None = None
+    sample_config: MultiModalSampleConfig = MultiModalSampleConfig()  # noqa: RUF009 - it is frozen
+    image_tokens_per_image: int | None = None
+    add_bos: bool = True
+    trust_remote_code: bool | None = None
+
+    def build(self, context: TaskEncoderContext) -> MultiModalTaskEncoder:
+        """Load what it needs and make the encoder.
+
+        Raises:
+            ConfigurationError: transformers is not installed, or the path holds no tokenizer or image processor.
+        """
+        trust = context.trust_remote_code if self.trust_remote_code is None else self.trust_remote_code
+        tokenizer, image_processor = load_processors(
+            self.hf_processor_path, self.hf_processor_revision, tokenizer=context.tokenizer, trust_remote_code=trust
+        )
+        return MultiModalTaskEncoder(
+            tokenizer,
+            image_processor,
+            self.sample_config,
+            context.seq_length,
+            image_tokens_per_image=self.image_tokens_per_image,
+            pad_to_multiple_of=context.pad_to_multiple_of,
+            pad_to_max_length=context.pad_to_max_length,
+            add_bos=self.add_bos,
+        )
+
+
+def load_processors(
+    path: str, revision: str | None = None, *, tokenizer: Any = None, trust_remote_code: bool = False
+) -> tuple[Any, Any]:
+    """Load a tokenizer, unless there is one, and an image processor.
+
+    Args:
+        path: Folder or hub name.
+        revision: Revision on the hub.
+        tokenizer: Taken as it is.
+        trust_remote_code: Run code that comes with them.
+
+    Raises:
+        ConfigurationError: transformers is not installed, or one of them cannot be loaded.
+    """
+    try:
+        from transformers import AutoImageProcessor, AutoTokenizer
+    except ImportError as error:
+        raise ConfigurationError("a declared task encoder needs transformers: pip install transformers") from error
+    options = {"revision": revision, "trust_remote_code": trust_remote_code}
+    try:
+        if tokenizer is None:
+            tokenizer = AutoTokenizer.from_pretrained(path, **options)
+        # The processors of Pillow and of torchvision differ in pixels; the first is there everywhere.
+        return tokenizer, AutoImageProcessor.from_pretrained(path, backend="pil", **options)
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(
+            f"hf_processor_path={path!r}: no tokenizer and image processor of transformers could be loaded from there: "
+            f"{error}"
+        ) from error
