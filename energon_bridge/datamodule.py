@@ -30,7 +30,7 @@ from energon_bridge.loader.spec import DatasetSpec
 from energon_bridge.replica import Exchange, Replica, StageKeys, make_replica, open_loader
 from energon_bridge.task_encoder.conversation import MultiModalSampleConfig
 from energon_bridge.task_encoder.multimodal import MultiModalTaskEncoder
-from energon_bridge.topology import WorkerConfig, data_parallel_group
+from energon_bridge.topology import WorkerConfig, check_data_parallel, data_parallel_group
 
 logger = logging.getLogger(__name__)
 
@@ -182,6 +182,8 @@ class EnergonMultiModalDataModule(_Base):
             microbatches_per_global_batch=self._microbatches_per_global_batch(),
             pin_memory=None if self.pin_memory else False,
         )
+        if self.pg_collection is not None:
+            check_data_parallel(config, self.pg_collection)
         per_step = self.micro_batch_size * config.dp_size
         if self.global_batch_size != 1 and self.global_batch_size % per_step:
             raise ConfigurationError(

@@ -147,7 +147,7 @@ def data_parallel_group(pg_collection: Any = None) -> Any:
         group = getattr(pg_collection, "dp", None)
         if group is not None:
             return group
-        logger.info("pg_collection has no dp group; looking at megatron's parallel_state and torch.distributed")
+        logger.debug("pg_collection has no dp group; looking at megatron's parallel_state and torch.distributed")
     parallel_state = _parallel_state()
     return None if parallel_state is None else parallel_state.get_data_parallel_group(with_context_parallel=False)
 
@@ -170,24 +170,28 @@ def parallel_place(kind: Literal["tp", "cp", "pp"], pg_collection: Any = None) -
     return int(rank), int(size)
 
 
-def check_data_parallel(config: WorkerConfig) -> None:
+def check_data_parallel(config: WorkerConfig, pg_collection: Any = None) -> None:
     """Refuse a configuration under which the ranks of a replica would train on different data.
 
-    Looked at are megatron's global groups, where they are made: there cannot be more data-parallel ranks than replicas,
-    and where there are as many, a rank given as a number must be the data-parallel one. A group is taken at its word.
+    Looked at are megatron's groups, where they are made: there cannot be more data-parallel ranks than replicas, and
+    where there are as many, a rank given as a number must be the data-parallel one. A group is taken at its word.
+
+    Args:
+        config: Of the loader.
+        pg_collection: megatron-core's `ProcessGroupCollection`, which goes before `megatron.core.parallel_state`.
 
     Raises:
         DataParallelError: The configuration does not fit them.
     """
-    parallel_state = _parallel_state()
-    if parallel_state is None:
-        return
     kinds: dict[str, Literal["tp", "cp", "pp"]] = {"tensor": "tp", "context": "cp", "pipeline": "pp"}
-    sizes = {name: parallel_place(kind)[1] for name, kind in kinds.items()}
-    rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
-    replicas = sys.modules["torch.distributed"].get_world_size() // math.prod(sizes.values())
+    sizes = {name: parallel_place(kind, pg_collection)[1] for name, kind in kinds.items()}
+    group = data_parallel_group(pg_collection)
+    if group is None:
+        return
+    rank, ranks = int(group.rank()), int(group.size())
+    replicas = _rank_and_size(None)[1] // math.prod(sizes.values())
     other_rank = config.data_parallel_group is None and config.dp_size == ranks and config.dp_rank != rank
-    if config.dp_size <= replicas and not other_rank:
+    if config.dp_size <= max(1, replicas) and not other_rank:
         return
     parallel = ", ".join(f"{name} parallelism {size}" for name, size in sizes.items() if size > 1)
     raise DataParallelError(

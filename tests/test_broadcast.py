@@ -14,7 +14,7 @@ pytest.importorskip("megatron.core")
 
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
-from replicas import digests, module, on_ranks, place
+from replicas import digest, digests, module, on_ranks, place
 
 from energon_bridge import (
     DatasetNotFoundError,
@@ -91,24 +91,42 @@ def test_stages_get_what_they_need(dataset: Path, tmp_path: Path) -> None:
         assert key == results[0][2]
 
 
-def test_stages_of_a_pipeline_ask_one_after_the_other(dataset: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_stages_of_a_pipeline_ask_one_after_the_other(num_workers: int, dataset: Path, tmp_path: Path) -> None:
     """A stage asks for a microbatch when the stage before is through with it: the first one must not wait for it."""
+    large = 2_000_000  # more than what sockets hold
 
     def train(rank: int) -> Any:
-        train = module(dataset, feeding="broadcast").train_dataloader()
+        encoder = Large(large)
+        data = module(dataset, feeding="broadcast", num_workers=num_workers, task_encoder=encoder)
+        train = data.train_dataloader()
         stage = parallel_state.get_pipeline_model_parallel_rank()
+        assert (place()["tp"], stage) == (rank % 2, rank // 2)
         activations = torch.zeros(1)
         seen = []
         for _ in range(5):
             if stage > 0:
-                dist.recv(activations, rank - 1)
-            seen += digests(train, 1)
-            if stage < 3:
-                dist.send(activations, rank + 1)
+                dist.recv(activations, rank - 2)
+            seen += [(batch["__key__"], digest(batch)) for batch in [next(train)]]
+            if stage < 2:
+                dist.send(activations, rank + 2)
+        data.close()
         return seen
 
-    results = on_ranks(tmp_path, 4, train, pp=4)
+    results = on_ranks(tmp_path, 6, train, pp=3, tp=2)
     assert all(seen == results[0] for seen in results)
+
+
+class Large(DefaultTaskEncoder):
+    """Makes batches of a given number of bytes."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+
+    def encode_batch(self, batch: Any) -> Any:
+        number = int(batch.__key__[0].removeprefix("train-"))
+        return {"__key__": batch.__key__, "x": torch.full((self.size,), number, dtype=torch.uint8)}
 
 
 def test_saving_asks_nobody_and_restoring_tells_all(dataset: Path, tmp_path: Path) -> None:
@@ -238,6 +256,16 @@ def test_a_loader_over_other_ranks_is_refused(config: Any, fits: bool, dataset: 
     refused = [result for result in results if result]
     assert bool(refused) is not fits
     assert all("tensor parallelism 2, context parallelism 2" in text for text in refused)
+
+
+def test_a_collection_of_other_ranks_is_refused(dataset: Path, tmp_path: Path) -> None:
+    def load(rank: int) -> Any:
+        groups = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["dp_cp", "cp"])
+        wrong = ProcessGroupCollection(dp=groups.dp_cp, cp=groups.cp)
+        with pytest.raises(DataParallelError, match=r"rank \d of 2, but with context parallelism 2"):
+            module(dataset, pg_collection=wrong).train_dataloader()
+
+    on_ranks(tmp_path, 2, load, cp=2)
 
 
 def test_a_collection_says_who_loads(dataset: Path, tmp_path: Path) -> None:
