@@ -137,6 +137,7 @@ def test_saving_asks_nobody_and_restoring_tells_all(dataset: Path, tmp_path: Pat
         # As Megatron-LM does, on some ranks of the replica only.
         state = train.save_state() if parallel_state.get_tensor_model_parallel_rank() == 1 else None
         after = digests(train, 4)
+        assert train.metrics()["samples"] == 16
         whole = train.state_dict()
         box = [state]
         dist.broadcast_object_list(box, group_src=1, group=parallel_state.get_tensor_model_parallel_group())

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from energon_bridge.loader.metrics import flat_metrics
 from energon_bridge.loader.summary import leaf_rows
 from energon_bridge.replica.exchange import Exchange
 from energon_bridge.replica.groups import Replica
@@ -118,7 +119,13 @@ class BroadcastLoader:
 
     def counters(self) -> list[State]:
         """Return a row for each leaf with draws, epochs and counters, as `leaf_rows` describes."""
-        return leaf_rows(self._state or {})
+        return [] if self._state is None else leaf_rows(self._state)
+
+    def metrics(self) -> dict[str, float]:
+        """Return what the source did so far as plain numbers by name; what only the source knows is 0 elsewhere."""
+        own = getattr(self._loader, "metrics", None)
+        found: dict[str, float] = flat_metrics(self.counters(), ready=0, restarts=0) if own is None else own()
+        return found
 
     def restore_state_rank(self, state: Any, **kwargs: Any) -> None:
         """Continue from a state (see `SavableDataLoader.restore_state_rank`), which is taken from the source.
