@@ -242,10 +242,7 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
         types, kept = self._fill(sequence, self._limited(stretches))
         finished = sequence.finish(self.config.ignore_index)
         if finished is None:
-            raise SampleError(
-                f"nothing to learn: seq_length={self.config.seq_length}, or a limit of images, cuts before the first "
-                "of the learned tokens"
-            )
+            raise SampleError(self._nothing_learned(plans, kept))
         tokens, labels, loss_mask = finished
         return PreparedSample.derive_from(
             sample,
@@ -339,6 +336,13 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
             if sequence.full:
                 break
         return types, plans
+
+    def _nothing_learned(self, plans: Sequence[Plan], kept: Sequence[Plan]) -> str:
+        cut = f"seq_length={self.config.seq_length}"
+        if len(kept) < len(plans):
+            plan = plans[len(kept)]
+            cut += f", or a limit, cuts off {plan.kind} {len(kept) + 1} of {len(plans)}, which takes {plan.tokens} tokens"
+        return f"nothing to learn: {cut}, before the first of the learned tokens"
 
     def _over(self, policy: str, limit: str, complaint: str) -> None:
         """Do what a policy says: count, and raise unless the sample is to be cut."""

@@ -18,7 +18,7 @@ _PARTS = (
 
 
 def _with_parts(template: str, image: str, video: str) -> str:
-    return _PARTS.replace("{{ IMAGE }}", image).replace("{{ VIDEO }}", video) + template
+    return _PARTS.replace("IMAGE", repr(image)).replace("VIDEO", repr(video)) + template
 
 
 _CHATML = (
