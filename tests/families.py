@@ -1,4 +1,4 @@
-"""Tokenizers, image processors and tiny models of each family, built from configurations: for tests of their encoders."""
+"""Tokenizers, image processors and tiny models of each family, built from configurations: for tests of encoders."""
 
 from __future__ import annotations
 

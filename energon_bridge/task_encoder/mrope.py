@@ -15,6 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from energon_bridge.errors import SampleError
+
 
 class Grid(NamedTuple):
     """Patches along time, height and width, and how many positions one step in time takes."""
@@ -29,9 +31,12 @@ def mrope_positions(types: Sequence[int], grids: Mapping[int, Sequence[Grid]], m
     """Return the positions of a sequence, int64 of shape (3, tokens).
 
     Args:
-        types: The type of each token, 0 for text. Tokens of one type that stand together are one grid's.
+        types: The type of each token, 0 for text.
         grids: The grids of each type, in their order, in patches; `merge_size`^2 patches are one token.
         merge_size: Patches along each side of a token.
+
+    Raises:
+        SampleError: The tokens of a type are not those of its grids.
     """
     waiting = {kind: iter(found) for kind, found in grids.items()}
     parts: list[Tensor] = []
@@ -42,11 +47,15 @@ def mrope_positions(types: Sequence[int], grids: Mapping[int, Sequence[Grid]], m
             parts.append((torch.arange(count) + position).expand(3, -1))
             position += count
             continue
-        grid = next(waiting[kind])
-        height, width = grid.height // merge_size, grid.width // merge_size
-        # in float32, as the models do it: what is cut off here must be what is cut off there
-        times = (torch.arange(grid.time) * torch.tensor(grid.interval)).long()
-        axes = torch.meshgrid(times, torch.arange(height), torch.arange(width), indexing="ij")
-        parts.append(torch.stack(axes).reshape(3, -1) + position)
-        position += max(grid.height, grid.width) // merge_size
+        while count > 0:
+            grid = next(waiting[kind], None)
+            height, width = (0, 0) if grid is None else (grid.height // merge_size, grid.width // merge_size)
+            if grid is None or not 0 < grid.time * height * width <= count:
+                raise SampleError(f"{count} tokens of type {kind} are not those of {grid}, merged by {merge_size}")
+            # in float32, as the models do it: what is cut off here must be what is cut off there
+            times = (torch.arange(grid.time) * torch.tensor(grid.interval)).long()
+            axes = torch.meshgrid(times, torch.arange(height), torch.arange(width), indexing="ij")
+            parts.append(torch.stack(axes).reshape(3, -1) + position)
+            position += max(grid.height, grid.width) // merge_size
+            count -= grid.time * height * width
     return torch.cat(parts, dim=1) if parts else torch.zeros(3, 0, dtype=torch.int64)

@@ -8,7 +8,7 @@ buffer has no pixels, and only what is delivered is decoded.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, cast
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from energon_bridge.errors import ConfigurationError, OverLongSampleError, SampleError, SkipSample
-from energon_bridge.samples import Sample, VidQASample, edataclass
+from energon_bridge.samples import VidQASample
 from energon_bridge.task_encoder.base import TaskEncoder
 from energon_bridge.task_encoder.conversation import Document, ImageToken, MultiModalSampleConfig
 from energon_bridge.task_encoder.decoder import SampleDecoder
@@ -32,11 +32,11 @@ from energon_bridge.task_encoder.families.chat import (
     has_turns,
 )
 from energon_bridge.task_encoder.families.config import ChatConfig
+from energon_bridge.task_encoder.families.prepared import PreparedSample, positions_of
 from energon_bridge.task_encoder.families.registry import family_of
 from energon_bridge.task_encoder.families.rendering import Segment, document_segments, renderer_of
-from energon_bridge.task_encoder.families.tokens import Stretch, stretches_of
-from energon_bridge.task_encoder.families.vision import IMAGE_TYPE, VIDEO_TYPE, Family, Plan, VideoFrames
-from energon_bridge.task_encoder.mrope import Grid, mrope_positions
+from energon_bridge.task_encoder.families.tokens import Stretch, bos_of, placeholders_of, stretches_of
+from energon_bridge.task_encoder.families.vision import Family, Plan, VideoFrames
 from energon_bridge.task_encoder.packed_sequences import MultiModalPack, batch_packs, pack_sequences
 from energon_bridge.task_encoder.packing import OverLong, Packer
 from energon_bridge.task_encoder.sample_encoders import SAMPLE_ENCODERS
@@ -48,28 +48,6 @@ from energon_bridge.task_encoder.sequences import (
     batch_sequences,
 )
 from energon_bridge.task_encoder.visual import size_of
-
-
-@edataclass
-class PreparedSample(Sample):
-    """A tokenised sample whose images are not processed yet; the tensors are those of MultiModalSample.
-
-    `plans` are those of the images and videos that `images` and `videos` hold, in the order of their places.
-    """
-
-    tokens: Tensor
-    labels: Tensor
-    loss_mask: Tensor
-    mm_token_type_ids: Tensor
-    plans: tuple[Plan, ...]
-    images: list[Any]
-    videos: list[VideoFrames]
-    answer: str
-
-    @property
-    def visual_tokens(self) -> int:
-        """Tokens that stand for images and videos."""
-        return sum(plan.tokens for plan in self.plans)
 
 
 class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalBatch]):
@@ -111,8 +89,8 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
             learn=self.config.learn,
             options=self.config.template_kwargs,
         )
-        self._placeholders = _placeholders(tokenizer, family)
-        self._bos = _bos_of(tokenizer, self.config.add_bos)
+        self._placeholders = placeholders_of(tokenizer, family)
+        self._bos = bos_of(tokenizer, self.config.add_bos)
         self._row_length = self.config.seq_length + -self.config.seq_length % self.config.pad_to_multiple_of
         self.packer = packer or Packer(limits={"tokens": self._row_length}, size_of=self.padded_length)
         self._encoders: dict[type, Callable[[Any, MultiModalSampleConfig], Any]] = dict(SAMPLE_ENCODERS)
@@ -196,7 +174,7 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
                 visual = self.family.process(images, sample.videos, ordered)
             except SampleError as error:
                 raise SampleError(f"sample {_key(sample)!r}: {error}") from error
-        positions = self._positions(sample)
+        positions = positions_of(sample, self.family)
         return MultiModalSample.derive_from(
             sample,
             tokens=sample.tokens,
@@ -341,7 +319,7 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
         cut = f"seq_length={self.config.seq_length}"
         if len(kept) < len(plans):
             plan = plans[len(kept)]
-            cut += f", or a limit, cuts off {plan.kind} {len(kept) + 1} of {len(plans)}, which takes {plan.tokens} tokens"
+            cut += f", or a limit, cuts off {plan.kind} {len(kept) + 1} of {len(plans)} ({plan.tokens} tokens)"
         return f"nothing to learn: {cut}, before the first of the learned tokens"
 
     def _over(self, policy: str, limit: str, complaint: str) -> None:
@@ -354,48 +332,6 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
                 f"the sample has {complaint}: raise the limit, or set over_long or over_limit of the ChatConfig to "
                 "'truncate' or 'drop'"
             )
-
-    def _positions(self, sample: PreparedSample) -> Tensor | None:
-        family = self.family
-        if family is None or not family.merge_size:
-            return None
-        grids: dict[int, list[Grid]] = {IMAGE_TYPE: [], VIDEO_TYPE: []}
-        for plan in sample.plans:
-            time, height, width = plan.grid or (1, 0, 0)
-            if plan.kind == "image":
-                grids[IMAGE_TYPE].append(Grid(time, height, width))
-                continue
-            interval = family.tokens_per_second * plan.second_per_grid if family.tokens_per_second else 1.0
-            # Runs that stand apart, with their times in between, are grids of their own.
-            steps = time // len(plan.runs)
-            grids[VIDEO_TYPE] += [Grid(steps, height, width, interval)] * len(plan.runs)
-        return mrope_positions(sample.mm_token_type_ids.tolist(), grids, family.merge_size)
-
-
-def _placeholders(tokenizer: Any, family: Family | None) -> Mapping[str, int]:
-    if family is None:
-        return {}
-    tokens = {"image": family.image_token, "video": family.video_token}
-    ids: dict[str, int] = {}
-    for kind, token in tokens.items():
-        if token is None:
-            continue
-        found = tokenizer.convert_tokens_to_ids(token)
-        if found is None or found == getattr(tokenizer, "unk_token_id", None):
-            raise ConfigurationError(
-                f"the tokenizer does not know the {kind} token {token!r}: add it as a special token, or pass a family "
-                f"with another {kind}_token"
-            )
-        ids[kind] = int(found)
-    return ids
-
-
-def _bos_of(tokenizer: Any, wanted: bool | None) -> int | None:
-    """Return the token to begin with, if any."""
-    bos: int | None = tokenizer.bos_token_id
-    if wanted is None:
-        wanted = bos is not None and list(tokenizer.encode("", add_special_tokens=True))[:1] == [bos]
-    return bos if wanted else None
 
 
 def _key(sample: Any) -> Any:

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
-from energon_bridge.errors import SampleError
+from energon_bridge.errors import ConfigurationError, SampleError
 from energon_bridge.task_encoder.families.rendering import Segment
-from energon_bridge.task_encoder.families.vision import IMAGE_TYPE, TEXT_TYPE, VIDEO_TYPE, Plan
+from energon_bridge.task_encoder.families.vision import IMAGE_TYPE, TEXT_TYPE, VIDEO_TYPE, Family, Plan
 
 _TYPES = {"image": IMAGE_TYPE, "video": VIDEO_TYPE}
 
@@ -62,6 +62,33 @@ def stretches_of(
     for stretch in stretches:
         _expand(stretch, placeholders)
     return [stretch for stretch in stretches if stretch.tokens]
+
+
+def placeholders_of(tokenizer: Any, family: Family | None) -> Mapping[str, int]:
+    """Return the tokens that stand for images and videos. Raises ConfigurationError if the tokenizer has none."""
+    if family is None:
+        return {}
+    tokens = {"image": family.image_token, "video": family.video_token}
+    ids: dict[str, int] = {}
+    for kind, token in tokens.items():
+        if token is None:
+            continue
+        found = tokenizer.convert_tokens_to_ids(token)
+        if found is None or found == getattr(tokenizer, "unk_token_id", None):
+            raise ConfigurationError(
+                f"the tokenizer does not know the {kind} token {token!r}: add it as a special token, or pass a family "
+                f"with another {kind}_token"
+            )
+        ids[kind] = int(found)
+    return ids
+
+
+def bos_of(tokenizer: Any, wanted: bool | None) -> int | None:
+    """Return the token to begin with, if any."""
+    bos: int | None = tokenizer.bos_token_id
+    if wanted is None:
+        wanted = bos is not None and list(tokenizer.encode("", add_special_tokens=True))[:1] == [bos]
+    return bos if wanted else None
 
 
 def _mismatch(segments: Sequence[Segment], plans: Sequence[Plan]) -> str:
