@@ -1,8 +1,9 @@
 """Encoders for families of Hugging Face models: conversations in, what the model trains on out.
 
 `config` declares how, `chat` brings samples into one form, `rendering` writes them with a chat template and finds what
-is learned, `tokens` makes token sequences of that, `prepared` is what waits for its pixels, `vision` is what a family says of its images and videos, `llava` and
-`qwen` are families, `templates` chat templates of theirs, and `encoder` is the task encoder of all of them.
+is learned, `tokens` makes token sequences of that, `prepared` is what waits for its pixels, `vision` is what a family
+says of its images and videos, `llava` and `qwen` are families, `templates` chat templates of theirs, and `encoder` is
+the task encoder of all of them.
 """
 
 from __future__ import annotations

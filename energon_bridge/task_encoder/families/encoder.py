@@ -161,7 +161,7 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
         """
         try:
             return self._prepared(sample)
-        except SampleError as error:
+        except (SampleError, SkipSample, OverLongSampleError) as error:
             raise type(error)(f"sample {_key(sample)!r}: {error}") from error
 
     def postencode_sample(self, sample: PreparedSample) -> MultiModalSample:
@@ -326,10 +326,10 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
         """Do what a policy says: count, and raise unless the sample is to be cut."""
         self.counts[f"{policy} {limit}"] += 1
         if policy == OverLong.DROP:
-            raise SkipSample(f"the sample has {complaint}")
+            raise SkipSample(complaint)
         if policy == OverLong.RAISE:
             raise OverLongSampleError(
-                f"the sample has {complaint}: raise the limit, or set over_long or over_limit of the ChatConfig to "
+                f"{complaint}: raise the limit, or set over_long or over_limit of the ChatConfig to "
                 "'truncate' or 'drop'"
             )
 

@@ -118,8 +118,11 @@ def _by_offsets(segments: Sequence[Segment], tokenizer: Any, stretches: Sequence
 
 def _by_segment(segments: Sequence[Segment], tokenizer: Any, stretches: Sequence[Stretch]) -> None:
     for segment, stretch in zip(segments, stretches, strict=True):
-        stretch.tokens += tokenizer.encode(segment.text, add_special_tokens=False)
-        stretch.learned += [segment.learned] * len(stretch.tokens)
+        content = segment.text.rstrip() if segment.learned else segment.text
+        for text, learned in ((content, segment.learned), (segment.text[len(content) :], False)):
+            tokens = tokenizer.encode(text, add_special_tokens=False) if text else []
+            stretch.tokens += tokens
+            stretch.learned += [learned] * len(tokens)
 
 
 def _expand(stretch: Stretch, placeholders: Mapping[str, int]) -> None:
