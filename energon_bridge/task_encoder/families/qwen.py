@@ -23,11 +23,11 @@ from PIL import Image
 from torch import Tensor
 
 from energon_bridge.errors import ConfigurationError, SampleError
+from energon_bridge.task_encoder.families.resize import smart_resize, smart_resize_video
 from energon_bridge.task_encoder.families.vision import Plan, VideoFrames, check_tokens
-from energon_bridge.task_encoder.visual import as_pil, concat_visual
+from energon_bridge.task_encoder.visual import as_pil, concat_visual, size_of
 
 _START, _END, _IMAGE, _VIDEO = "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"
-_MOST_ASPECT = 200
 _FPS = 24.0  # what the processors of transformers assume
 
 
@@ -182,72 +182,15 @@ class QwenFamily:
         return height // side, width // side
 
 
-def smart_resize(height: int, width: int, *, factor: int, area: tuple[int, int]) -> tuple[int, int]:
-    """Return the size to which an image is scaled: multiples of a factor, between a least and a largest area.
-
-    Raises:
-        SampleError: One side is more than 200 times the other.
-    """
-    _check_aspect(height, width)
-    least, largest = area
-    rows, columns = (round(side / factor) * factor for side in (height, width))
-    if rows * columns > largest:
-        return _shrunk(height, width, math.sqrt(height * width / largest), factor)
-    if rows * columns < least:
-        return _grown(height, width, math.sqrt(least / (height * width)), factor)
-    return rows, columns
-
-
-def smart_resize_video(
-    frames: int, height: int, width: int, *, factor: int, area: tuple[int, int], temporal_factor: int
-) -> tuple[int, int]:
-    """Return the size to which the frames of a video are scaled, the area being that of all frames together.
-
-    Raises:
-        SampleError: One side is more than 200 times the other.
-    """
-    least, largest = area
-    frames = max(frames, temporal_factor)
-    if height < factor or width < factor:
-        scale = max(factor / height, factor / width)
-        height, width = int(height * scale), int(width * scale)
-    _check_aspect(height, width)
-    rows, columns = (round(side / factor) * factor for side in (height, width))
-    total = round(frames / temporal_factor) * temporal_factor * rows * columns
-    if total > largest:
-        return _shrunk(height, width, math.sqrt(frames * height * width / largest), factor)
-    if total < least:
-        return _grown(height, width, math.sqrt(least / (frames * height * width)), factor)
-    return rows, columns
-
-
 def frames_shape(frames: Any) -> tuple[int, int, int]:
     """Return how many frames there are, their height and width. Raises SampleError if they are no frames."""
-    if isinstance(frames, Tensor):
-        if frames.ndim == 4 and len(frames):
-            return len(frames), int(frames.shape[2]), int(frames.shape[3])
-    elif len(frames) and hasattr(frames[0], "size"):
-        width, height = frames[0].size if isinstance(frames[0].size, tuple) else frames[0].shape[-1:-3:-1]
-        return len(frames), int(height), int(width)
-    shape = tuple(frames.shape) if isinstance(frames, Tensor) else f"{len(frames)} of another type"
-    raise SampleError(f"frames must be a (frames, channels, height, width) tensor or a list of images, not {shape}")
-
-
-def _check_aspect(height: int, width: int) -> None:
-    if max(height, width) > _MOST_ASPECT * min(height, width):
-        raise SampleError(
-            f"an image of {width} x {height} pixels is too narrow: one side may be {_MOST_ASPECT} times the other"
-        )
-
-
-def _shrunk(height: int, width: int, by: float, factor: int) -> tuple[int, int]:
-    rows, columns = (max(factor, math.floor(side / by / factor) * factor) for side in (height, width))
-    return rows, columns
-
-
-def _grown(height: int, width: int, by: float, factor: int) -> tuple[int, int]:
-    rows, columns = (math.ceil(side * by / factor) * factor for side in (height, width))
-    return rows, columns
+    if isinstance(frames, Tensor) and frames.ndim == 4 and len(frames):
+        return len(frames), int(frames.shape[2]), int(frames.shape[3])
+    if isinstance(frames, list | tuple) and frames and not isinstance(frames[0], str):
+        width, height = size_of(frames[0])
+        return len(frames), height, width
+    what = tuple(frames.shape) if isinstance(frames, Tensor) else repr(frames)[:100]
+    raise SampleError(f"frames must be a (frames, channels, height, width) tensor or a list of images, not {what}")
 
 
 def qwen_family(
