@@ -118,6 +118,11 @@ def encoder_of(family: str, config: ChatConfig | None = None, **settings: Any) -
     return ChatTemplateTaskEncoder(tokenizer, known, config)
 
 
+def text_of(encoder: ChatTemplateTaskEncoder, sample: Any) -> str:
+    """Return all of the text, the last label with it."""
+    return str(encoder.tokenizer.decode([*sample.tokens.tolist(), int(sample.labels[-1])]))
+
+
 def picture(width: int = 16, height: int = 16, color: str | None = None, seed: int = 0) -> Image.Image:
     if color is not None:
         return Image.new("RGB", (width, height), COLORS[color])

@@ -16,6 +16,8 @@ from PIL import Image
 
 pytest.importorskip("transformers")
 
+from transformers import Qwen2VLImageProcessorPil
+
 from energon_bridge.errors import ConfigurationError, SampleError
 from energon_bridge.task_encoder.families import (
     FixedTokenFamily,
@@ -76,6 +78,17 @@ def test_tokens_counted_from_sizes_are_those_of_the_pixels(family: str) -> None:
         grid = visual["image_grid_thw"][0].tolist()
         assert tuple(grid) == plan.grid
         assert len(visual["pixel_values"]) == math.prod(grid) == plan.tokens * 4
+
+
+def test_tokens_of_1000_sizes_are_those_that_the_image_processor_counts() -> None:
+    """With the sizes of the real models; what it counts is what serving engines reserve."""
+    processor = Qwen2VLImageProcessorPil()
+    family = qwen_family("qwen2_vl", processor)
+    rng = np.random.default_rng(3)
+    for _ in range(1000):
+        width, height = (int(side) for side in np.exp(rng.uniform(np.log(20), np.log(4000), 2)))
+        if max(width, height) <= 200 * min(width, height):
+            assert family.plan_image(width, height).tokens == processor.get_number_of_image_patches(height, width) // 4
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -34,7 +34,7 @@ class Stretch:
 def stretches_of(
     segments: Sequence[Segment], plans: Sequence[Plan], tokenizer: Any, placeholders: Mapping[str, int]
 ) -> list[Stretch]:
-    """Return the tokens of each segment.
+    """Return the tokens of each segment, up to the last one that is learned.
 
     Args:
         segments: The text.
@@ -61,7 +61,18 @@ def stretches_of(
     tokenise(written, tokenizer, stretches)
     for stretch in stretches:
         _expand(stretch, placeholders)
-    return [stretch for stretch in stretches if stretch.tokens]
+    return up_to_last_learned([stretch for stretch in stretches if stretch.tokens])
+
+
+def up_to_last_learned(stretches: Sequence[Stretch]) -> list[Stretch]:
+    """Leave out what stands behind the last learned token: nothing is learned from it."""
+    last = max((number for number, stretch in enumerate(stretches) if any(stretch.learned)), default=-1)
+    if last < 0:
+        return list(stretches)
+    stretch = stretches[last]
+    end = len(stretch.learned) - stretch.learned[::-1].index(True)
+    cut = Stretch(tokens=stretch.tokens[:end], learned=stretch.learned[:end], types=stretch.types[:end])
+    return [*stretches[:last], cut]
 
 
 def placeholders_of(tokenizer: Any, family: Family | None) -> Mapping[str, int]:
