@@ -20,6 +20,7 @@ from transformers import Qwen2VLImageProcessorPil
 
 from energon_bridge.errors import ConfigurationError, SampleError
 from energon_bridge.task_encoder.families import (
+    ChatConfig,
     FixedTokenFamily,
     QwenFamily,
     VideoFrames,
@@ -243,8 +244,6 @@ def test_positions_are_those_of_the_model(family: str) -> None:
 
 
 def test_frames_beyond_the_limit_are_cut_off() -> None:
-    from energon_bridge.task_encoder.families import ChatConfig
-
     encoder = encoder_of("qwen2_vl", ChatConfig(max_num_frames=4))
     sample = encoder.encode(chat("<video>", "a", videos=[frames_of(9)]))
     assert sample.visual["video_grid_thw"][0, 0] == 2
@@ -259,3 +258,53 @@ def test_what_is_no_frames_is_refused(frames: Any) -> None:
 def test_llava_has_no_videos() -> None:
     with pytest.raises(SampleError, match="have no videos"):
         encoder_of("llava").encode(chat("<video>", "a", videos=[frames_of(2)]))
+
+
+class Decoder:
+    """A decoder of videos that notes what it is asked for."""
+
+    def __init__(self, frames: torch.Tensor, fps: float) -> None:
+        self.frames, self.fps = frames, fps
+        self.asked: list[tuple[int, int]] = []
+
+    def get_metadata(self) -> Any:
+        count, _, height, width = self.frames.shape
+        return SimpleNamespace(
+            video_num_frames=count or None, video_fps=self.fps, video_height=height, video_width=width
+        )
+
+    def get_video_clips(self, video_clip_ranges: Any, video_unit: Any = "seconds") -> Any:
+        assert video_unit == "frames"
+        self.asked += video_clip_ranges
+        return [self.frames[first : last + 1] for first, last in video_clip_ranges], None
+
+
+@pytest.mark.parametrize(
+    ("count", "fps", "config", "numbers"),
+    [
+        (30, 10.0, {}, [0, 6, 12, 17, 23, 29]),
+        (3, 10.0, {}, [0, 1, 2]),
+        (30, 10.0, {"video_fps": 0.1}, [0, 10, 19, 29]),
+        (30, 10.0, {"max_num_frames": 2}, [0, 29]),
+    ],
+)
+def test_frames_of_a_decoder_are_chosen_without_decoding(
+    count: int, fps: float, config: dict[str, Any], numbers: list[int]
+) -> None:
+    decoder = Decoder(frames_of(count), fps)
+    encoder = encoder_of("qwen3_vl", ChatConfig(**config))
+    prepared = encoder.preencode_sample(chat("<video>", "a", videos=[decoder]))
+    assert decoder.asked == []
+    sample = encoder.postencode_sample(prepared)
+    assert decoder.asked == [(number, number) for number in numbers]
+    times = tuple(number / fps for number in numbers)
+    given = VideoFrames(frames=decoder.frames[numbers], fps=len(numbers) / count * fps, timestamps=times)
+    expected = encoder.encode(chat("<video>", "a", videos=[given]))
+    assert torch.equal(sample.tokens, expected.tokens)
+    for name, value in expected.visual.items():
+        assert torch.equal(sample.visual[name], value), name
+
+
+def test_a_decoder_without_video_is_refused() -> None:
+    with pytest.raises(SampleError, match="has no video whose frames could be counted"):
+        encoder_of("qwen2_vl").encode(chat("<video>", "a", videos=[Decoder(frames_of(0), 1.0)]))

@@ -131,7 +131,7 @@ def test_a_type_without_an_encoder_is_refused_and_can_be_registered() -> None:
         encoder.encode({"__key__": "q", "caption": "a"})
     with pytest.raises(SampleError, match="no family for them"):
         encoder.encode(chat("a", "b", images=TWO))
-    encoder.register_encoder(dict, lambda sample, config: encoder._content_of(chat("a", sample["caption"])))
+    encoder.register_encoder(dict, lambda sample, config: chat("a", sample["caption"]))
     assert encoder.encode({"__key__": "q", "caption": "b"}).answer == "b"
 
 

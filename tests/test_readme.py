@@ -1,4 +1,4 @@
-"""The code of the README runs: Python blocks as they stand, and the lines that call `energon`."""
+"""The code of the README and the docs runs: Python blocks as they stand, and the README's lines that call `energon`."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ import pytest
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 README = REPOSITORY / "README.md"
+DOCUMENTS = [README, *sorted((REPOSITORY / "docs").glob("*.md"))]
 DATA, MORE = "/data/captions", "/data/more"  # the paths that the README uses for datasets
 
 
-def blocks(language: str) -> list[tuple[int, str]]:
+def blocks(language: str, document: Path = README) -> list[tuple[int, str]]:
     """Return the fenced blocks of a language with the line each one starts at."""
-    text = README.read_text()
+    text = document.read_text()
     found = re.finditer(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     return [(text[: match.start(1)].count("\n") + 1, match.group(1)) for match in found]
 
@@ -33,13 +34,20 @@ def dataset(tmp_path: Path) -> Path:
     return tmp_path / "captions"
 
 
-@pytest.mark.parametrize(("line", "code"), [pytest.param(*block, id=f"line {block[0]}") for block in blocks("python")])
-def test_python_block(line, code, dataset, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("document", "line", "code"),
+    [
+        pytest.param(path, *block, id=f"{path.name} line {block[0]}")
+        for path in DOCUMENTS
+        for block in blocks("python", path)
+    ],
+)
+def test_python_block(document, line, code, dataset, tmp_path, monkeypatch, capsys):
     assert DATA in code, "a block that loads nothing proves nothing"
     monkeypatch.chdir(tmp_path)  # blocks may write files
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     code = "\n" * (line - 1) + code.replace(DATA, str(dataset)).replace(MORE, str(dataset.parent / "more"))
-    exec(compile(code, str(README), "exec"), {"__name__": "__main__"})
+    exec(compile(code, str(document), "exec"), {"__name__": "__main__"})
 
 
 def test_energon_lines(tmp_path):

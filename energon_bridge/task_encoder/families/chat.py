@@ -21,7 +21,7 @@ from torch import Tensor
 from energon_bridge.errors import SampleError
 from energon_bridge.samples import Sample, VidQASample, edataclass
 from energon_bridge.task_encoder.conversation import Conversation
-from energon_bridge.task_encoder.families.vision import Kind, VideoFrames
+from energon_bridge.task_encoder.families.vision import Kind
 from energon_bridge.task_encoder.sample_encoders import images_of
 
 IMAGE, VIDEO = "<image>", "<video>"
@@ -35,7 +35,8 @@ _FIELDS: Mapping[Kind, Sequence[str]] = {"image": ("images", "image", "imgs"), "
 class ChatSample(Sample):
     """A conversation with its images and videos in the order of their placeholders.
 
-    `messages` is a list of turns, or JSON of one; a video is a `VideoFrames`, frames alone, or a list of images.
+    `messages` is a list of turns, or JSON of one; a video is a `VideoFrames`, frames alone, a list of images, or a
+    decoder of videos.
     """
 
     messages: Any
@@ -71,7 +72,7 @@ class Chat:
 
     messages: tuple[Message, ...]
     images: tuple[Any, ...] = ()
-    videos: tuple[VideoFrames, ...] = ()
+    videos: tuple[Any, ...] = ()
     tools: Sequence[Any] | None = None
 
 
@@ -104,7 +105,7 @@ def chat_of(sample: Any, *, place_images: Literal["before", "after"] = "before")
     return Chat(
         messages=tuple(placed),
         images=tuple(payloads["image"]),
-        videos=tuple(as_video(video) for video in payloads["video"]),
+        videos=tuple(payloads["video"]),
         tools=tools or None,
     )
 
@@ -151,11 +152,6 @@ def media_of(sample: Any, kind: Kind) -> list[Any]:
     # A list of images is one video, a list of videos several.
     several = isinstance(value, list | tuple) and not _is_frame(value[0] if value else None)
     return list(value) if several else [value]
-
-
-def as_video(value: Any) -> VideoFrames:
-    """Return a video with its frames: a VideoFrames, or frames alone."""
-    return value if isinstance(value, VideoFrames) else VideoFrames(frames=value)
 
 
 def _is_frame(value: Any) -> bool:

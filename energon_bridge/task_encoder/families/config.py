@@ -24,7 +24,9 @@ class ChatConfig:
             inside an image or a video; `drop` leaves it out as SkipSample does; `raise` stops the run.
         max_num_images: Most images and videos of a sample; None: any number.
         max_visual_tokens: Most image and video tokens of a sample.
-        max_num_frames: Most frames of a video; what follows is cut off.
+        video_fps: Frames to take of each second of a video that is given as a decoder (`AVDecoder`).
+        min_num_frames: Fewest frames of such a video, where it has as many.
+        max_num_frames: Most frames of a video; of frames that are given, what follows is cut off.
         over_limit: The same choices for samples over `max_num_images` or `max_visual_tokens`: `truncate` cuts in front
             of the first image or video over the limit.
         place_images: Where a conversation has no placeholder, its images go `before` or `after` its first question.
@@ -45,7 +47,9 @@ class ChatConfig:
     over_long: OverLong | Literal["truncate", "drop", "raise"] = OverLong.TRUNCATE
     max_num_images: int | None = None
     max_visual_tokens: int | None = None
-    max_num_frames: int | None = None
+    video_fps: float = 2.0
+    min_num_frames: int = 4
+    max_num_frames: int | None = 768
     over_limit: OverLong | Literal["truncate", "drop", "raise"] = OverLong.DROP
     place_images: Literal["before", "after"] = "before"
     add_bos: bool | None = None
@@ -54,10 +58,13 @@ class ChatConfig:
     ignore_index: int = -100
 
     def __post_init__(self) -> None:
-        for name in ("seq_length", "max_num_images", "max_visual_tokens", "max_num_frames", "pad_to_multiple_of"):
+        numbers = ("seq_length", "max_num_images", "max_visual_tokens", "min_num_frames", "max_num_frames")
+        for name in (*numbers, "pad_to_multiple_of"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ConfigurationError(f"{name}={value!r} of a ChatConfig must be a positive integer")
+        if not self.video_fps > 0:
+            raise ConfigurationError(f"video_fps={self.video_fps!r} of a ChatConfig must be positive")
         policies = (OverLong.TRUNCATE, OverLong.DROP, OverLong.RAISE)
         for name, choices in (
             ("over_long", policies),

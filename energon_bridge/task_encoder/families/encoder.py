@@ -36,6 +36,7 @@ from energon_bridge.task_encoder.families.prepared import PreparedSample, positi
 from energon_bridge.task_encoder.families.registry import family_of
 from energon_bridge.task_encoder.families.rendering import Segment, document_segments, renderer_of
 from energon_bridge.task_encoder.families.tokens import Stretch, bos_of, placeholders_of, stretches_of
+from energon_bridge.task_encoder.families.video import decoded, video_of
 from energon_bridge.task_encoder.families.vision import Family, Plan, VideoFrames
 from energon_bridge.task_encoder.packed_sequences import MultiModalPack, batch_packs, pack_sequences
 from energon_bridge.task_encoder.packing import OverLong, Packer
@@ -143,7 +144,7 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
     def register_encoder(self, sample_type: type, encoder: Callable[[Any, MultiModalSampleConfig], Any]) -> None:
         """Encode samples of a type, and of types derived from it, by a function of the sample and a configuration.
 
-        It returns a `Chat`, a `Conversation` or a `Document`, images as `<image>` in what is shown.
+        It returns a `ChatSample`, a `Conversation` or a `Document`, images as `<image>` in what is shown.
         """
         self._encoders[sample_type] = encoder
 
@@ -171,9 +172,9 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
         if sample.plans and self.family is not None:
             ordered = sorted(sample.plans, key=lambda plan: plan.kind)  # images, then videos; each in their order
             try:
-                visual = self.family.process(images, sample.videos, ordered)
+                visual = self.family.process(images, [decoded(video) for video in sample.videos], ordered)
             except SampleError as error:
-                raise SampleError(f"sample {_key(sample)!r}: {error}") from error
+                raise type(error)(f"sample {_key(sample)!r}: {error}") from error
         positions = positions_of(sample, self.family)
         return MultiModalSample.derive_from(
             sample,
@@ -211,7 +212,7 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
     def _prepared(self, sample: Any) -> PreparedSample:
         content = self._content_of(sample)
         segments, answer = self._rendered(content)
-        images, videos = list(content.images), [self._shortened(v) for v in getattr(content, "videos", ())]
+        images, videos = list(content.images), self._videos(getattr(content, "videos", ()))
         plans = self._planned(segments, images, videos)
         stretches = stretches_of(segments, plans, self.tokenizer, self._placeholders)
         if self._bos is not None and not (stretches and stretches[0].tokens[:1] == [self._bos]):
@@ -249,6 +250,8 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
                 "to a ChatSample, or call register_encoder"
             )
         content = encoder(sample, self._sample_config)
+        if has_turns(content):
+            return chat_of(content, place_images=place)
         return content if isinstance(content, Chat | Document) else chat_of_conversation(content)
 
     def _rendered(self, content: Chat | Document) -> tuple[list[Segment], str]:
@@ -262,11 +265,10 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
         segments = self._renderer.segments(content)
         return segments, next(message.text for message in content.messages if message.role == "assistant")
 
-    def _shortened(self, video: VideoFrames) -> VideoFrames:
-        most = self.config.max_num_frames
-        if most is None or len(video.frames) <= most:
-            return video
-        return replace(video, frames=video.frames[:most], timestamps=video.timestamps and video.timestamps[:most])
+    def _videos(self, values: Sequence[Any]) -> list[VideoFrames]:
+        config = self.config
+        least, most = config.min_num_frames, config.max_num_frames
+        return [video_of(value, fps=config.video_fps, least=least, most=most) for value in values]
 
     def _planned(self, segments: Sequence[Segment], images: Sequence[Any], videos: Sequence[Any]) -> list[Plan]:
         """Return the plans of images and videos in the order of their places."""

@@ -24,8 +24,9 @@ from torch import Tensor
 
 from energon_bridge.errors import ConfigurationError, SampleError
 from energon_bridge.task_encoder.families.resize import smart_resize, smart_resize_video
+from energon_bridge.task_encoder.families.video import frames_shape
 from energon_bridge.task_encoder.families.vision import Plan, VideoFrames, check_tokens
-from energon_bridge.task_encoder.visual import as_pil, concat_visual, size_of
+from energon_bridge.task_encoder.visual import as_pil, concat_visual
 
 _START, _END, _IMAGE, _VIDEO = "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"
 _FPS = 24.0  # what the processors of transformers assume
@@ -180,17 +181,6 @@ class QwenFamily:
     def _patches(self, height: int, width: int) -> tuple[int, int]:
         side = int(self.image_processor.patch_size)
         return height // side, width // side
-
-
-def frames_shape(frames: Any) -> tuple[int, int, int]:
-    """Return how many frames there are, their height and width. Raises SampleError if they are no frames."""
-    if isinstance(frames, Tensor) and frames.ndim == 4 and len(frames):
-        return len(frames), int(frames.shape[2]), int(frames.shape[3])
-    if isinstance(frames, list | tuple) and frames and not isinstance(frames[0], str):
-        width, height = size_of(frames[0])
-        return len(frames), height, width
-    what = tuple(frames.shape) if isinstance(frames, Tensor) else repr(frames)[:100]
-    raise SampleError(f"frames must be a (frames, channels, height, width) tensor or a list of images, not {what}")
 
 
 def qwen_family(
