@@ -226,6 +226,17 @@ def test_an_encoder_is_loaded_from_a_folder(family: str, tmp_path: Path) -> None
     assert torch.equal(ours.visual["pixel_values"], theirs.visual["pixel_values"])
 
 
+@pytest.mark.parametrize("name", ["video_preprocessor_config.json", "processor_config.json"])
+def test_the_bounds_of_videos_are_those_of_the_folder(name: str, tmp_path: Path) -> None:
+    tokenizer = tokenizer_of("qwen3_vl")
+    for part in (tokenizer, image_processor_of("qwen3_vl"), model_config_of("qwen3_vl", tokenizer)):
+        part.save_pretrained(tmp_path)
+    video = {"size": {"shortest_edge": 4096, "longest_edge": 25165824}}
+    (tmp_path / name).write_text(json.dumps(video if name.startswith("video") else {"video_processor": video}))
+    family: Any = ChatTemplateTaskEncoder.from_pretrained(tmp_path).family
+    assert (family.video_min_pixels, family.video_max_pixels) == (4096, 25165824)
+
+
 def test_what_cannot_be_loaded_says_so(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigurationError, match=r"(?s)cannot load the tokenizer and image processor of '.*local folder"

@@ -13,8 +13,10 @@ from families import FAMILIES, QWENS, chat, encoder_of, model_config_of, model_o
 pytest.importorskip("transformers")
 
 from energon_bridge.errors import ConfigurationError
-from energon_bridge.samples import InterleavedSample, TextSample
-from energon_bridge.task_encoder.families import ChatTemplateTaskEncoder, VideoFrames
+from energon_bridge.samples import InterleavedSample, TextSample, VQASample
+from energon_bridge.task_encoder.conversation import ImageToken, MultiModalSampleConfig
+from energon_bridge.task_encoder.families import ChatTemplateTaskEncoder, QwenFamily, VideoFrames
+from energon_bridge.task_encoder.multimodal import MultiModalTaskEncoder
 from energon_bridge.task_encoder.packed_sequences import unpack_batch
 from energon_bridge.task_encoder.sequences import Filling, MultiModalSample
 from energon_bridge.training.config import RunConfig
@@ -160,6 +162,28 @@ def test_positions_of_packs_begin_again_in_every_sample(qwen: str) -> None:
     alone = encoder.batch(samples)
     for name in ("tokens", "labels", "mm_token_type_ids", "mrope_position_ids", "attention_mask"):
         assert torch.equal(getattr(rows, name), getattr(alone, name)), name
+
+
+@pytest.mark.parametrize("qwen", QWENS)
+def test_packs_of_the_multimodal_encoder_have_the_losses_of_their_samples(qwen: str) -> None:
+    made = encoder_of(qwen)
+    assert isinstance(made.family, QwenFamily)
+    token = ImageToken(token_id=made._placeholders["image"], before="<|vision_start|>", after="<|vision_end|>")
+    config = MultiModalSampleConfig(image_token=token)
+    encoder = MultiModalTaskEncoder(made.tokenizer, made.family.image_processor, config)
+    samples = [
+        encoder.encode_sample(VQASample(__key__="a", image=images, context="<image>?" * count, answers=["red"]))  # type: ignore[arg-type]
+        for count in (1, 2)
+        for images in [[picture(16 + 16 * number, 24) for number in range(count)]]
+    ]
+    samples.append(encoder.encode_sample(TextSample(__key__="text", text="red green")))
+    module = module_of(qwen, made)
+    packs, rows = encoder.batch([encoder.pack_selected_samples(samples)]), encoder.batch(samples)
+    with torch.no_grad():
+        packed, alone = (module._token_losses(batch)[0][batch.loss_mask.bool()] for batch in (packs, rows))
+        torch.testing.assert_close(packed, alone, rtol=1e-4, atol=1e-4)
+        rows.mrope_position_ids = None  # the model's own
+        torch.testing.assert_close(module._token_losses(rows)[0][rows.loss_mask.bool()], alone, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("qwen", QWENS)

@@ -33,7 +33,7 @@ from energon_bridge.task_encoder.families.chat import (
 )
 from energon_bridge.task_encoder.families.config import ChatConfig
 from energon_bridge.task_encoder.families.prepared import PreparedSample, positions_of
-from energon_bridge.task_encoder.families.registry import family_of
+from energon_bridge.task_encoder.families.registry import family_of, load_family
 from energon_bridge.task_encoder.families.rendering import Segment, document_segments, renderer_of
 from energon_bridge.task_encoder.families.tokens import Stretch, bos_of, placeholders_of, stretches_of
 from energon_bridge.task_encoder.families.video import decoded, video_of
@@ -139,7 +139,8 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
                 f"cannot load the tokenizer and image processor of {str(name_or_path)!r}: {error}\nWithout a "
                 "connection to the Hugging Face hub use a model that is in the cache (HF_HOME), or a local folder"
             ) from error
-        return cls.for_model(model_config, tokenizer, image_processor, config, packer=packer)
+        family = load_family(name_or_path, model_config, tokenizer, image_processor)
+        return cls(tokenizer, family, config, packer=packer)
 
     def register_encoder(self, sample_type: type, encoder: Callable[[Any, MultiModalSampleConfig], Any]) -> None:
         """Encode samples of a type, and of types derived from it, by a function of the sample and a configuration.

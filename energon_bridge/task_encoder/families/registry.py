@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from energon_bridge.errors import ConfigurationError
@@ -12,20 +15,30 @@ from energon_bridge.task_encoder.families.qwen import QWEN_MODELS, QwenFamily, q
 _CLASS_TOKENS = {"siglip_vision_model": 0, "siglip2_vision_model": 0}
 
 
-def family_of(model_config: Any, tokenizer: Any, image_processor: Any) -> FixedTokenFamily | QwenFamily:
+def family_of(
+    model_config: Any, tokenizer: Any, image_processor: Any, *, video_config: Mapping[str, Any] | None = None
+) -> FixedTokenFamily | QwenFamily:
     """Return the family of a model.
 
     Args:
         model_config: The model's configuration: `model_type` and what its family needs.
         tokenizer: Knows the text of the image token.
         image_processor: The model's image processor.
+        video_config: That of its video processor, of which the bounds of the size of videos are taken.
 
     Raises:
         ConfigurationError: The family is not known.
     """
     kind = model_config.model_type
     if kind in QWEN_MODELS:
-        return qwen_family(kind, image_processor, tokens_per_second=_tokens_per_second(model_config))
+        least, largest = _video_bounds(video_config or {})
+        return qwen_family(
+            kind,
+            image_processor,
+            video_min_pixels=least,
+            video_max_pixels=largest,
+            tokens_per_second=getattr(model_config.vision_config, "tokens_per_second", None),
+        )
     if kind == "llava":
         vision = model_config.vision_config
         token_id = getattr(model_config, "image_token_id", None) or model_config.image_token_index
@@ -42,5 +55,33 @@ def family_of(model_config: Any, tokenizer: Any, image_processor: Any) -> FixedT
     )
 
 
-def _tokens_per_second(model_config: Any) -> float:
-    return float(getattr(model_config.vision_config, "tokens_per_second", 0) or 0)
+def load_family(name_or_path: str | Path, model_config: Any, tokenizer: Any, image_processor: Any) -> Any:
+    """Return the family of a model in a folder or on the hub, its video processor's bounds among its settings.
+
+    Raises:
+        ConfigurationError: The family is not known.
+    """
+    from transformers.utils import cached_file
+
+    found: Mapping[str, Any] = {}
+    # Which of these files there is depends on the release of transformers that wrote the folder.
+    for name in ("video_preprocessor_config.json", "processor_config.json"):
+        path = cached_file(
+            str(name_or_path),
+            name,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+            _raise_exceptions_for_gated_repo=False,
+        )
+        if path is not None:
+            content = json.loads(Path(path).read_text("utf-8"))
+            found = found or (content if name.startswith("video") else content.get("video_processor", {}))
+    return family_of(model_config, tokenizer, image_processor, video_config=found)
+
+
+def _video_bounds(config: Mapping[str, Any]) -> tuple[int | None, int | None]:
+    size = config.get("size") or {}
+    return (
+        config.get("min_pixels") or size.get("shortest_edge"),
+        config.get("max_pixels") or size.get("longest_edge"),
+    )
