@@ -103,6 +103,31 @@ def test_pixels_are_those_of_the_image_processor(family: str) -> None:
         assert torch.equal(sample.visual["image_grid_thw"], expected["image_grid_thw"])
 
 
+@pytest.mark.parametrize("family", QWENS)
+def test_tokens_are_those_of_the_whole_text_with_its_images_expanded(family: str) -> None:
+    """As the family's processor makes them, which cannot be made without torchvision."""
+    encoder = encoder_of(family)
+    images = [picture(40, 16), picture(16, 16)]
+    sample = encoder.encode(chat("a <image>b\n\n c", "d e", "<image>", "f", images=images, system="s"))
+    messages = [
+        {"role": "system", "content": "s"},
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "a "}, {"type": "image"}, {"type": "text", "text": "b\n\n c"}],
+        },
+        {"role": "assistant", "content": "d e"},
+        {"role": "user", "content": [{"type": "image"}]},
+        {"role": "assistant", "content": "f"},
+    ]
+    pieces = encoder.tokenizer.apply_chat_template(messages, tokenize=False).split("<|image_pad|>")
+    counts = [int(grid.prod()) // 4 for grid in sample.visual["image_grid_thw"]]
+    text = pieces[0] + "".join("<|image_pad|>" * n + piece for n, piece in zip(counts, pieces[1:], strict=True))
+    expected = encoder.tokenizer(text)["input_ids"][: len(sample.tokens)]
+    assert sample.tokens.tolist() == expected
+    pad = encoder.tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    assert torch.equal(sample.mm_token_type_ids, torch.eq(sample.tokens, pad).long())
+
+
 @pytest.mark.parametrize(
     ("config", "size"), [({}, (336, 336)), ({"do_center_crop": False, "size": {"height": 28, "width": 42}}, (28, 42))]
 )

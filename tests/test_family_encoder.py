@@ -226,6 +226,22 @@ def test_an_encoder_is_loaded_from_a_folder(family: str, tmp_path: Path) -> None
     assert torch.equal(ours.visual["pixel_values"], theirs.visual["pixel_values"])
 
 
+@pytest.mark.parametrize("name", ["chat_template.jinja", "chat_template.json", "in the tokenizer"])
+def test_the_template_of_the_processor_goes_first(name: str, tmp_path: Path) -> None:
+    tokenizer = tokenizer_of("llava")
+    tokenizer.chat_template = {"default": "{{ 'of the tokenizer' }}"} if name == "in the tokenizer" else None
+    for part in (tokenizer, image_processor_of("llava"), model_config_of("llava", tokenizer)):
+        part.save_pretrained(tmp_path)
+    if name != "in the tokenizer":
+        template = "of the processor"
+        (tmp_path / name).write_text(json.dumps({"chat_template": template}) if name.endswith("json") else template)
+    loaded = ChatTemplateTaskEncoder.from_pretrained(tmp_path)
+    expected = "{{ 'of the tokenizer' }}" if name == "in the tokenizer" else "of the processor"
+    assert loaded._renderer.template == expected
+    own = ChatTemplateTaskEncoder.from_pretrained(tmp_path, ChatConfig(chat_template="my own"))
+    assert own._renderer.template == "my own"
+
+
 @pytest.mark.parametrize("name", ["video_preprocessor_config.json", "processor_config.json"])
 def test_the_bounds_of_videos_are_those_of_the_folder(name: str, tmp_path: Path) -> None:
     tokenizer = tokenizer_of("qwen3_vl")

@@ -253,6 +253,14 @@ def test_a_template_that_changes_earlier_turns_is_refused() -> None:
         encoder.encode(chat("a", "so /think b", "c", "d"))
 
 
+@pytest.mark.parametrize("template", ["{{ tools[0]['name'] }}: " + STRINGS, "{{ tools[0]['name'] }}: " + MARKED])
+def test_tools_reach_the_template(template: str) -> None:
+    encoder = encoder_of("qwen2_vl", ChatConfig(chat_template=template))
+    sample = chat("a", "b")
+    sample.tools = [{"name": "lens"}]
+    assert text_of(encoder, encoder.encode(sample)).startswith("lens: ")
+
+
 def test_what_a_template_refuses_is_an_error_of_the_sample() -> None:
     encoder = encoder_of("qwen2_vl", ChatConfig(chat_template=ALTERNATING))
     with pytest.raises(

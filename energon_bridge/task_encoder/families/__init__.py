@@ -2,8 +2,9 @@
 
 `config` declares how, `chat` brings samples into one form, `rendering` writes them with a chat template and finds what
 is learned, `tokens` makes token sequences of that, `prepared` is what waits for its pixels, `vision` is what a family
-says of its images and videos, `llava` and `qwen` are families, `templates` chat templates of theirs, and `encoder` is
-the task encoder of all of them.
+says of its images and videos, `llava` and `qwen` are families (`resize` and `video` have the sizes of images and the
+frames of videos), `templates` chat templates of theirs; `registry` and `pretrained` find them for a model, and
+`encoder` is the task encoder of all of them.
 """
 
 from __future__ import annotations

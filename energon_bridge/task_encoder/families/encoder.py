@@ -33,7 +33,8 @@ from energon_bridge.task_encoder.families.chat import (
 )
 from energon_bridge.task_encoder.families.config import ChatConfig
 from energon_bridge.task_encoder.families.prepared import PreparedSample, positions_of
-from energon_bridge.task_encoder.families.registry import family_of, load_family
+from energon_bridge.task_encoder.families.pretrained import load_pretrained
+from energon_bridge.task_encoder.families.registry import family_of
 from energon_bridge.task_encoder.families.rendering import Segment, document_segments, renderer_of
 from energon_bridge.task_encoder.families.tokens import Stretch, bos_of, placeholders_of, stretches_of
 from energon_bridge.task_encoder.families.video import decoded, video_of
@@ -128,19 +129,11 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
         Raises:
             ConfigurationError: Something cannot be loaded, or the model's family is not known.
         """
-        from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
-
-        try:
-            model_config = AutoConfig.from_pretrained(name_or_path)
-            tokenizer = AutoTokenizer.from_pretrained(name_or_path)
-            image_processor = AutoImageProcessor.from_pretrained(name_or_path, backend="pil")
-        except (OSError, ValueError) as error:
-            raise ConfigurationError(
-                f"cannot load the tokenizer and image processor of {str(name_or_path)!r}: {error}\nWithout a "
-                "connection to the Hugging Face hub use a model that is in the cache (HF_HOME), or a local folder"
-            ) from error
-        family = load_family(name_or_path, model_config, tokenizer, image_processor)
-        return cls(tokenizer, family, config, packer=packer)
+        loaded = load_pretrained(name_or_path)
+        config = config or ChatConfig()
+        if config.chat_template is None and loaded.chat_template is not None:
+            config = replace(config, chat_template=loaded.chat_template)
+        return cls(loaded.tokenizer, loaded.family, config, packer=packer)
 
     def register_encoder(self, sample_type: type, encoder: Callable[[Any, MultiModalSampleConfig], Any]) -> None:
         """Encode samples of a type, and of types derived from it, by a function of the sample and a configuration.

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from energon_bridge.errors import ConfigurationError
@@ -53,30 +51,6 @@ def family_of(
         f"no family is known for models of type {kind!r}; known: llava, {', '.join(QWEN_MODELS)}. Pass a "
         "FixedTokenFamily, or a family of your own, to ChatTemplateTaskEncoder"
     )
-
-
-def load_family(name_or_path: str | Path, model_config: Any, tokenizer: Any, image_processor: Any) -> Any:
-    """Return the family of a model in a folder or on the hub, its video processor's bounds among its settings.
-
-    Raises:
-        ConfigurationError: The family is not known.
-    """
-    from transformers.utils import cached_file
-
-    found: Mapping[str, Any] = {}
-    # Which of these files there is depends on the release of transformers that wrote the folder.
-    for name in ("video_preprocessor_config.json", "processor_config.json"):
-        path = cached_file(
-            str(name_or_path),
-            name,
-            _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_connection_errors=False,
-            _raise_exceptions_for_gated_repo=False,
-        )
-        if path is not None:
-            content = json.loads(Path(path).read_text("utf-8"))
-            found = found or (content if name.startswith("video") else content.get("video_processor", {}))
-    return family_of(model_config, tokenizer, image_processor, video_config=found)
 
 
 def _video_bounds(config: Mapping[str, Any]) -> tuple[int | None, int | None]:

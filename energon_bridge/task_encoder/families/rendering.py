@@ -158,6 +158,8 @@ def renderer_of(
         ConfigurationError: There is no template.
     """
     template = template or getattr(tokenizer, "chat_template", None)
+    if isinstance(template, Mapping):
+        template = template.get("default")
     if not isinstance(template, str):
         raise ConfigurationError(
             f"{type(tokenizer).__name__} has no chat template (found: {type(template).__name__}): set "
