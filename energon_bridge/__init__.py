@@ -156,6 +156,14 @@ if TYPE_CHECKING:
         stateless as stateless,
         unpack_batch as unpack_batch,
     )
+    from energon_bridge.task_encoder.families import (
+        ChatConfig as ChatConfig,
+        ChatSample as ChatSample,
+        ChatTemplateTaskEncoder as ChatTemplateTaskEncoder,
+        FixedTokenFamily as FixedTokenFamily,
+        QwenFamily as QwenFamily,
+        VideoFrames as VideoFrames,
+    )
     from energon_bridge.topology import WorkerConfig as WorkerConfig
     from energon_bridge.verify import ResumeReport as ResumeReport, verify_resume as verify_resume
 
@@ -286,6 +294,14 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
         "packed_seq_params",
         "stateless",
         "unpack_batch",
+    ),
+    "task_encoder.families": (
+        "ChatConfig",
+        "ChatSample",
+        "ChatTemplateTaskEncoder",
+        "FixedTokenFamily",
+        "QwenFamily",
+        "VideoFrames",
     ),
     "topology": ("WorkerConfig",),
     "verify": ("ResumeReport", "verify_resume"),

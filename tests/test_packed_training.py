@@ -182,18 +182,6 @@ def test_a_model_that_would_mix_samples_is_refused(
         check_packing(model)
 
 
-def test_a_family_with_positions_of_several_axes_is_refused() -> None:
-    from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
-
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 300}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2}
-    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
-    vision = {"depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 2}
-    config = Qwen2VLConfig(text_config={**sizes, **heads, "rope_parameters": rope}, vision_config=vision)
-    with pytest.raises(ConfigurationError, match=r"^Qwen2VL\w+ does not keep the samples of a pack apart"):
-        check_packing(Qwen2VLForConditionalGeneration(config))
-
-
 # Answers of packed samples -------------------------------------------------------------------------------------------
 
 

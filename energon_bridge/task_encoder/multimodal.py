@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 
 from energon_bridge.errors import ConfigurationError, SampleError
@@ -27,6 +28,7 @@ from energon_bridge.task_encoder.conversation import (
     render,
 )
 from energon_bridge.task_encoder.decoder import SampleDecoder
+from energon_bridge.task_encoder.mrope import Grid, mrope_positions
 from energon_bridge.task_encoder.packed_sequences import MultiModalPack, batch_packs, pack_sequences
 from energon_bridge.task_encoder.packing import Packer
 from energon_bridge.task_encoder.sample_encoders import SAMPLE_ENCODERS, SampleEncoder
@@ -134,14 +136,16 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
         except SampleError as error:
             raise SampleError(f"sample {_key(sample)!r}: {error}") from error
         tokens, labels, loss_mask = finished
+        joined = concat_visual(visual)
         return MultiModalSample.derive_from(
             sample,
             tokens=tokens,
             labels=labels,
             loss_mask=loss_mask,
-            visual=concat_visual(visual),
+            visual=joined,
             answer=_first_answer(content),
             num_images=len(visual),
+            mrope_position_ids=self._mrope(tokens, joined.get("image_grid_thw")),
         )
 
     def padded_length(self, sample: MultiModalSample) -> int:
@@ -227,6 +231,14 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
         if grid is None:
             return 1
         return int(grid.prod(-1).sum()) // int(getattr(self.image_processor, "merge_size", 1)) ** 2
+
+    def _mrope(self, tokens: Tensor, grids: Tensor | None) -> Tensor | None:
+        """Return the positions of three axes for models that take images in grids."""
+        merge_size = getattr(self.image_processor, "merge_size", None)
+        if grids is None or merge_size is None or self.image_tokens_per_image is not None:
+            return None
+        types = torch.eq(tokens, self._image_token_id).long().tolist()
+        return mrope_positions(types, {1: [Grid(*grid) for grid in grids.tolist()]}, int(merge_size))
 
     def _check_something_learned(self, sequence: Sequencer, image_tokens: int) -> None:
         before = len(sequence.tokens)

@@ -22,7 +22,14 @@ from torch import Tensor
 
 from energon_bridge.errors import ConfigurationError, OverLongSampleError
 from energon_bridge.samples import Sample, batch_meta, edataclass
-from energon_bridge.task_encoder.sequences import Filling, MultiModalBatch, MultiModalSample, pad_rows
+from energon_bridge.task_encoder.sequences import (
+    Filling,
+    MultiModalBatch,
+    MultiModalSample,
+    mrope_of,
+    pad_optional,
+    pad_rows,
+)
 from energon_bridge.task_encoder.visual import concat_visual
 
 if TYPE_CHECKING:
@@ -34,7 +41,8 @@ class MultiModalPack(Sample):
     """The samples of one pack as one sequence of T tokens; its key is those of the samples, joined by commas.
 
     `tokens`, `labels`, `position_ids`, `attention_mask` (int64) and `loss_mask` (float32) have shape (T,). `lengths`,
-    `padded_lengths`, `num_images`, `answers` and `sample_keys` have an entry for each sample.
+    `padded_lengths`, `num_images`, `answers` and `sample_keys` have an entry for each sample. `mm_token_type_ids`,
+    (T,), and `mrope_position_ids`, (3, T), are there for models that take them.
     """
 
     tokens: Tensor
@@ -48,6 +56,8 @@ class MultiModalPack(Sample):
     num_images: list[int]
     answers: list[str]
     sample_keys: list[str]
+    mm_token_type_ids: Tensor | None = None
+    mrope_position_ids: Tensor | None = None
 
 
 def pack_sequences(
@@ -88,6 +98,7 @@ def pack_sequences(
         num_images=[sample.num_images for sample in samples],
         answers=[sample.answer for sample in samples],
         sample_keys=[sample.__key__ for sample in samples],
+        **_joined_optional(samples, padded),
     )
 
 
@@ -116,6 +127,7 @@ def batch_packs(packs: Sequence[MultiModalPack], filling: Filling) -> MultiModal
         cu_seqlens=cu_seqlens([size for pack in packs for size in pack.lengths]),
         cu_seqlens_padded=cu_seqlens(padded),
         max_seqlen=max(padded),
+        **pad_optional(packs, length),
     )
 
 
@@ -151,6 +163,12 @@ def unpack_batch(batch: MultiModalBatch, filling: Filling) -> MultiModalBatch:
         cu_seqlens=None,
         cu_seqlens_padded=None,
         max_seqlen=None,
+        mm_token_type_ids=None if batch.mm_token_type_ids is None else rows(batch.mm_token_type_ids, 0),
+        mrope_position_ids=(
+            None
+            if batch.mrope_position_ids is None
+            else torch.stack([rows(positions, 0) for positions in batch.mrope_position_ids])
+        ),
     )
 
 
@@ -177,6 +195,21 @@ def packed_seq_params(batch: MultiModalBatch) -> PackedSeqParams:
         if not torch.equal(batch.cu_seqlens, batch.cu_seqlens_padded):
             values[f"cu_seqlens_{side}_padded"] = batch.cu_seqlens_padded
     return PackedSeqParams(qkv_format="thd", **values)
+
+
+def _joined_optional(samples: Sequence[MultiModalSample], padded: Sequence[int]) -> dict[str, Any]:
+    out: dict[str, Any] = {"mm_token_type_ids": None, "mrope_position_ids": None}
+    if any(sample.mm_token_type_ids is not None for sample in samples):
+        types = [s.mm_token_type_ids for s in samples]
+        out["mm_token_type_ids"] = _joined(
+            [torch.zeros_like(s.tokens) if t is None else t for s, t in zip(samples, types, strict=True)], padded, 0
+        )
+    if any(sample.mrope_position_ids is not None for sample in samples):
+        positions = [mrope_of(sample) for sample in samples]
+        out["mrope_position_ids"] = torch.stack(
+            [_joined([position[axis] for position in positions], padded, 0) for axis in range(3)]
+        )
+    return out
 
 
 def _joined(parts: Sequence[Tensor], padded: Sequence[int], value: float) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +23,8 @@ class MultiModalSample(Sample):
     """One encoded sample, before batching.
 
     `tokens`, `labels` (int64) and `loss_mask` (float32) have shape (n,); `visual` is what the image processor returned
-    for its images, in their order; `answer` is the first text that is learned.
+    for its images, in their order; `answer` is the first text that is learned. Models with positions of three axes have
+    `mrope_position_ids`, int64 (3, n), and `mm_token_type_ids`, int64 (n,): 0 for text, 1 for images, 2 for videos.
     """
 
     tokens: Tensor
@@ -31,6 +33,8 @@ class MultiModalSample(Sample):
     visual: dict[str, Tensor]
     answer: str
     num_images: int = 1
+    mm_token_type_ids: Tensor | None = None
+    mrope_position_ids: Tensor | None = None
 
 
 @edataclass
@@ -46,6 +50,9 @@ class MultiModalBatch(Batch):
     `cu_seqlens_padded[i]` on and `cu_seqlens[i + 1] - cu_seqlens[i]` tokens; the two, int32 (samples + 1,), differ only
     where something is padded. `max_seqlen` is the length of the longest sample, padding included. `position_ids` begin
     at 0 in every sample. `answers`, `num_images` and `sample_keys` have an entry for each sample, not for each row.
+
+    `mm_token_type_ids`, (B, S), and `mrope_position_ids`, (3, B, S), int64, are there for models that take them; the
+    latter begin at 0 in every sample, too, and are 0 where something is padded.
     """
 
     tokens: Tensor
@@ -61,6 +68,8 @@ class MultiModalBatch(Batch):
     cu_seqlens: Tensor | None = None
     cu_seqlens_padded: Tensor | None = None
     max_seqlen: int | None = None
+    mm_token_type_ids: Tensor | None = None
+    mrope_position_ids: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,7 +131,33 @@ def batch_sequences(samples: Sequence[MultiModalSample], length: int, filling: F
         answers=[sample.answer for sample in samples],
         num_images=[sample.num_images for sample in samples],
         sample_keys=[sample.__key__ for sample in samples],
+        **pad_optional(samples, length),
     )
+
+
+def pad_optional(rows: Sequence[Any], length: int) -> dict[str, Any]:
+    """Stack the token types and the positions of three axes of samples or packs, where they have them.
+
+    Rows without them, as texts may be among samples with images, get those of a text.
+    """
+    out: dict[str, Any] = {"mm_token_type_ids": None, "mrope_position_ids": None}
+    if any(row.mm_token_type_ids is not None for row in rows):
+        types = [row.tokens.new_zeros(0) if row.mm_token_type_ids is None else row.mm_token_type_ids for row in rows]
+        out["mm_token_type_ids"] = pad_rows(types, length, 0)
+    if any(row.mrope_position_ids is not None for row in rows):
+        positions = [mrope_of(row) for row in rows]
+        out["mrope_position_ids"] = torch.stack(
+            [pad_rows([row[axis] for row in positions], length, 0) for axis in range(3)]
+        )
+    return out
+
+
+def mrope_of(row: Any) -> Tensor:
+    """Return the positions of three axes of a sample, those of a text where it has none."""
+    if row.mrope_position_ids is not None:
+        positions: Tensor = row.mrope_position_ids
+        return positions
+    return torch.arange(len(row.tokens)).expand(3, -1)
 
 
 def pad_rows(rows: Sequence[Tensor], length: int, value: float) -> Tensor:

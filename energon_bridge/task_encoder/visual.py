@@ -15,6 +15,7 @@ from torch import Tensor
 
 from energon_bridge.errors import SampleError
 from energon_bridge.samples.stacking import concat_pad
+from energon_bridge.task_encoder.deferred import DeferredImage
 
 
 def as_pil(image: Any) -> Image.Image:
@@ -43,6 +44,21 @@ def as_pil(image: Any) -> Image.Image:
     if pixels.shape[-1] < 3:
         pixels = pixels[..., :1].repeat(3, axis=-1)
     return Image.fromarray(np.ascontiguousarray(pixels))
+
+
+def size_of(image: Any) -> tuple[int, int]:
+    """Return width and height of an image in pixels, without decoding one that is deferred.
+
+    Raises:
+        SampleError: The value is no image in a form that `as_pil` takes, or has no header to be read.
+    """
+    if isinstance(image, Tensor) and image.ndim == 3:
+        return int(image.shape[2]), int(image.shape[1])
+    if isinstance(image, np.ndarray) and image.ndim == 3:
+        return int(image.shape[1]), int(image.shape[0])
+    if isinstance(image, Image.Image | DeferredImage):
+        return image.size
+    return as_pil(image).size  # which says what an image may be
 
 
 def process_image(image_processor: Any, image: Any) -> dict[str, Tensor]:

@@ -29,7 +29,7 @@ from energon_bridge.task_encoder.packed_sequences import unpack_batch
 from energon_bridge.task_encoder.sequences import Filling
 from energon_bridge.training.config import RunConfig
 from energon_bridge.training.generation import Prediction, generate_answers, prompts_of, visible_images
-from energon_bridge.training.packed import check_packing, sequence_inputs
+from energon_bridge.training.packed import check_packing, sequence_inputs, takes_mrope
 from energon_bridge.training.presets import ModelBundle
 
 _SEED_BITS = (1 << 63) - 1
@@ -53,12 +53,15 @@ class VisionLanguageModule(LightningModule):
         self.validation_loss: float | None = None
         self.validated_step = -1
         self._validation_sums = torch.zeros(2, dtype=torch.float64)
-        self._wants_token_types = "mm_token_type_ids" in inspect.signature(bundle.model.forward).parameters
+        arguments = inspect.signature(bundle.model.forward).parameters
+        self._wants_token_types = "mm_token_type_ids" in arguments
+        self._wants_seconds = "second_per_grid_ts" in arguments
+        self._takes_mrope = takes_mrope(bundle.model)
 
     def forward(self, batch: MultiModalBatch) -> Tensor:
         """Return the logits, shape (B, S, vocabulary)."""
         inputs = self.model_inputs(batch)
-        logits: Tensor = self.model(input_ids=batch.tokens, **sequence_inputs(batch), **inputs).logits
+        logits: Tensor = self.model(input_ids=batch.tokens, **self._sequence_inputs(batch), **inputs).logits
         return logits
 
     def model_inputs(self, batch: MultiModalBatch) -> dict[str, Tensor]:
@@ -67,8 +70,14 @@ class VisionLanguageModule(LightningModule):
         if batch.pixel_values is not None:
             inputs["pixel_values"] = batch.pixel_values.to(next(self.model.parameters()).dtype)
         if self._wants_token_types:
-            inputs["mm_token_type_ids"] = torch.eq(batch.tokens, self.image_token_id).long()
+            types = batch.mm_token_type_ids
+            inputs["mm_token_type_ids"] = torch.eq(batch.tokens, self.image_token_id).long() if types is None else types
+        if not self._wants_seconds:
+            inputs.pop("second_per_grid_ts", None)
         return inputs
+
+    def _sequence_inputs(self, batch: MultiModalBatch) -> dict[str, Any]:
+        return sequence_inputs(batch, mrope=self._takes_mrope)
 
     def on_train_start(self) -> None:
         """Refuse a model that would mix the samples of packs."""

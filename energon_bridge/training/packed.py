@@ -3,7 +3,8 @@
 Positions that begin again tell every attention of transformers where a sample ends: its masks, and the variable-length
 kernels, are then made so that no sample sees another. But only where the model is given no attention mask and keeps no
 cache; with either it silently attends across the borders. So both are left out, and `check_packing` looks at what the
-model does, before anything is trained: families whose positions have several axes, for example, are refused.
+model does, before anything is trained. Models whose positions have three axes (the Qwen-VL families) are given the
+plain positions in front of those: by them alone they tell samples apart.
 
 Padding needs no mask: it stands behind the tokens of its sample, whose attention is causal, and carries no loss.
 """
@@ -25,11 +26,28 @@ from energon_bridge.task_encoder.sequences import Filling, MultiModalBatch, Mult
 _NOISE = 1e-2
 
 
-def sequence_inputs(batch: MultiModalBatch) -> dict[str, Any]:
-    """Return the arguments of a model's forward that say which tokens of a batch see which."""
+def sequence_inputs(batch: MultiModalBatch, *, mrope: bool = False) -> dict[str, Any]:
+    """Return the arguments of a model's forward that say which tokens of a batch see which, and where they stand.
+
+    A model with positions of three axes (`mrope`) is given those of packs behind the plain ones, which say where a
+    sample begins: int64 of shape (4, B, S). Of a batch without such positions the plain ones stand for all axes.
+    """
+    positions = batch.mrope_position_ids
     if batch.cu_seqlens is None:
-        return {"attention_mask": batch.attention_mask}
-    return {"position_ids": batch.position_ids, "use_cache": False}
+        inputs = {"attention_mask": batch.attention_mask}
+        return inputs if positions is None else {**inputs, "position_ids": positions}
+    plain = batch.position_ids
+    if mrope or positions is not None:
+        axes = plain.expand(3, *plain.shape) if positions is None else positions
+        plain = torch.cat([plain[None], axes])
+    return {"position_ids": plain, "use_cache": False}
+
+
+def takes_mrope(model: Any) -> bool:
+    """Tell whether a model's positions have three axes: time, height and width."""
+    text = model.config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    return "mrope_section" in rope
 
 
 @torch.no_grad()
@@ -59,7 +77,7 @@ def _logits(model: Any, tokens: list[int]) -> Tensor:
     samples = [_sample(tokens), _sample([5, 6, 7]), _sample([7, 6, 5])]
     batch = batch_packs([pack_sequences(samples, filling)], filling)
     batch.tokens, batch.position_ids = (values.to(model.device) for values in (batch.tokens, batch.position_ids))
-    logits: Tensor = model(input_ids=batch.tokens, **sequence_inputs(batch)).logits
+    logits: Tensor = model(input_ids=batch.tokens, **sequence_inputs(batch, mrope=takes_mrope(model))).logits
     return logits.float()
 
 

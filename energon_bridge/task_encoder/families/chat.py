@@ -1,0 +1,244 @@
+"""Conversations in the shapes that datasets have, brought into one.
+
+A `ChatSample`, any sample or crude sample with `messages`, `conversations` or `conversation` (also inside a `json`
+part), and the types that `MultiModalTaskEncoder` encodes. A turn is `{"role": …, "content": …}` or `{"from": …,
+"value": …}`; `human` and `gpt` are `user` and `assistant`. Its content is a text with `<image>` and `<video>` where
+they stand, or a list of parts `{"type": "text", "text": …}`, `{"type": "image"}`, `{"type": "video"}`. Images and
+videos come in their order from the sample's own fields (`images`, `image`, `imgs`; `videos`, `video`), or stand in the
+parts.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from torch import Tensor
+
+from energon_bridge.errors import SampleError
+from energon_bridge.samples import Sample, VidQASample, edataclass
+from energon_bridge.task_encoder.conversation import Conversation
+from energon_bridge.task_encoder.families.vision import Kind
+from energon_bridge.task_encoder.sample_encoders import images_of
+
+IMAGE, VIDEO = "<image>", "<video>"
+_PLACEHOLDERS = re.compile(r"\n?(<image>|<video>)\n?")
+_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
+_TURNS = ("messages", "conversations", "conversation")
+_FIELDS: Mapping[Kind, Sequence[str]] = {"image": ("images", "image", "imgs"), "video": ("videos", "video")}
+
+
+@edataclass
+class ChatSample(Sample):
+    """A conversation with its images and videos in the order of their placeholders.
+
+    `messages` is a list of turns, or JSON of one; a video is a `VideoFrames`, frames alone, a list of images, or a
+    decoder of videos.
+    """
+
+    messages: Any
+    images: Any = None
+    videos: Any = None
+    tools: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A text, or the place of an image or video."""
+
+    kind: Literal["text", "image", "video"]
+    text: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Message:
+    """One turn of a conversation."""
+
+    role: str
+    parts: tuple[Part, ...]
+
+    @property
+    def text(self) -> str:
+        """The texts of the turn."""
+        return "".join(part.text for part in self.parts)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chat:
+    """A conversation; its images and videos stand in the order of their places."""
+
+    messages: tuple[Message, ...]
+    images: tuple[Any, ...] = ()
+    videos: tuple[Any, ...] = ()
+    tools: Sequence[Any] | None = None
+
+
+def has_turns(sample: Any) -> bool:
+    """Tell whether a sample brings turns of its own."""
+    return _turns_of(sample) is not None
+
+
+def chat_of(sample: Any, *, place_images: Literal["before", "after"] = "before") -> Chat:
+    """Return the conversation of a sample that has turns.
+
+    Raises:
+        SampleError: They have no shape that is known, or there are not as many images and videos as places.
+    """
+    holder = _turns_of(sample)
+    name = next(name for name in _TURNS if _value(holder, name) is not None)
+    turns = _value(holder, name)
+    if isinstance(turns, str | bytes):
+        turns = _parsed(turns)
+    tools = _value(holder, "tools")
+    if isinstance(turns, Mapping):
+        tools = turns.get("tools") if tools is None else tools
+        turns = next((turns[name] for name in _TURNS if name in turns), None)
+    if not isinstance(turns, Sequence) or not turns:
+        raise SampleError(f"{name} must be a list of turns that is not empty, not {turns!r}"[:500])
+    payloads: dict[Kind, list[Any]] = {"image": [], "video": []}
+    waiting = {kind: media_of(sample, kind) for kind in payloads}
+    messages = [_message(turn, payloads, waiting) for turn in turns]
+    placed = _placed(messages, payloads, waiting, place_images)
+    return Chat(
+        messages=tuple(placed),
+        images=tuple(payloads["image"]),
+        videos=tuple(payloads["video"]),
+        tools=tools or None,
+    )
+
+
+def chat_of_conversation(content: Conversation) -> Chat:
+    """Return the conversation that a sample encoder made, with `<image>` for each image."""
+    messages = tuple(Message(role=turn.role, parts=parts_of(turn.text)) for turn in content.turns)
+    places = sum(part.kind == "image" for message in messages for part in message.parts)
+    if places != len(content.images):
+        raise SampleError(_mismatch("image", places, len(content.images)))
+    return Chat(messages=messages, images=tuple(content.images))
+
+
+def chat_of_video(sample: VidQASample, *, place_images: Literal["before", "after"] = "before") -> Chat:
+    """Return the question about a video and the answer of most weight. Raises SampleError if there is no answer."""
+    answers: Any = sample.answers
+    if not answers:
+        raise SampleError("a VidQASample without answers cannot be trained on")
+    weights = sample.answer_weights
+    best = 0 if weights is None else max(range(len(weights)), key=lambda number: float(weights[number]))
+    answer = answers if isinstance(answers, str) else answers[best]
+    turns = [{"role": "user", "content": sample.context}, {"role": "assistant", "content": answer}]
+    return chat_of(ChatSample(__key__=sample.__key__, messages=turns, videos=[sample.video]), place_images=place_images)
+
+
+def parts_of(content: str) -> tuple[Part, ...]:
+    """Split a text at its placeholders; a line break next to one belongs to it."""
+    parts: list[Part] = []
+    for number, piece in enumerate(_PLACEHOLDERS.split(content)):
+        if number % 2:
+            parts.append(Part("image" if piece == IMAGE else "video"))
+        elif piece:
+            parts.append(Part("text", piece))
+    return tuple(parts)
+
+
+def media_of(sample: Any, kind: Kind) -> list[Any]:
+    """Return the images or videos in a sample's own fields."""
+    value = next((found for name in _FIELDS[kind] if (found := _value(sample, name)) is not None), None)
+    if kind == "image":
+        return images_of(value)
+    if value is None:
+        return []
+    # A list of images is one video, a list of videos several.
+    several = isinstance(value, list | tuple) and not _is_frame(value[0] if value else None)
+    return list(value) if several else [value]
+
+
+def _is_frame(value: Any) -> bool:
+    return getattr(value, "ndim", None) == 3 or (hasattr(value, "size") and not hasattr(value, "ndim"))
+
+
+def _message(turn: Any, payloads: dict[Kind, list[Any]], waiting: dict[Kind, list[Any]]) -> Message:
+    role = turn.get("role", turn.get("from")) if isinstance(turn, Mapping) else None
+    content = turn.get("content", turn.get("value")) if role is not None else None
+    if not isinstance(role, str) or not isinstance(content, str | list | tuple):
+        raise SampleError(f"a turn must have role and content, or from and value, not {turn!r}"[:500])
+    role = _ROLES.get(role, role)
+    parts = parts_of(content) if isinstance(content, str) else tuple(_part(part) for part in content)
+    given = [None] * len(parts) if isinstance(content, str) else [_payload(part) for part in content]
+    for part, payload in zip(parts, given, strict=True):
+        if part.kind == "text":
+            continue
+        if payload is None and waiting[part.kind]:
+            payload = waiting[part.kind].pop(0)
+        payloads[part.kind].append(payload)
+    return Message(role=role, parts=parts)
+
+
+def _part(part: Any) -> Part:
+    if isinstance(part, str):
+        return Part("text", part)
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind == "text" and isinstance(part.get("text"), str):
+        return Part("text", part["text"])
+    if kind in ("image", "image_url"):
+        return Part("image")
+    if kind == "video":
+        return Part("video")
+    raise SampleError(f"a part of a turn must be of type text, image or video, not {part!r}"[:500])
+
+
+def _payload(part: Any) -> Any:
+    """Return the image or video in a part; a path or address says nothing that could be shown."""
+    payload = part.get(part.get("type")) if isinstance(part, Mapping) else None
+    return None if isinstance(payload, str | Mapping) else payload
+
+
+def _placed(
+    messages: list[Message],
+    payloads: dict[Kind, list[Any]],
+    waiting: dict[Kind, list[Any]],
+    place_images: Literal["before", "after"],
+) -> list[Message]:
+    """Put what has no place to the first question, and check that everything has one."""
+    for kind in payloads:
+        if waiting[kind] and not payloads[kind]:
+            first = next((n for n, message in enumerate(messages) if message.role == "user"), None)
+            if first is not None:
+                places = (Part(kind),) * len(waiting[kind])
+                parts = messages[first].parts
+                parts = places + parts if place_images == "before" else parts + places
+                messages[first] = replace(messages[first], parts=parts)
+                payloads[kind], waiting[kind] = waiting[kind], []
+        missing = sum(payload is None for payload in payloads[kind])
+        if missing or waiting[kind]:
+            wanted = len(payloads[kind])
+            raise SampleError(_mismatch(kind, wanted, wanted - missing + len(waiting[kind])))
+    return messages
+
+
+def _mismatch(kind: str, places: int, there: int) -> str:
+    return f"the text has {places} {kind} placeholders '<{kind}>' but the sample has {there} {kind}s"
+
+
+def _turns_of(sample: Any) -> Any:
+    """Return what has the turns: the sample, or its JSON."""
+    for holder in (sample, _value(sample, "json")):
+        if isinstance(holder, list) and holder:
+            return {"messages": holder}
+        if holder is not None and any(_value(holder, name) is not None for name in _TURNS):
+            return holder
+    return None
+
+
+def _value(holder: Any, name: str) -> Any:
+    if isinstance(holder, Mapping):
+        return holder.get(name)
+    return None if isinstance(holder, list | Tensor) else getattr(holder, name, None)
+
+
+def _parsed(text: str | bytes) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise SampleError(f"the turns are no JSON: {error}") from error

@@ -1,0 +1,334 @@
+"""The task encoder of all families: conversations in, what the family's model trains on out.
+
+Around packing it works in two steps. `preencode_sample` renders and tokenises a conversation, and counts the tokens of
+its images from their sizes, which their headers say; `postencode_sample` makes the pixels. So what waits in a packing
+buffer has no pixels, and only what is delivered is decoded.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Self, cast
+
+import torch
+from torch import Tensor
+
+from energon_bridge.errors import ConfigurationError, OverLongSampleError, SampleError, SkipSample
+from energon_bridge.samples import VidQASample
+from energon_bridge.task_encoder.base import TaskEncoder
+from energon_bridge.task_encoder.conversation import Document, ImageToken, MultiModalSampleConfig
+from energon_bridge.task_encoder.decoder import SampleDecoder
+from energon_bridge.task_encoder.deferred import DeferredImage
+from energon_bridge.task_encoder.families.chat import (
+    Chat,
+    Message,
+    Part,
+    chat_of,
+    chat_of_conversation,
+    chat_of_video,
+    has_turns,
+)
+from energon_bridge.task_encoder.families.config import ChatConfig
+from energon_bridge.task_encoder.families.prepared import PreparedSample, positions_of
+from energon_bridge.task_encoder.families.pretrained import load_pretrained
+from energon_bridge.task_encoder.families.registry import family_of
+from energon_bridge.task_encoder.families.rendering import Segment, document_segments, renderer_of
+from energon_bridge.task_encoder.families.tokens import Stretch, bos_of, placeholders_of, stretches_of
+from energon_bridge.task_encoder.families.video import decoded, video_of
+from energon_bridge.task_encoder.families.vision import Family, Plan, VideoFrames
+from energon_bridge.task_encoder.packed_sequences import MultiModalPack, batch_packs, pack_sequences
+from energon_bridge.task_encoder.packing import OverLong, Packer
+from energon_bridge.task_encoder.sample_encoders import SAMPLE_ENCODERS
+from energon_bridge.task_encoder.sequences import (
+    Filling,
+    MultiModalBatch,
+    MultiModalSample,
+    Sequencer,
+    batch_sequences,
+)
+from energon_bridge.task_encoder.visual import size_of
+
+
+class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalBatch]):
+    """Encode conversations with images and videos for a model of transformers, by its tokenizer's chat template.
+
+    Args:
+        tokenizer: Of the transformers interface, with a chat template unless the configuration has one.
+        family: What the model makes of images and videos: `family_of(model.config, tokenizer, image_processor)`, a
+            QwenFamily, a FixedTokenFamily or one of your own. None: the model reads texts only.
+        config: How conversations are rendered, learned, limited and padded.
+        packer: How samples are packed, where packing is on; it is given `PreparedSample`s. None: by best fit into
+            `seq_length` tokens.
+
+    Attributes:
+        counts: What became of over-long samples, by policy and limit: in this process, so far.
+
+    Raises:
+        ConfigurationError: There is no chat template, or the tokenizer does not know the family's tokens.
+    """
+
+    decoder: SampleDecoder | None = SampleDecoder(image_decode="pilrgb", defer_images=True)
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        family: Family | None,
+        config: ChatConfig | None = None,
+        *,
+        packer: Packer[PreparedSample] | None = None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.family = family
+        self.config = config or ChatConfig()
+        self.counts: Counter[str] = Counter()
+        self._renderer = renderer_of(
+            tokenizer,
+            family,
+            template=self.config.chat_template,
+            learn=self.config.learn,
+            options=self.config.template_kwargs,
+        )
+        self._placeholders = placeholders_of(tokenizer, family)
+        self._bos = bos_of(tokenizer, self.config.add_bos)
+        self._row_length = self.config.seq_length + -self.config.seq_length % self.config.pad_to_multiple_of
+        self.packer = packer or Packer(limits={"tokens": self._row_length}, size_of=self.padded_length)
+        self._encoders: dict[type, Callable[[Any, MultiModalSampleConfig], Any]] = dict(SAMPLE_ENCODERS)
+        # What the encoders of sample types write; the placeholder is that of conversations, not the model's.
+        self._sample_config = MultiModalSampleConfig(
+            image_token=ImageToken(token_str="<image>"), image_following_text=self.config.place_images == "after"
+        )
+        pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+        self._filling = Filling(pad_id=pad or 0, ignore=self.config.ignore_index)
+
+    @classmethod
+    def for_model(
+        cls,
+        model_config: Any,
+        tokenizer: Any,
+        image_processor: Any,
+        config: ChatConfig | None = None,
+        *,
+        packer: Packer[PreparedSample] | None = None,
+    ) -> Self:
+        """Return the encoder for a model of a known family, by its configuration. Raises ConfigurationError."""
+        return cls(tokenizer, family_of(model_config, tokenizer, image_processor), config, packer=packer)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name_or_path: str | Path,
+        config: ChatConfig | None = None,
+        *,
+        packer: Packer[PreparedSample] | None = None,
+    ) -> Self:
+        """Return the encoder for a model in a folder, or on the hub: its tokenizer and its Pillow image processor.
+
+        Raises:
+            ConfigurationError: Something cannot be loaded, or the model's family is not known.
+        """
+        loaded = load_pretrained(name_or_path)
+        config = config or ChatConfig()
+        if config.chat_template is None and loaded.chat_template is not None:
+            config = replace(config, chat_template=loaded.chat_template)
+        return cls(loaded.tokenizer, loaded.family, config, packer=packer)
+
+    def register_encoder(self, sample_type: type, encoder: Callable[[Any, MultiModalSampleConfig], Any]) -> None:
+        """Encode samples of a type, and of types derived from it, by a function of the sample and a configuration.
+
+        It returns a `ChatSample`, a `Conversation` or a `Document`, images as `<image>` in what is shown.
+        """
+        self._encoders[sample_type] = encoder
+
+    def encode(self, sample: Any) -> MultiModalSample:
+        """Encode one sample at once, pixels and all. Raises SampleError and SkipSample as the two steps do."""
+        return self.postencode_sample(self.preencode_sample(sample))
+
+    def preencode_sample(self, sample: Any) -> PreparedSample:
+        """Render and tokenise one sample, its images counted from their sizes.
+
+        Raises:
+            SampleError: The sample cannot be trained on: no answer, or not as many images as places.
+            SkipSample: It is over a limit whose policy is to drop.
+            OverLongSampleError: It is over a limit whose policy is to raise.
+        """
+        try:
+            return self._prepared(sample)
+        except (SampleError, SkipSample, OverLongSampleError) as error:
+            raise type(error)(f"sample {_key(sample)!r}: {error}") from error
+
+    def postencode_sample(self, sample: PreparedSample) -> MultiModalSample:
+        """Process the images and videos of one sample. Raises SampleError if they are not as large as planned."""
+        images = [image.get() if isinstance(image, DeferredImage) else image for image in sample.images]
+        visual: dict[str, Tensor] = {}
+        if sample.plans and self.family is not None:
+            ordered = sorted(sample.plans, key=lambda plan: plan.kind)  # images, then videos; each in their order
+            try:
+                visual = self.family.process(images, [decoded(video) for video in sample.videos], ordered)
+            except SampleError as error:
+                raise type(error)(f"sample {_key(sample)!r}: {error}") from error
+        positions = positions_of(sample, self.family)
+        return MultiModalSample.derive_from(
+            sample,
+            tokens=sample.tokens,
+            labels=sample.labels,
+            loss_mask=sample.loss_mask,
+            visual=visual,
+            answer=sample.answer,
+            num_images=len(images),
+            mm_token_type_ids=None if positions is None else sample.mm_token_type_ids,
+            mrope_position_ids=positions,
+        )
+
+    def padded_length(self, sample: PreparedSample | MultiModalSample) -> int:
+        """Return how many tokens a sample takes in a pack."""
+        return len(sample.tokens) + -len(sample.tokens) % self.config.pad_to_multiple_of
+
+    def select_samples_to_pack(self, samples: Sequence[Any]) -> list[list[Any]]:
+        """Return the packs of tokenised samples that leave the packing buffer now."""
+        return self.packer.select(samples)
+
+    def pack_selected_samples(self, samples: Sequence[Any]) -> MultiModalPack:
+        """Put the encoded samples of a pack into one sequence."""
+        length = self._row_length if self.config.pad_to_max_length else None
+        return pack_sequences(samples, self._filling, multiple_of=self.config.pad_to_multiple_of, length=length)
+
+    def batch(self, samples: Sequence[MultiModalSample | MultiModalPack]) -> MultiModalBatch:
+        """Pad the sequences, or the packs, to a common length and join the images."""
+        if isinstance(samples[0], MultiModalPack):
+            return batch_packs(cast(Sequence[MultiModalPack], samples), self._filling)
+        sequences = cast(Sequence[MultiModalSample], samples)
+        length = self._row_length if self.config.pad_to_max_length else max(map(self.padded_length, sequences))
+        return batch_sequences(sequences, length, self._filling)
+
+    def _prepared(self, sample: Any) -> PreparedSample:
+        content = self._content_of(sample)
+        segments, answer = self._rendered(content)
+        images, videos = list(content.images), self._videos(getattr(content, "videos", ()))
+        plans = self._planned(segments, images, videos)
+        stretches = stretches_of(segments, plans, self.tokenizer, self._placeholders)
+        if self._bos is not None and not (stretches and stretches[0].tokens[:1] == [self._bos]):
+            stretches.insert(0, Stretch(tokens=[self._bos], learned=[False], types=[0]))
+        sequence = Sequencer(longest=self.config.seq_length)
+        types, kept = self._fill(sequence, self._limited(stretches))
+        finished = sequence.finish(self.config.ignore_index)
+        if finished is None:
+            raise SampleError(self._nothing_learned(plans, kept))
+        tokens, labels, loss_mask = finished
+        return PreparedSample.derive_from(
+            sample,
+            tokens=tokens,
+            labels=labels,
+            loss_mask=loss_mask,
+            mm_token_type_ids=torch.tensor(types[: len(tokens)], dtype=torch.int64),
+            plans=tuple(kept),
+            images=images[: sum(plan.kind == "image" for plan in kept)],
+            videos=videos[: sum(plan.kind == "video" for plan in kept)],
+            answer=answer,
+        )
+
+    def _content_of(self, sample: Any) -> Chat | Document:
+        place = self.config.place_images
+        encoder = next((self._encoders[kind] for kind in type(sample).__mro__ if kind in self._encoders), None)
+        if encoder is None and isinstance(sample, VidQASample):
+            return chat_of_video(sample, place_images=place)
+        if encoder is None and has_turns(sample):
+            return chat_of(sample, place_images=place)
+        if encoder is None:
+            known = ", ".join(sorted(kind.__name__ for kind in (*self._encoders, VidQASample)))
+            raise ConfigurationError(
+                f"ChatTemplateTaskEncoder encodes samples with messages or conversations, {known}, not "
+                f"{type(sample).__name__} (sample {_key(sample)!r}): set sample_type in dataset.yaml, cook the sample "
+                "to a ChatSample, or call register_encoder"
+            )
+        content = encoder(sample, self._sample_config)
+        if has_turns(content):
+            return chat_of(content, place_images=place)
+        return content if isinstance(content, Chat | Document) else chat_of_conversation(content)
+
+    def _rendered(self, content: Chat | Document) -> tuple[list[Segment], str]:
+        """Return the text of a sample, and the first answer in it."""
+        if isinstance(content, Document):
+            segments = document_segments(content, self.family, eos=self.tokenizer.eos_token or "")
+            return segments, next(piece.text for piece in content.pieces if piece.learned)
+        if self.config.system and content.messages[0].role != "system":
+            system = Message(role="system", parts=(Part("text", self.config.system),))
+            content = replace(content, messages=(system, *content.messages))
+        segments = self._renderer.segments(content)
+        return segments, next(message.text for message in content.messages if message.role == "assistant")
+
+    def _videos(self, values: Sequence[Any]) -> list[VideoFrames]:
+        config = self.config
+        least, most = config.min_num_frames, config.max_num_frames
+        return [video_of(value, fps=config.video_fps, least=least, most=most) for value in values]
+
+    def _planned(self, segments: Sequence[Segment], images: Sequence[Any], videos: Sequence[Any]) -> list[Plan]:
+        """Return the plans of images and videos in the order of their places."""
+        if (images or videos) and self.family is None:
+            raise SampleError("the sample has images or videos, but the encoder has no family for them: pass one")
+        if self.family is None:
+            return []
+        plans = {
+            "image": [self.family.plan_image(*size_of(image)) for image in images],
+            "video": [self.family.plan_video(video) for video in videos],
+        }
+        ordered = [plans[s.media].pop(0) for s in segments if s.media is not None and plans[s.media]]
+        return [*ordered, *plans["image"], *plans["video"]]
+
+    def _limited(self, stretches: list[Stretch]) -> list[Stretch]:
+        """Apply the limits of images and visual tokens."""
+        images = tokens = 0
+        for number, stretch in enumerate(stretches):
+            if stretch.plan is None:
+                continue
+            images, tokens = images + 1, tokens + stretch.plan.tokens
+            for name, size in (("max_num_images", images), ("max_visual_tokens", tokens)):
+                limit = getattr(self.config, name)
+                if limit is not None and size > limit:
+                    what = f"at least {size} images and videos" if name == "max_num_images" else f"{size} visual tokens"
+                    self._over(self.config.over_limit, name, f"{what}, with {name}={limit}")
+                    return stretches[:number]
+        return stretches
+
+    def _fill(self, sequence: Sequencer, stretches: Sequence[Stretch]) -> tuple[list[int], list[Plan]]:
+        """Add what there is room for; return the types of the tokens, and the plans of what is in."""
+        total, longest = sum(len(stretch.tokens) for stretch in stretches), self.config.seq_length
+        if total > longest + 1:
+            self._over(self.config.over_long, "seq_length", f"{total - 1} tokens, with seq_length={longest}")
+        types: list[int] = []
+        plans: list[Plan] = []
+        for stretch in stretches:
+            if stretch.plan is not None:
+                if not sequence.has_room(len(stretch.tokens)):
+                    break
+                plans.append(stretch.plan)
+            sequence.tokens += stretch.tokens
+            sequence.learned += stretch.learned
+            types += stretch.types
+            if sequence.full:
+                break
+        return types, plans
+
+    def _nothing_learned(self, plans: Sequence[Plan], kept: Sequence[Plan]) -> str:
+        cut = f"seq_length={self.config.seq_length}"
+        if len(kept) < len(plans):
+            plan = plans[len(kept)]
+            cut += f", or a limit, cuts off {plan.kind} {len(kept) + 1} of {len(plans)} ({plan.tokens} tokens)"
+        return f"nothing to learn: {cut}, before the first of the learned tokens"
+
+    def _over(self, policy: str, limit: str, complaint: str) -> None:
+        """Do what a policy says: count, and raise unless the sample is to be cut."""
+        self.counts[f"{policy} {limit}"] += 1
+        if policy == OverLong.DROP:
+            raise SkipSample(complaint)
+        if policy == OverLong.RAISE:
+            raise OverLongSampleError(
+                f"{complaint}: raise the limit, or set over_long or over_limit of the ChatConfig to "
+                "'truncate' or 'drop'"
+            )
+
+
+def _key(sample: Any) -> Any:
+    return sample.get("__key__") if isinstance(sample, dict) else getattr(sample, "__key__", None)

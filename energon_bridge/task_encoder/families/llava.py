@@ -1,0 +1,121 @@
+"""Families with the same number of tokens for every image: LLaVA, and all models like it.
+
+LLaVA's tokens are the patches of the vision tower: H // P * W // P of them for an image of H x W pixels behind the
+processor and patches of P pixels, and one for the class token; the feature strategy `default` leaves out the first.
+Source: the processor of LLaVA in transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from energon_bridge.errors import ConfigurationError, SampleError
+from energon_bridge.task_encoder.families.vision import Plan, VideoFrames, check_tokens
+from energon_bridge.task_encoder.visual import concat_visual, process_image
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FixedTokenFamily:
+    """A family of models whose images all take the same number of tokens; it has no videos.
+
+    Args:
+        image_processor: Called as `image_processor(images=[image], return_tensors="pt")`.
+        image_tokens: Tokens of an image.
+        image_token: The token, as the chat template writes it.
+        patch_size: Side of a patch in the processed pixels, to check what was planned. None: nothing to check.
+        extra_tokens: How many more tokens an image has than patches.
+    """
+
+    image_processor: Any
+    image_tokens: int
+    image_token: str = "<image>"
+    patch_size: int | None = None
+    extra_tokens: int = 0
+    video_token: str | None = None
+    merge_size: int = 0
+    tokens_per_second: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.image_tokens < 1:
+            raise ConfigurationError(f"image_tokens={self.image_tokens} must be positive: an image needs a token")
+
+    @property
+    def image_text(self) -> str:
+        """What stands for an image where no template writes it."""
+        return self.image_token
+
+    @property
+    def video_text(self) -> str:
+        """Nothing: there are no videos."""
+        return ""
+
+    def plan_image(self, width: int, height: int) -> Plan:
+        """Return the plan of any image."""
+        return Plan(kind="image", placeholder=self.image_token, text=self.image_token, runs=(self.image_tokens,))
+
+    def plan_video(self, video: VideoFrames) -> Plan:
+        """Refuse videos. Raises SampleError."""
+        raise SampleError("models with a fixed number of tokens per image have no videos; pass frames as images")
+
+    def process(self, images: Sequence[Any], videos: Sequence[VideoFrames], plans: Sequence[Plan]) -> dict[str, Tensor]:
+        """Return what the processor makes of the images, joined along dimension 0."""
+        processed = [process_image(self.image_processor, image) for image in images]
+        if self.patch_size is not None:
+            check_tokens(
+                [_patches(one["pixel_values"], self.patch_size) + self.extra_tokens for one in processed], plans
+            )
+        return concat_visual(processed)
+
+
+def llava_family(
+    image_processor: Any,
+    *,
+    patch_size: int,
+    feature_strategy: str = "default",
+    class_tokens: int = 1,
+    image_token: str = "<image>",
+) -> FixedTokenFamily:
+    """Return the family of LLaVA models, the tokens counted from the image processor's size.
+
+    Args:
+        image_processor: Has `crop_size` where it crops, else `size`, with height and width.
+        patch_size: Side of a patch of the vision tower.
+        feature_strategy: `default` leaves out the class token, `full` keeps it.
+        class_tokens: How many more outputs than patches the vision tower has.
+        image_token: The token, as the chat template writes it.
+
+    Raises:
+        ConfigurationError: The image processor gives images of different sizes.
+    """
+    height, width = processed_size(image_processor)
+    extra = class_tokens - (feature_strategy == "default")
+    return FixedTokenFamily(
+        image_processor=image_processor,
+        image_tokens=height // patch_size * (width // patch_size) + extra,
+        image_token=image_token,
+        patch_size=patch_size,
+        extra_tokens=extra,
+    )
+
+
+def processed_size(image_processor: Any) -> tuple[int, int]:
+    """Return height and width of all images behind an image processor. Raises ConfigurationError if they differ."""
+    cropped = getattr(image_processor, "do_center_crop", False)
+    size = getattr(image_processor, "crop_size" if cropped else "size", None)
+    height, width = (None, None) if size is None else (size["height"], size["width"])
+    if not height or not width:
+        raise ConfigurationError(
+            f"{type(image_processor).__name__} gives images of different sizes "
+            f"({'crop_size' if cropped else 'size'}={size!r}), so that the tokens of an image are not known: set "
+            "crop_size, or size with height and width"
+        )
+    return int(height), int(width)
+
+
+def _patches(pixels: Tensor, patch_size: int) -> int:
+    height, width = pixels.shape[-2:]
+    return height // patch_size * (width // patch_size)

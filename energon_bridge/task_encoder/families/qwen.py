@@ -1,0 +1,229 @@
+"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL: images and videos in patches of their own size.
+
+An image is scaled so that both sides are multiples of `patch_size * merge_size` and its area lies between bounds
+(`smart_resize`); a video likewise, by frame, in Qwen3-VL over all of its frames together. `merge_size`^2 patches are
+one token, `temporal_patch_size` frames one temporal patch. In Qwen3-VL every temporal patch of a video has its time in
+front, as text. Source: the image and video processors of transformers (smart_resize, get_number_of_image_patches), its
+Qwen3-VL processor (replace_video_token).
+
+Pixels are the image processor's own. Frames of videos go through it, too: they are scaled by Pillow, as images are,
+where the video processors of transformers, which need torchvision, scale by torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from energon_bridge.errors import ConfigurationError, SampleError
+from energon_bridge.task_encoder.families.resize import smart_resize, smart_resize_video
+from energon_bridge.task_encoder.families.video import frames_shape
+from energon_bridge.task_encoder.families.vision import Plan, VideoFrames, check_tokens
+from energon_bridge.task_encoder.visual import as_pil, concat_visual
+
+_START, _END, _IMAGE, _VIDEO = "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"
+_FPS = 24.0  # what the processors of transformers assume
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QwenFamily:
+    """A family of Qwen vision-language models.
+
+    Args:
+        image_processor: Has `size` (`shortest_edge` and `longest_edge`, areas in pixels), `patch_size`, `merge_size`
+            and `temporal_patch_size`.
+        min_pixels: Least area of an image; None: the image processor's.
+        max_pixels: Largest area of an image; None: the image processor's.
+        video_min_pixels: Least area of a frame, or of all frames together where `video_timestamps`.
+        video_max_pixels: Largest area, likewise.
+        video_timestamps: Write the time in front of every temporal patch of a video (Qwen3-VL).
+        video_wrapper: With timestamps, keep the vision tokens that the template writes around a video, as the processor
+            of transformers 5 does; without, only those around each temporal patch stay, as in the first releases.
+        tokens_per_second: Temporal positions per second of video; 0: one for each temporal patch.
+    """
+
+    image_processor: Any
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+    video_min_pixels: int = 128 * 28 * 28
+    video_max_pixels: int = 768 * 28 * 28
+    video_timestamps: bool = False
+    video_wrapper: bool = True
+    tokens_per_second: float = 0.0
+    image_token: str = _IMAGE
+    video_token: str | None = _VIDEO
+
+    @property
+    def image_text(self) -> str:
+        """What stands for an image where no template writes it."""
+        return f"{_START}{self.image_token}{_END}"
+
+    @property
+    def video_text(self) -> str:
+        """What stands for a video where no template writes it."""
+        return f"{_START}{self.video_token}{_END}"
+
+    @property
+    def merge_size(self) -> int:
+        """Patches along each side of a token."""
+        return int(self.image_processor.merge_size)
+
+    @property
+    def factor(self) -> int:
+        """Pixels along each side of a token."""
+        return int(self.image_processor.patch_size) * self.merge_size
+
+    @property
+    def temporal_patch_size(self) -> int:
+        """Frames of a temporal patch."""
+        return int(self.image_processor.temporal_patch_size)
+
+    @property
+    def area(self) -> tuple[int, int]:
+        """Least and largest area of an image."""
+        size = self.image_processor.size
+        least, largest = self.min_pixels or size["shortest_edge"], self.max_pixels or size["longest_edge"]
+        return int(least), int(largest)
+
+    def plan_image(self, width: int, height: int) -> Plan:
+        """Return the plan of an image. Raises SampleError if one side is more than 200 times the other."""
+        rows, columns = self._patches(*smart_resize(height, width, factor=self.factor, area=self.area))
+        return Plan(
+            kind="image",
+            placeholder=self.image_token,
+            text=self.image_token,
+            runs=(rows * columns // self.merge_size**2,),
+            grid=(1, rows, columns),
+        )
+
+    def plan_video(self, video: VideoFrames) -> Plan:
+        """Return the plan of a video. Raises SampleError if it has no frames, or frames of no sensible shape."""
+        count, height, width = frames_shape(video.frames)
+        rows, columns = self._patches(*self._video_size(count, height, width))
+        steps = -(-count // self.temporal_patch_size)
+        per_step = rows * columns // self.merge_size**2
+        token = str(self.video_token)
+        text = token
+        runs: tuple[int, ...] = (steps * per_step,)
+        if self.video_timestamps:
+            text = "".join(f"<{time:.1f} seconds>{_START}{token}{_END}" for time in self._times(video, count))
+            runs = (per_step,) * steps
+        return Plan(
+            kind="video",
+            placeholder=token,
+            text=text,
+            runs=runs,
+            grid=(steps, rows, columns),
+            second_per_grid=self.temporal_patch_size / (video.fps or _FPS),
+            wrapped=self.video_wrapper or not self.video_timestamps,
+        )
+
+    def process(self, images: Sequence[Any], videos: Sequence[VideoFrames], plans: Sequence[Plan]) -> dict[str, Tensor]:
+        """Return `pixel_values` and `image_grid_thw`, `pixel_values_videos`, `video_grid_thw`, `second_per_grid_ts`."""
+        least, largest = self.area
+        size = {"shortest_edge": least, "longest_edge": largest}
+        rows = [dict(self._run([as_pil(image)], size=size)) for image in images]
+        visual = concat_visual([{name: row[name] for name in ("pixel_values", "image_grid_thw")} for row in rows])
+        grids = [tuple(row["image_grid_thw"][0].tolist()) for row in rows]
+        clips = [self._process_video(video) for video in videos]
+        if clips:
+            visual["pixel_values_videos"] = torch.cat([patches for patches, _ in clips])
+            visual["video_grid_thw"] = torch.tensor([grid for _, grid in clips])
+            seconds = [plan.second_per_grid for plan in plans if plan.kind == "video"]
+            visual["second_per_grid_ts"] = torch.tensor(seconds, dtype=torch.float32)
+        grids += [grid for _, grid in clips]
+        check_tokens([math.prod(grid) // self.merge_size**2 for grid in grids], plans)
+        return visual
+
+    def _run(self, images: Sequence[Image.Image], **options: Any) -> Mapping[str, Tensor]:
+        output: Mapping[str, Tensor] = self.image_processor(images=list(images), return_tensors="pt", **options)
+        return output
+
+    def _process_video(self, video: VideoFrames) -> tuple[Tensor, tuple[int, int, int]]:
+        """Return the patches of a video, of shape (patches, values of a patch), and its grid."""
+        count, height, width = frames_shape(video.frames)
+        rows, columns = self._patches(*(size := self._video_size(count, height, width)))
+        resample = Image.Resampling(int(self.image_processor.resample))
+        frames = [as_pil(frame).resize((size[1], size[0]), resample) for frame in video.frames]
+        step = self.temporal_patch_size
+        frames += frames[-1:] * (-count % step)
+        # A patch of an image is its pixels, repeated along time; that of a frame is taken for its own time.
+        patches = self._run(frames, do_resize=False)["pixel_values"]
+        side = int(self.image_processor.patch_size)
+        patches = patches.reshape(len(frames) // step, step, rows * columns, -1, step, side, side)
+        picked = torch.stack([patches[:, time, :, :, time] for time in range(step)], dim=3)
+        return picked.reshape(len(frames) // step * rows * columns, -1), (len(frames) // step, rows, columns)
+
+    def _video_size(self, count: int, height: int, width: int) -> tuple[int, int]:
+        area = (self.video_min_pixels, self.video_max_pixels)
+        if not self.video_timestamps:
+            return smart_resize(height, width, factor=self.factor, area=area)
+        return smart_resize_video(
+            count, height, width, factor=self.factor, area=area, temporal_factor=self.temporal_patch_size
+        )
+
+    def _times(self, video: VideoFrames, count: int) -> list[float]:
+        """Return the time of each temporal patch: midway between its first and its last frame."""
+        step = self.temporal_patch_size
+        times = list(video.timestamps or [number / (video.fps or _FPS) for number in range(count)])
+        if len(times) != count:
+            raise SampleError(f"a video has {count} frames but {len(times)} timestamps")
+        times += times[-1:] * (-count % step)
+        return [(times[first] + times[first + step - 1]) / 2 for first in range(0, len(times), step)]
+
+    def _patches(self, height: int, width: int) -> tuple[int, int]:
+        side = int(self.image_processor.patch_size)
+        return height // side, width // side
+
+
+def qwen_family(
+    model_type: str,
+    image_processor: Any,
+    *,
+    min_pixels: int | None = None,
+    max_pixels: int | None = None,
+    video_min_pixels: int | None = None,
+    video_max_pixels: int | None = None,
+    tokens_per_second: float | None = None,
+) -> QwenFamily:
+    """Return the family of `qwen2_vl`, `qwen2_5_vl` or `qwen3_vl` models.
+
+    Bounds that are None are those of the image processor, and for videos those of the family in transformers.
+
+    Raises:
+        ConfigurationError: There is no such family, or the image processor is none of Qwen's.
+    """
+    if model_type not in QWEN_MODELS:
+        raise ConfigurationError(f"there is no Qwen family {model_type!r}; known: {', '.join(QWEN_MODELS)}")
+    if not hasattr(image_processor, "merge_size"):
+        raise ConfigurationError(
+            f"{type(image_processor).__name__} has no merge_size: it is no image processor of Qwen"
+        )
+    family = QwenFamily(image_processor=image_processor, min_pixels=min_pixels, max_pixels=max_pixels)
+    settings = {**QWEN_MODELS[model_type]}
+    given = {"video_min_pixels": video_min_pixels, "video_max_pixels": video_max_pixels}
+    settings |= {name: value for name, value in given.items() if value is not None}
+    if tokens_per_second is not None and model_type == "qwen2_5_vl":
+        settings["tokens_per_second"] = tokens_per_second
+    return replace(family, **settings)
+
+
+QWEN_MODELS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "qwen2_vl": {},
+        "qwen2_5_vl": {"tokens_per_second": 4.0},
+        "qwen3_vl": {
+            "video_timestamps": True,
+            "video_min_pixels": 128 * 32 * 32,
+            "video_max_pixels": 768 * 32 * 32,
+        },
+    }
+)
+"""The families by the `model_type` of transformers, and what is particular to each."""

@@ -1,0 +1,61 @@
+"""Which family a model of transformers belongs to, by its configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from energon_bridge.errors import ConfigurationError
+from energon_bridge.task_encoder.families.llava import FixedTokenFamily, llava_family
+from energon_bridge.task_encoder.families.qwen import QWEN_MODELS, QwenFamily, qwen_family
+
+# Outputs of a vision tower beyond its patches; towers that are not named have a class token.
+_CLASS_TOKENS = {"siglip_vision_model": 0, "siglip2_vision_model": 0}
+
+
+def family_of(
+    model_config: Any, tokenizer: Any, image_processor: Any, *, video_config: Mapping[str, Any] | None = None
+) -> FixedTokenFamily | QwenFamily:
+    """Return the family of a model.
+
+    Args:
+        model_config: The model's configuration: `model_type` and what its family needs.
+        tokenizer: Knows the text of the image token.
+        image_processor: The model's image processor.
+        video_config: That of its video processor, of which the bounds of the size of videos are taken.
+
+    Raises:
+        ConfigurationError: The family is not known.
+    """
+    kind = model_config.model_type
+    if kind in QWEN_MODELS:
+        least, largest = _video_bounds(video_config or {})
+        return qwen_family(
+            kind,
+            image_processor,
+            video_min_pixels=least,
+            video_max_pixels=largest,
+            tokens_per_second=getattr(model_config.vision_config, "tokens_per_second", None),
+        )
+    if kind == "llava":
+        vision = model_config.vision_config
+        token_id = getattr(model_config, "image_token_id", None) or model_config.image_token_index
+        return llava_family(
+            image_processor,
+            patch_size=vision.patch_size,
+            feature_strategy=model_config.vision_feature_select_strategy,
+            class_tokens=_CLASS_TOKENS.get(vision.model_type, 1),
+            image_token=tokenizer.convert_ids_to_tokens(token_id),
+        )
+    raise ConfigurationError(
+        f"no family is known for models of type {kind!r}; known: llava, {', '.join(QWEN_MODELS)}. Pass a "
+        "FixedTokenFamily, or a family of your own, to ChatTemplateTaskEncoder"
+    )
+
+
+def _video_bounds(config: Mapping[str, Any]) -> tuple[int | None, int | None]:
+    size = config.get("size") or {}
+    return (
+        config.get("min_pixels") or size.get("shortest_edge"),
+        config.get("max_pixels") or size.get("longest_edge"),
+    )

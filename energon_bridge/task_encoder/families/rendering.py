@@ -1,0 +1,253 @@
+"""Conversations as text, by a chat template, and what of it is learned.
+
+Where the template marks the answers (`{% generation %}`), the marks say what is learned, with the end-of-sequence token
+where it stands right behind one. Elsewhere an answer is what a rendering up to it has more than the prompt for it, the
+same rendering with `add_generation_prompt=True`: it is learned with what ends it, and without the white space behind
+that. Both must be found again in the rendering of the whole conversation, letter by letter, so a template that writes
+earlier turns in another way is refused, unless only the last answer is learned.
+
+The text comes as segments: what is shown, what is learned, and the placeholder of each image and video.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from energon_bridge.errors import ConfigurationError, SampleError
+from energon_bridge.task_encoder.conversation import Document
+from energon_bridge.task_encoder.families.chat import Chat, Message, Part, parts_of
+from energon_bridge.task_encoder.families.vision import Family, Kind
+
+_MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_PROBE = "a text"
+_SHOWN = 200
+
+
+class Span(NamedTuple):
+    """Characters from `start` to before `end`."""
+
+    start: int
+    end: int
+
+
+class Segment(NamedTuple):
+    """A stretch of text of one kind; `media` is the place of an image or video, whose text is its plan's."""
+
+    text: str
+    learned: bool = False
+    media: Kind | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChatRenderer:
+    """Writes conversations with a tokenizer's chat template.
+
+    Args:
+        tokenizer: Has `apply_chat_template`.
+        template: The Jinja template.
+        family: Says what stands for images and videos; None: there are none.
+        learn: `all` answers, or the `last`.
+        options: What else the template is given.
+    """
+
+    tokenizer: Any
+    template: str
+    family: Family | None
+    learn: Literal["all", "last"] = "all"
+    options: Mapping[str, Any]
+    takes_parts: bool
+
+    def segments(self, chat: Chat) -> list[Segment]:
+        """Return the text of a conversation.
+
+        Raises:
+            SampleError: It has no answer to learn.
+            ConfigurationError: The chat template cannot be used for training.
+        """
+        if not any(message.role == "assistant" for message in chat.messages):
+            raise SampleError("the conversation has no answer to learn")
+        text, spans = self._marked(chat) if _MARKS.search(self.template) else self._compared(chat)
+        if self.learn == "last":
+            spans = spans[-1:]
+        return split_at(text, spans, self.family)
+
+    def _marked(self, chat: Chat) -> tuple[str, list[Span]]:
+        """Return the text, and the answers as the template marks them."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        with _template_errors():
+            (text,), (marks,) = render_jinja_template(
+                conversations=[self._messages(chat.messages)],
+                tools=chat.tools,
+                chat_template=self.template,
+                return_assistant_tokens_mask=True,
+                **{**getattr(self.tokenizer, "special_tokens_map", {}), **self.options},
+            )
+        if not marks:
+            raise SampleError("the chat template marks no answer of the conversation")
+        special = getattr(self.tokenizer, "all_special_tokens", ())
+        ends = [token for token in special if token not in self._placeholders()]
+        spans = []
+        for start, end in marks:
+            closing = next((token for token in ends if text.startswith(token, end)), "")
+            spans.append(Span(start, end + len(closing)))
+        return text, spans
+
+    def _compared(self, chat: Chat) -> tuple[str, list[Span]]:
+        """Return the text, and the answers as renderings of its beginnings show them."""
+        whole = self._text(chat)
+        spans = []
+        answers = [number for number, message in enumerate(chat.messages) if message.role == "assistant"]
+        for number in answers if self.learn == "all" else answers[-1:]:
+            prompt = self._text(chat, number, add_generation_prompt=True)
+            until = self._text(chat, number + 1).rstrip()  # the white space behind a turn is no part of the answer
+            if not (until.startswith(prompt) and whole.startswith(until)):
+                raise ConfigurationError(
+                    f"the chat template cannot be used for training on answer {answers.index(number) + 1} of "
+                    f"{len(answers)}: a conversation must begin with the rendering of what stands up to the answer, "
+                    "and that with the prompt for it (add_generation_prompt=True). The prompt is "
+                    f"{_end_of(prompt)!r}, up to the answer {_end_of(until)!r}, the conversation {_end_of(whole)!r}. "
+                    "Mark the answers in the template with {% generation %}, or set ChatConfig(learn='last')"
+                )
+            spans.append(Span(len(prompt), len(until)))
+        return whole, spans
+
+    def _text(self, chat: Chat, end: int | None = None, **options: Any) -> str:
+        with _template_errors():
+            text: str = self.tokenizer.apply_chat_template(
+                self._messages(chat.messages[:end]),
+                chat_template=self.template,
+                tokenize=False,
+                **({"tools": chat.tools} if chat.tools else {}),
+                **{**self.options, **options},
+            )
+        return text
+
+    def _messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        return [{"role": message.role, "content": self._content(message.parts)} for message in messages]
+
+    def _content(self, parts: Sequence[Part]) -> Any:
+        if self.takes_parts:
+            return [{"type": "text", "text": p.text} if p.kind == "text" else {"type": p.kind} for p in parts]
+        return "".join(part.text if part.kind == "text" else self._written(part.kind) for part in parts)
+
+    def _written(self, kind: Kind) -> str:
+        text = media_text(self.family, kind)
+        # On a line of its own, as conversations of texts are written.
+        return text if text.startswith("<|") else f"{text}\n"
+
+    def _placeholders(self) -> tuple[str | None, ...]:
+        return (None, None) if self.family is None else (self.family.image_token, self.family.video_token)
+
+
+def renderer_of(
+    tokenizer: Any,
+    family: Family | None,
+    *,
+    template: str | None,
+    learn: Literal["all", "last"],
+    options: Mapping[str, Any],
+) -> ChatRenderer:
+    """Return the renderer for a tokenizer, whose own template is taken if none is given.
+
+    Raises:
+        ConfigurationError: There is no template.
+    """
+    template = template or getattr(tokenizer, "chat_template", None)
+    if isinstance(template, Mapping):
+        template = template.get("default")
+    if not isinstance(template, str):
+        raise ConfigurationError(
+            f"{type(tokenizer).__name__} has no chat template (found: {type(template).__name__}): set "
+            "ChatConfig(chat_template=...), for example to one of energon_bridge.task_encoder.families.templates"
+        )
+    draft = ChatRenderer(
+        tokenizer=tokenizer, template=template, family=family, learn=learn, options=options, takes_parts=True
+    )
+    question = Message(role="user", parts=(Part("text", _PROBE),))
+    try:
+        text = draft._text(Chat(messages=(question,)), add_generation_prompt=True)
+    except Exception:  # a template that cannot take a list says so in its own way
+        text = ""
+    takes_parts = _PROBE in text and "'text'" not in text
+    return ChatRenderer(
+        tokenizer=tokenizer, template=template, family=family, learn=learn, options=options, takes_parts=takes_parts
+    )
+
+
+def document_segments(document: Document, family: Family | None, *, eos: str) -> list[Segment]:
+    """Return the text of a document: as it is, `<image>` for images in what is shown, and its end learned.
+
+    Raises:
+        SampleError: There is nothing to learn.
+    """
+    if not any(piece.learned for piece in document.pieces):
+        raise SampleError("the sample has no text to learn")
+    segments: list[Segment] = []
+    for piece in document.pieces:
+        if piece.learned:
+            segments.append(Segment(piece.text, learned=True))
+            continue
+        for part in parts_of(piece.text):
+            kind = part.kind
+            segments.append(Segment(part.text) if kind == "text" else Segment(media_text(family, kind), media=kind))
+    return [*segments, Segment(eos, learned=True)]
+
+
+def split_at(text: str, spans: Sequence[Span], family: Family | None) -> list[Segment]:
+    """Cut a text at the borders of what is learned and at the places of images and videos."""
+    places: dict[int, tuple[int, Kind]] = {}
+    if family is not None:
+        for kind, token in (("image", family.image_token), ("video", family.video_token)):
+            if token:
+                whole = "|".join(re.escape(form) for form in (media_text(family, kind), token))  # type: ignore[arg-type]
+                places |= {found.start(): (found.end(), kind) for found in re.finditer(whole, text)}  # type: ignore[misc]
+    segments: list[Segment] = []
+    position = 0
+    for start, (end, kind) in sorted(places.items()):
+        segments += _stretch(text, position, start, spans)
+        segments.append(Segment(text[start:end], media=kind))
+        position = end
+    return segments + _stretch(text, position, len(text), spans)
+
+
+def media_text(family: Family | None, kind: Kind) -> str:
+    """Return what stands for an image or video where no template writes it. Raises SampleError if there are none."""
+    text = "" if family is None else family.image_text if kind == "image" else family.video_text
+    if not text:
+        raise SampleError(f"the sample has {kind}s, but the model's family has none")
+    return text
+
+
+def _stretch(text: str, start: int, end: int, spans: Sequence[Span]) -> list[Segment]:
+    segments: list[Segment] = []
+    for span in spans:
+        if span.end <= start or span.start >= end:
+            continue
+        segments.append(Segment(text[start : max(start, span.start)]))
+        learned = Span(max(start, span.start), min(end, span.end))
+        segments.append(Segment(text[learned.start : learned.end], learned=True))
+        start = learned.end
+    segments.append(Segment(text[start:end]))
+    return [segment for segment in segments if segment.text]
+
+
+def _end_of(text: str) -> str:
+    return text if len(text) <= _SHOWN else f"…{text[-_SHOWN:]}"
+
+
+@contextmanager
+def _template_errors() -> Iterator[None]:
+    """Turn what a template complains of into an error of the sample."""
+    from jinja2 import TemplateError, TemplateSyntaxError
+
+    try:
+        yield
+    except TemplateSyntaxError as error:
+        raise ConfigurationError(f"the chat template has an error in line {error.lineno}: {error}") from error
+    except TemplateError as error:
+        raise SampleError(f"the chat template refuses the conversation: {error}") from error

@@ -1,0 +1,159 @@
+"""From segments of text to one token sequence, with images and videos in their place.
+
+The text is tokenised as a whole, so that the tokens are those which the model's own processor makes; a token is learned
+if it lies in a learned segment, even where it begins with white space in front of it, and a segment's own white space
+at its end is not learned. Tokenizers that do not say where their tokens stand in the text (those that are not fast)
+tokenise segment by segment.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+from energon_bridge.errors import ConfigurationError, SampleError
+from energon_bridge.task_encoder.families.rendering import Segment
+from energon_bridge.task_encoder.families.vision import IMAGE_TYPE, TEXT_TYPE, VIDEO_TYPE, Family, Plan
+
+_TYPES = {"image": IMAGE_TYPE, "video": VIDEO_TYPE}
+
+
+@dataclass(kw_only=True, slots=True)
+class Stretch:
+    """The tokens of one segment: which are learned, their types, and the plan if it is an image or video."""
+
+    tokens: list[int] = field(default_factory=list)
+    learned: list[bool] = field(default_factory=list)
+    types: list[int] = field(default_factory=list)
+    plan: Plan | None = None
+
+
+def stretches_of(
+    segments: Sequence[Segment], plans: Sequence[Plan], tokenizer: Any, placeholders: Mapping[str, int]
+) -> list[Stretch]:
+    """Return the tokens of each segment, up to the last one that is learned.
+
+    Args:
+        segments: The text.
+        plans: Of its images and videos, in the order of their places.
+        tokenizer: Of the transformers interface.
+        placeholders: The tokens that stand for images and videos, by kind.
+
+    Raises:
+        SampleError: There are not as many places as plans, or one stands where no image or video is.
+    """
+    written, stretches, waiting = [], [], iter(plans)
+    for segment in segments:
+        plan = None
+        if segment.media is not None:
+            plan = next(waiting, None)
+            if plan is None or plan.kind != segment.media:
+                raise SampleError(_mismatch(segments, plans))
+            segment = segment._replace(text=plan.written(segment.text))
+        written.append(segment)
+        stretches.append(Stretch(plan=plan))
+    if next(waiting, None) is not None:
+        raise SampleError(_mismatch(segments, plans))
+    tokenise = _by_offsets if getattr(tokenizer, "is_fast", False) else _by_segment
+    tokenise(written, tokenizer, stretches)
+    for stretch in stretches:
+        _expand(stretch, placeholders)
+    return up_to_last_learned([stretch for stretch in stretches if stretch.tokens])
+
+
+def up_to_last_learned(stretches: Sequence[Stretch]) -> list[Stretch]:
+    """Leave out what stands behind the last learned token: nothing is learned from it."""
+    last = max((number for number, stretch in enumerate(stretches) if any(stretch.learned)), default=-1)
+    if last < 0:
+        return list(stretches)
+    stretch = stretches[last]
+    end = len(stretch.learned) - stretch.learned[::-1].index(True)
+    cut = Stretch(tokens=stretch.tokens[:end], learned=stretch.learned[:end], types=stretch.types[:end])
+    return [*stretches[:last], cut]
+
+
+def placeholders_of(tokenizer: Any, family: Family | None) -> Mapping[str, int]:
+    """Return the tokens that stand for images and videos. Raises ConfigurationError if the tokenizer has none."""
+    if family is None:
+        return {}
+    tokens = {"image": family.image_token, "video": family.video_token}
+    ids: dict[str, int] = {}
+    for kind, token in tokens.items():
+        if token is None:
+            continue
+        found = tokenizer.convert_tokens_to_ids(token)
+        if found is None or found == getattr(tokenizer, "unk_token_id", None):
+            raise ConfigurationError(
+                f"the tokenizer does not know the {kind} token {token!r}: add it as a special token, or pass a family "
+                f"with another {kind}_token"
+            )
+        ids[kind] = int(found)
+    return ids
+
+
+def bos_of(tokenizer: Any, wanted: bool | None) -> int | None:
+    """Return the token to begin with, if any."""
+    bos: int | None = tokenizer.bos_token_id
+    if wanted is None:
+        wanted = bos is not None and list(tokenizer.encode("", add_special_tokens=True))[:1] == [bos]
+    return bos if wanted else None
+
+
+def _mismatch(segments: Sequence[Segment], plans: Sequence[Plan]) -> str:
+    places = [segment.media for segment in segments if segment.media]
+    kinds = [plan.kind for plan in plans]
+    return (
+        f"the rendered text has places for {places or 'nothing'}, but the sample has {kinds or 'nothing'}: the chat "
+        "template must write each image and video once, in order, and the texts must not contain their tokens"
+    )
+
+
+def _by_offsets(segments: Sequence[Segment], tokenizer: Any, stretches: Sequence[Stretch]) -> None:
+    text = "".join(segment.text for segment in segments)
+    starts = [0, *accumulate(len(segment.text) for segment in segments)]
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    for token, (start, end) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
+        number = min(bisect_right(starts, start) - 1, len(segments) - 1)
+        # White space that a token begins with does not keep it out of the segment behind.
+        after = number + 1
+        if not segments[number].learned and end > starts[after] and text[start : starts[after]].isspace():
+            number = after
+        segment = segments[number]
+        content = starts[number] + len(segment.text.rstrip())
+        stretches[number].tokens.append(token)
+        stretches[number].learned.append(segment.learned and (start < content or start == end))
+
+
+def _by_segment(segments: Sequence[Segment], tokenizer: Any, stretches: Sequence[Stretch]) -> None:
+    for segment, stretch in zip(segments, stretches, strict=True):
+        content = segment.text.rstrip() if segment.learned else segment.text
+        for text, learned in ((content, segment.learned), (segment.text[len(content) :], False)):
+            tokens = tokenizer.encode(text, add_special_tokens=False) if text else []
+            stretch.tokens += tokens
+            stretch.learned += [learned] * len(tokens)
+
+
+def _expand(stretch: Stretch, placeholders: Mapping[str, int]) -> None:
+    """Put as many tokens as planned in place of each placeholder token, and note the types."""
+    if stretch.plan is None:
+        if found := [kind for kind, token in placeholders.items() if token in stretch.tokens]:
+            raise SampleError(f"a text of the sample contains the token that stands for a {found[0]}")
+        stretch.types = [TEXT_TYPE] * len(stretch.tokens)
+        return
+    token, kind = placeholders[stretch.plan.kind], _TYPES[stretch.plan.kind]
+    if stretch.tokens.count(token) != len(stretch.plan.runs):
+        raise SampleError(
+            f"{stretch.plan.text!r} has {stretch.tokens.count(token)} placeholder tokens {token} behind the tokenizer, "
+            f"expected {len(stretch.plan.runs)}: the placeholder must be a special token of the tokenizer"
+        )
+    runs = iter(stretch.plan.runs)
+    tokens: list[int] = []
+    types: list[int] = []
+    for one in stretch.tokens:
+        count = next(runs) if one == token else 1
+        tokens += [one] * count
+        types += [kind if one == token else TEXT_TYPE] * count
+    stretch.tokens, stretch.types, stretch.learned = tokens, types, [False] * len(tokens)

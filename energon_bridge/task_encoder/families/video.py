@@ -1,0 +1,108 @@
+"""Videos on their way into a conversation: frames as they are, or those that a decoder is asked for later.
+
+A decoder of videos (`AVDecoder`) knows how many frames its file has, how large they are and how fast they come, without
+decoding any. So which frames are taken, and at what times they stand, is settled when a sample is planned, and they are
+decoded when it is delivered. Which: `fps` frames for each second of the video, equally far from each other, the first
+and the last among them. Source: `sample_frames` of the video processor of Qwen3-VL in transformers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from energon_bridge.errors import SampleError
+from energon_bridge.task_encoder.deferred import DeferredImage
+from energon_bridge.task_encoder.families.vision import VideoFrames
+from energon_bridge.task_encoder.visual import size_of
+
+
+@runtime_checkable
+class VideoDecoder(Protocol):
+    """What is asked of a decoder of videos."""
+
+    def get_metadata(self) -> Any:
+        """Return `video_num_frames`, `video_fps`, `video_width` and `video_height`, nothing decoded."""
+        ...
+
+    def get_video_clips(self, video_clip_ranges: Any, video_unit: Any = "seconds") -> Any:
+        """Return uint8 tensors (frames, 3, height, width) for ranges of frames, both ends included, and their times."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FramesToDecode:
+    """Frames of a video that have not been decoded: their numbers, and the size that they will have."""
+
+    decoder: VideoDecoder
+    numbers: tuple[int, ...]
+    height: int
+    width: int
+
+    def get(self) -> Tensor:
+        """Return the frames, uint8 of shape (frames, 3, height, width). Raises DecodeError."""
+        clips, _ = self.decoder.get_video_clips([(number, number) for number in self.numbers], video_unit="frames")
+        return torch.cat(list(clips))
+
+
+def video_of(value: Any, *, fps: float, least: int, most: int | None) -> VideoFrames:
+    """Return a video with its frames.
+
+    Args:
+        value: A VideoFrames, frames alone, or a decoder.
+        fps: Frames to take for each second, of a decoder.
+        least: The fewest to take, where there are as many.
+        most: The most to take; of frames, what follows is cut off.
+
+    Raises:
+        SampleError: A decoder has no video, or cannot tell its frames.
+    """
+    if isinstance(value, VideoDecoder):
+        return _sampled(value, fps=fps, least=least, most=most)
+    video = value if isinstance(value, VideoFrames) else VideoFrames(frames=value)
+    if most is None or isinstance(video.frames, FramesToDecode) or len(video.frames) <= most:
+        return video
+    return replace(video, frames=video.frames[:most], timestamps=video.timestamps and video.timestamps[:most])
+
+
+def decoded(video: VideoFrames) -> VideoFrames:
+    """Return a video with its frames decoded. Raises DecodeError."""
+    if isinstance(video.frames, FramesToDecode):
+        return replace(video, frames=video.frames.get())
+    if isinstance(video.frames, list | tuple):
+        return replace(video, frames=[f.get() if isinstance(f, DeferredImage) else f for f in video.frames])
+    return video
+
+
+def frames_shape(frames: Any) -> tuple[int, int, int]:
+    """Return how many frames there are, their height and width. Raises SampleError if they are no frames."""
+    if isinstance(frames, FramesToDecode):
+        return len(frames.numbers), frames.height, frames.width
+    if isinstance(frames, Tensor) and frames.ndim == 4 and len(frames):
+        return len(frames), int(frames.shape[2]), int(frames.shape[3])
+    if isinstance(frames, list | tuple) and frames and not isinstance(frames[0], str):
+        width, height = size_of(frames[0])
+        return len(frames), height, width
+    what = tuple(frames.shape) if isinstance(frames, Tensor) else repr(frames)[:100]
+    raise SampleError(f"frames must be a (frames, channels, height, width) tensor or a list of images, not {what}")
+
+
+def _sampled(decoder: VideoDecoder, *, fps: float, least: int, most: int | None) -> VideoFrames:
+    found = decoder.get_metadata()
+    total, rate = found.video_num_frames, found.video_fps
+    if not total or not rate or not found.video_width or not found.video_height:
+        raise SampleError(f"{decoder!r} has no video whose frames could be counted: {found}")
+    wanted = max(int(total / rate * fps), least)
+    count = min(wanted, total, most or total)
+    numbers = np.linspace(0, total - 1, count).round().astype(int).tolist()
+    return VideoFrames(
+        frames=FramesToDecode(
+            decoder=decoder, numbers=tuple(numbers), height=int(found.video_height), width=int(found.video_width)
+        ),
+        fps=count / total * rate,
+        timestamps=tuple(number / rate for number in numbers),
+    )

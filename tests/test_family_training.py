@@ -1,0 +1,206 @@
+"""Tiny models of each family, from configurations, on what the encoder gives them: they learn, packed or not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from families import FAMILIES, QWENS, chat, encoder_of, model_config_of, model_of, picture, tokenizer_of
+
+pytest.importorskip("transformers")
+
+from energon_bridge.errors import ConfigurationError
+from energon_bridge.samples import InterleavedSample, TextSample, VQASample
+from energon_bridge.task_encoder.conversation import ImageToken, MultiModalSampleConfig
+from energon_bridge.task_encoder.families import ChatTemplateTaskEncoder, QwenFamily, VideoFrames
+from energon_bridge.task_encoder.multimodal import MultiModalTaskEncoder
+from energon_bridge.task_encoder.packed_sequences import unpack_batch
+from energon_bridge.task_encoder.sequences import Filling, MultiModalSample
+from energon_bridge.training.config import RunConfig
+from energon_bridge.training.module import VisionLanguageModule
+from energon_bridge.training.packed import check_packing, sequence_inputs, takes_mrope
+from energon_bridge.training.presets import ModelBundle
+
+COLORS = ("red", "green", "blue")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Models this small lose time to threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def conversations(encoder: ChatTemplateTaskEncoder, count: int = 8) -> list[MultiModalSample]:
+    """Interleaved conversations with 1 to 3 images of various sizes, and texts without any."""
+    samples: list[Any] = []
+    for number in range(count):
+        colors = [COLORS[(number + image * (number % 3)) % 3] for image in range(number % 3 + 1)]
+        images = [picture(16 + 8 * (number % 2), 16 + 4 * n, color) for n, color in enumerate(colors)]
+        turns = [text for color in colors for text in ("<image> color?", color)]
+        samples.append(chat(*turns, "how many?", str(len(colors)), images=images, key=f"talk {number}"))
+    samples.append(chat("color?", "how many?", key="text"))
+    return [encoder.encode(sample) for sample in samples]
+
+
+def module_of(family: str, encoder: ChatTemplateTaskEncoder) -> VisionLanguageModule:
+    config = model_config_of(family, encoder.tokenizer)
+    assert encoder.family is not None
+    token_id = encoder.tokenizer.convert_tokens_to_ids(encoder.family.image_token)
+    bundle = ModelBundle(
+        model=model_of(config),
+        tokenizer=encoder.tokenizer,
+        image_processor=None,
+        image_token_id=token_id,
+        image_tokens=None,
+    )
+    return VisionLanguageModule(bundle, RunConfig())
+
+
+@pytest.mark.parametrize(
+    ("family", "packs"), [*((name, False) for name in FAMILIES), ("llava", True), ("qwen2_vl", True)]
+)
+def test_the_loss_falls_by_half_in_30_steps(family: str, packs: bool) -> None:
+    encoder = encoder_of(family)
+    module = module_of(family, encoder)
+    samples = conversations(encoder, 5)
+    groups = [samples[:2], samples[2:3], samples[3:]]
+    rows: Any = [encoder.pack_selected_samples(group) for group in groups] if packs else samples
+    batch = encoder.batch(rows)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=5e-3)
+    losses = []
+    for _ in range(31):
+        values, mask = module._token_losses(batch)
+        loss = (values * mask).sum() / mask.sum()
+        losses.append(float(loss.detach()))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert losses[30] < losses[0] / 2
+
+
+def test_every_token_has_the_loss_in_a_pack_that_it_has_alone(family: str) -> None:
+    encoder = encoder_of(family)
+    module = module_of(family, encoder)
+    for parameter in module.model.parameters():
+        if parameter.ndim > 1:
+            parameter.data.mul_(4)  # what crosses a border would otherwise be small
+    samples = conversations(encoder)
+    documents = [
+        InterleavedSample(__key__="doc", sequence=[picture(24, 16), "red", picture(16, 32), "green"]),
+        TextSample(__key__="text", text="red green"),
+    ]
+    samples += [encoder.encode(document) for document in documents]
+    for multiple, attention in ((1, "sdpa"), (8, "eager")):
+        module.model.set_attn_implementation(attention)
+        encoder.config = replace(encoder.config, pad_to_multiple_of=multiple)
+        groups = [samples[:3], samples[3:4], samples[4:]]
+        batch = encoder.batch([encoder.pack_selected_samples(group) for group in groups])
+        assert batch.cu_seqlens_padded is not None
+        with torch.no_grad():
+            losses, mask = module._token_losses(batch)
+            alone, alone_mask = module._token_losses(encoder.batch(samples))
+        for number, sample in enumerate(samples):
+            start, count = int(batch.cu_seqlens_padded[number]), len(sample.tokens)
+            place = slice(start, start + count)
+            torch.testing.assert_close(losses.reshape(-1)[place], alone[number, :count], rtol=2e-4, atol=2e-4)
+            assert torch.equal(mask.reshape(-1)[place], alone_mask[number, :count])
+        assert float(mask.sum()) == float(alone_mask.sum())
+
+
+def test_a_sample_is_blind_to_the_others_of_its_pack(family: str) -> None:
+    encoder = encoder_of(family)
+    module = module_of(family, encoder)
+    samples = conversations(encoder)
+    packs = [
+        encoder.batch([encoder.pack_selected_samples([first, *samples[1:3]])]) for first in (samples[0], samples[3])
+    ]
+    with torch.no_grad():
+        ours, others = (module._token_losses(pack)[0][0] for pack in packs)
+    rest = sum(len(sample.tokens) for sample in samples[1:3])
+    torch.testing.assert_close(ours[-rest:], others[-rest:], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_packing_is_checked_with_the_positions_of_the_family(
+    family: str, attention: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = model_of(model_config_of(family, tokenizer_of(family)))
+    model.set_attn_implementation(attention)
+    check_packing(model)
+    assert takes_mrope(model) == (family in QWENS)
+    if family in QWENS:  # which mixes the samples without the plain positions in front
+        forward = model.forward
+        monkeypatch.setattr(
+            model, "forward", lambda **inputs: forward(**inputs | {"position_ids": inputs["position_ids"][1:]})
+        )
+        with pytest.raises(ConfigurationError, match="does not keep the samples of a pack apart"):
+            check_packing(model)
+
+
+@pytest.mark.parametrize("qwen", QWENS)
+def test_positions_of_packs_begin_again_in_every_sample(qwen: str) -> None:
+    encoder = encoder_of(qwen)
+    samples = conversations(encoder, 3)
+    batch = encoder.batch([encoder.pack_selected_samples(samples)])
+    inputs = sequence_inputs(batch)
+    assert inputs["position_ids"].shape == (4, 1, batch.tokens.shape[1])
+    assert torch.equal(inputs["position_ids"][0], batch.position_ids)
+    expected = [sample.mrope_position_ids for sample in samples]
+    assert torch.equal(inputs["position_ids"][1:, 0], torch.cat(expected, dim=1))  # type: ignore[arg-type]
+    rows = unpack_batch(batch, Filling(pad_id=0, ignore=-100))
+    alone = encoder.batch(samples)
+    for name in ("tokens", "labels", "mm_token_type_ids", "mrope_position_ids", "attention_mask"):
+        assert torch.equal(getattr(rows, name), getattr(alone, name)), name
+
+
+@pytest.mark.parametrize("qwen", QWENS)
+def test_packs_of_the_multimodal_encoder_have_the_losses_of_their_samples(qwen: str) -> None:
+    made = encoder_of(qwen)
+    assert isinstance(made.family, QwenFamily)
+    token = ImageToken(token_id=made._placeholders["image"], before="<|vision_start|>", after="<|vision_end|>")
+    config = MultiModalSampleConfig(image_token=token)
+    encoder = MultiModalTaskEncoder(made.tokenizer, made.family.image_processor, config)
+    samples = [
+        encoder.encode_sample(VQASample(__key__="a", image=images, context="<image>?" * count, answers=["red"]))  # type: ignore[arg-type]
+        for count in (1, 2)
+        for images in [[picture(16 + 16 * number, 24) for number in range(count)]]
+    ]
+    samples.append(encoder.encode_sample(TextSample(__key__="text", text="red green")))
+    module = module_of(qwen, made)
+    packs, rows = encoder.batch([encoder.pack_selected_samples(samples)]), encoder.batch(samples)
+    with torch.no_grad():
+        packed, alone = (module._token_losses(batch)[0][batch.loss_mask.bool()] for batch in (packs, rows))
+        torch.testing.assert_close(packed, alone, rtol=1e-4, atol=1e-4)
+        rows.mrope_position_ids = None  # the model's own
+        torch.testing.assert_close(module._token_losses(rows)[0][rows.loss_mask.bool()], alone, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("qwen", QWENS)
+def test_a_model_learns_from_videos_and_images_together(qwen: str) -> None:
+    encoder = encoder_of(qwen)
+    module = module_of(qwen, encoder)
+    frames = torch.randint(0, 256, (5, 3, 20, 28), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    video = VideoFrames(frames=frames, fps=3.0)
+    samples = [
+        encoder.encode(chat("<video> color? <image>", "red", images=[picture()], videos=[video], key="both")),
+        *conversations(encoder, 1),
+    ]
+    batch = encoder.batch([encoder.pack_selected_samples(samples)])
+    with torch.no_grad():
+        packed = module._token_losses(batch)[0][batch.loss_mask.bool()]
+        rows = encoder.batch(samples)
+        torch.testing.assert_close(packed, module._token_losses(rows)[0][rows.loss_mask.bool()], rtol=1e-4, atol=1e-4)
+    losses, mask = module._token_losses(batch)
+    (losses * mask).sum().backward()
+    assert any(p.grad is not None and p.grad.any() for p in module.model.model.visual.parameters())
