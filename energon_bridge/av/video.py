@@ -1,0 +1,107 @@
+"""Frames of one open file, by time or by number, each the very one that decoding the whole file would give.
+
+Frames before the first one wanted are decoded only as far as others refer to them. Clips that follow each other closely
+are decoded in one go; what was decoded last is kept, since two clips may share a frame.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from energon_bridge.av.media import Media, import_av
+from energon_bridge.av.packets import Packets
+
+_SKIPPABLE = ("h264", "hevc")
+"""Codecs that say of a frame, before it is decoded, whether others refer to it."""
+
+
+class VideoReader:
+    """Reads frames of the video stream of an open file; times are ticks of the stream."""
+
+    def __init__(self, media: Media) -> None:
+        self._media = media
+        self.packets = Packets(media)
+        self.base = self.packets.stream.time_base
+        self._ready: deque[Any] = deque()
+        self._last: Any = None
+        self._landings = 0
+
+    def frame_at(self, time: int) -> int | None:
+        """Return the pts of the frame that is shown at a time, the first one's before it; None if there is no frame."""
+        packets = self.packets
+        self._settle()
+        decoded = None if self._last is None else int(self._last.pts)
+        if not packets.is_near(time, decoded):
+            found = packets.go_to(time)
+            self._settle()
+            return found
+        found = packets.shown_at(time)
+        if found is None:
+            return packets.after(time) if decoded is None else decoded
+        return found
+
+    def _settle(self) -> None:
+        """Forget the frames of where the packets were before."""
+        if self._landings != self.packets.landings:
+            self._landings = self.packets.landings
+            self._ready.clear()
+            self._last = None
+
+    def frames(self, first: int) -> Iterator[Any]:
+        """Yield the frames from that of a pts on, which `frame_at` has just returned."""
+        if self._last is not None and self._last.pts == first:
+            yield self._last
+        while (frame := self._next(first)) is not None:
+            self.packets.forget(frame.pts)
+            if frame.pts >= first:
+                self._last = frame
+                yield frame
+
+    def _next(self, first: int) -> Any:
+        packets, context = self.packets, self.packets.stream.codec_context
+        skips = context.name in _SKIPPABLE
+        while not self._ready:
+            packet = packets.take()
+            if packet is None:
+                return None
+            if skips and packet.size:
+                context.skip_frame = "NONREF" if packet.pts < first else "DEFAULT"
+            with self._media.refusing("cannot be decoded"):
+                self._ready.extend(packet.decode())
+        return self._ready.popleft()
+
+    def end_of(self, frame: Any) -> int:
+        """Return when a frame is no longer shown."""
+        after = self.packets.after(frame.pts)
+        return int(frame.pts + self.duration_of(frame)) if after is None else after
+
+    def duration_of(self, frame: Any) -> int:
+        """Return how long the last frame of a file is shown: as long as it says, or a frame in the mean."""
+        rate = self.packets.stream.average_rate
+        return int(frame.duration or (round(1 / rate / self.base) if rate else 0))
+
+
+class Pixels:
+    """Turns frames into pixels: uint8 RGB in the size asked for, or else in that of the first frame."""
+
+    def __init__(self, size: tuple[int, int] | None) -> None:
+        self._size = size
+        self._reformatter = import_av().video.reformatter.VideoReformatter()
+
+    def of(self, frame: Any) -> np.ndarray:
+        """Return the pixels of a frame, (height, width, 3)."""
+        width, height = self._size or (frame.width, frame.height)
+        self._size = (width, height)
+        out = self._reformatter.reformat(frame, width, height, "rgb24", interpolation="BILINEAR")
+        pixels: np.ndarray = out.to_ndarray()
+        return pixels
+
+
+def clip_of(frames: list[np.ndarray]) -> torch.Tensor:
+    """Return frames as one tensor (frames, 3, height, width): a view over memory in which the channels come last."""
+    return torch.from_numpy(np.stack(frames)).permute(0, 3, 1, 2)
