@@ -33,15 +33,19 @@ class Packets:
 
     Attributes:
         queue: Packets that were looked at and not yet taken, in decoding order.
-        ahead: The pts of frames that are known and not yet taken, sorted.
+        ahead: The pts of the frames that are known to follow from where it went last, sorted.
+        counted: Whether the container knows no presentation times, so that frames have to be counted: in the order in
+            which they are decoded, each gets the time of the packet of its number.
         landings: How often it went somewhere; a decoder's frames from before are then no neighbours of the next ones.
     """
 
     def __init__(self, media: Media) -> None:
         self._media = media
         self.landings = 0
+        self.counted = False
         self._end = _NEVER
         self.restart()
+        self.counted = "avi" in media.container.format.name and bool(self.stream.codec_context.has_b_frames)
         self._is_vp8 = self.stream.codec_context.name in ("vp8", "libvpx")
         self._look()
         if not self.queue or self.queue[0].size == 0:
@@ -49,13 +53,13 @@ class Packets:
         self._first = _place(self.queue[0])
         self._times: IntArray | None = None
         self._listed: tuple[IntArray, Any, IntArray] | None = None
-        self._group: tuple[int, list[int]] = (0, [])  # the frames of the group looked at last, and their first number
         self._sought = False
 
     def _begin(self, *, at_start: bool) -> None:
         self.landings += 1
         self.queue: deque[Any] = deque()
         self.ahead: list[int] = []
+        self._leading: list[int] = []
         self._demuxed: Iterator[Any] = self._media.container.demux(self.stream)
         self._at_start = at_start
         self._floor = _NEVER  # frames before it cannot be decoded from here
@@ -100,6 +104,8 @@ class Packets:
             return False
         with self._media.refusing("cannot be read"):
             packet = next(self._demuxed, None)
+            while self._landed is None and not self._at_start and packet is not None and not packet.is_keyframe:
+                packet = next(self._demuxed, None)  # some containers land between key frames
         if packet is None:
             self._ended = True
             return False
@@ -107,6 +113,8 @@ class Packets:
         if not packet.size:  # tells the decoder that there are no more
             self._ended = True
             return True
+        if self.counted:
+            packet.pts = packet.dts
         if packet.pts is None:
             raise DecodeError(
                 f"{self._media.name} has a packet of video without a presentation time, so that frames cannot be told "
@@ -118,8 +126,8 @@ class Packets:
         if self._landed is None:
             self._landed = packet
             self._floor = _NEVER if self._at_start else packet.pts
-        if packet.pts >= self._floor and self._is_shown(packet):
-            insort(self.ahead, packet.pts)
+        if self._is_shown(packet):
+            insort(self.ahead if packet.pts >= self._floor else self._leading, packet.pts)
         return True
 
     def _is_shown(self, packet: Any) -> bool:
@@ -145,10 +153,6 @@ class Packets:
                 return found
             if not self._look():
                 return found
-
-    def forget(self, time: int) -> None:
-        """Forget the frames up to a time: they have been taken."""
-        del self.ahead[: bisect_right(self.ahead, time)]
 
     def go_to(self, time: int) -> int | None:
         """Go to where the frame shown at a time can be decoded; return it: the first one if the time is before it.
@@ -205,18 +209,20 @@ class Packets:
         if number >= shown[-1]:
             return None
         groups = np.flatnonzero(keys)
-        group = int(np.searchsorted(shown[groups], number, side="right")) - 1
-        begin, times = self._group if self._group[0] <= number < self._group[0] + len(self._group[1]) else (0, [])
-        if not times:
-            self._seek(int(stamps[groups[group]]))
-            landed = int(np.searchsorted(stamps, self._landed.dts))
-            end = int(groups[group + 1]) if group + 1 < len(groups) else len(stamps)
-            while len(self.queue) < end - landed and self._look():
-                pass
-            begin = int(shown[landed])
-            times = sorted(one.pts for one in self.queue if one.size and self._is_shown(one))
-            self._group = begin, times
-        return times[number - begin] if number - begin < len(times) else None
+        group = int(groups[np.searchsorted(shown[groups], number, side="right") - 1])
+        begin = self._number_landed(stamps, shown)
+        if not begin <= number or shown[group] > begin + len(self._leading) + len(self.ahead):
+            self._seek(int(stamps[group] - stamps[0]) + self._first[1])  # containers count from the first frame
+            begin = self._number_landed(stamps, shown)
+        while True:
+            rank = number - begin - len(self._leading)
+            known = self._leading[rank:] if rank < 0 else self.ahead[rank : rank + 1]
+            if known and self._dts >= known[0] or not self._look():
+                return known[0] if known else None
+
+    def _number_landed(self, stamps: IntArray, shown: IntArray) -> int:
+        """Return how many frames are shown before the group of frames that the packets began with."""
+        return int(shown[np.searchsorted(stamps, self._landed.dts)]) if self._landed is not None else 0
 
     def _index(self) -> tuple[IntArray, Any, IntArray] | None:
         """Return of every packet its dts, whether it is a key, and the frames shown before it; None: not listed."""

@@ -28,6 +28,7 @@ class VideoReader:
         self.packets = Packets(media)
         self.base = self.packets.stream.time_base
         self._ready: deque[Any] = deque()
+        self._labels: deque[int] = deque()
         self._last: Any = None
         self._landings = 0
 
@@ -50,6 +51,7 @@ class VideoReader:
         if self._landings != self.packets.landings:
             self._landings = self.packets.landings
             self._ready.clear()
+            self._labels.clear()
             self._last = None
 
     def frames(self, first: int) -> Iterator[Any]:
@@ -57,23 +59,27 @@ class VideoReader:
         if self._last is not None and self._last.pts == first:
             yield self._last
         while (frame := self._next(first)) is not None:
-            self.packets.forget(frame.pts)
             if frame.pts >= first:
                 self._last = frame
                 yield frame
 
     def _next(self, first: int) -> Any:
         packets, context = self.packets, self.packets.stream.codec_context
-        skips = context.name in _SKIPPABLE
+        skips = context.name in _SKIPPABLE and not packets.counted
         while not self._ready:
             packet = packets.take()
             if packet is None:
                 return None
-            if skips and packet.size:
+            if packet.size and packets.counted:
+                self._labels.append(packet.pts)
+            elif skips and packet.size:
                 context.skip_frame = "NONREF" if packet.pts < first else "DEFAULT"
             with self._media.refusing("cannot be decoded"):
                 self._ready.extend(packet.decode())
-        return self._ready.popleft()
+        frame = self._ready.popleft()
+        if packets.counted:
+            frame.pts = self._labels.popleft()
+        return frame
 
     def end_of(self, frame: Any) -> int:
         """Return when a frame is no longer shown."""
