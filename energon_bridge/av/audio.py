@@ -1,8 +1,8 @@
 """Samples of one open file, exact to the sample: sample n is the n-th one that decoding the whole file gives.
 
 Decoders of sound need what came before, so reading begins some time earlier. Where the timestamps of a container tell
-samples apart (MP4, WAV, FLAC, Ogg, MP3), they say which sample a decoded block begins with. Matroska's are too coarse for
-that; there the blocks of a codec that makes all of one length are counted. Where neither holds, reading begins at the
+samples apart (MP4, WAV, FLAC, Ogg, MP3), they say which sample a decoded block begins with. Matroska's are too coarse;
+there the blocks of a codec that makes all of one length are counted. Where neither holds, reading begins at the
 beginning.
 """
 

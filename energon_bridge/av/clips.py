@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import TYPE_CHECKING, Literal, overload
 
 import numpy as np
-import torch
 
 from energon_bridge.av.decoder import AVDecoder
 from energon_bridge.av.media import AVData
 from energon_bridge.errors import ConfigurationError, DecodeError
+
+if TYPE_CHECKING:
+    import torch
 
 
 def get_clips_uniform(
@@ -22,15 +24,19 @@ def get_clips_uniform(
 ) -> AVData:
     """Return clips of one length that are equally far from each other, the first at the beginning, the last at the end.
 
-    With a length of 0 the clips are single frames: those shown in the middle of the first frame's time, in the middle of
-    the last one's, and between them. Where both are asked for, clips lie where there are both video and sound.
+    With a length of 0 the clips are single frames: those shown half a frame after the beginning, half a frame before
+    the end, and between them. Where both are asked for, clips lie where there are both video and sound.
 
     Raises ConfigurationError if nothing is asked for, or a number makes no sense; DecodeError.
     """
     if not (request_video or request_audio):
-        raise ConfigurationError("neither clips of video nor of sound are asked for: give request_video=True or request_audio=True")
+        raise ConfigurationError(
+            "neither clips of video nor of sound are asked for: give request_video=True or request_audio=True"
+        )
     if num_clips < 1 or clip_duration_seconds < 0:
-        raise ConfigurationError(f"{num_clips} clips of {clip_duration_seconds} s are asked for; expected at least 1, and 0 s")
+        raise ConfigurationError(
+            f"{num_clips} clips of {clip_duration_seconds} s are asked for; expected at least 1, and 0 s"
+        )
     with av_decoder as decoder:
         begin, end = decoder.get_time_range(video=request_video, audio=request_audio)
         if clip_duration_seconds == 0:
@@ -80,5 +86,7 @@ def get_single_frames_uniform(
     found = get_clips_uniform(av_decoder, 0, num_frames, request_video=True, video_out_frame_size=video_out_frame_size)
     if not found.video_clips or found.video_timestamps is None:
         raise DecodeError(f"{av_decoder.name} has no frames")
+    import torch  # whoever asks for frames has it
+
     frames = torch.cat(found.video_clips)
     return (frames, [begin for begin, _ in found.video_timestamps]) if return_timestamps else frames

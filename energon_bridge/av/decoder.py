@@ -14,18 +14,19 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from fractions import Fraction
-from typing import Any, BinaryIO, Literal, Self
-
-import torch
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, Self, TypeAlias
 
 from energon_bridge.av.audio import AudioReader, as_floats, resample
-from energon_bridge.av.media import AVData, Media, import_av, opened, ticks
-from energon_bridge.av.metadata import audio_metadata, length_of, start_of, video_fps, video_metadata
-from energon_bridge.av.video import Pixels, VideoReader, clip_of
+from energon_bridge.av.media import AVData, Media, length_of, opened, start_of, tensor_of, ticks
+from energon_bridge.av.metadata import audio_metadata, video_fps, video_metadata
+from energon_bridge.av.video import Pixels, VideoReader, beyond, clip_of, is_over
 from energon_bridge.errors import ConfigurationError, DecodeError
 from energon_bridge.format.media import AVMetadata
 from energon_bridge.storage import open_store
 from energon_bridge.storage.ranges import ByteRange, RangeReader
+
+if TYPE_CHECKING:
+    import torch
 
 AV_EXTENSIONS = frozenset(
     (
@@ -34,7 +35,7 @@ AV_EXTENSIONS = frozenset(
     )
 )
 
-Clips = tuple[list[torch.Tensor], list[tuple[float, float]]]
+Clips: TypeAlias = "tuple[list[torch.Tensor], list[tuple[float, float]]]"
 Ranges = Sequence[tuple[float, float]]
 
 
@@ -53,7 +54,7 @@ class AVDecoder:
         bytes_read: Bytes read from the file so far, where `stream` is bytes or a range.
 
     Raises:
-        ConfigurationError: PyAV is not installed, or the stream is one of text.
+        ConfigurationError: The stream is one of text; by the first call: PyAV is not installed.
     """
 
     def __init__(
@@ -64,10 +65,10 @@ class AVDecoder:
         name: str = "",
         audio_format: Literal["float32", "native"] = "float32",
     ) -> None:
-        import_av()
         if audio_format not in ("float32", "native"):
             raise ConfigurationError(f"there is no audio_format {audio_format!r}; known: float32, native")
-        if isinstance(stream, io.TextIOBase):
+        text: Any = stream
+        if isinstance(text, io.TextIOBase):
             raise ConfigurationError(f"{stream!r} is a stream of text: open the file in mode 'rb'")
         self.stream = stream
         self.suppress_warnings = suppress_warnings
@@ -117,10 +118,9 @@ class AVDecoder:
         if self._open is not None:
             yield self._open
             return
-        stream = self.stream
-        file = RangeReader(stream) if isinstance(stream, (bytes, ByteRange)) else stream
+        file = self._file()
         try:
-            with opened(file, self.name) as media:  # type: ignore[arg-type]
+            with opened(file, self.name) as media:
                 self._open = media
                 yield media
         finally:
@@ -139,6 +139,14 @@ class AVDecoder:
         if self._audio is None:
             self._audio = AudioReader(media)
         return self._audio
+
+    def open_container(self) -> Any:
+        """Return the file as PyAV's open container, which the caller closes. Raises DecodeError."""
+        return Media(self._file(), self.name).container
+
+    def _file(self) -> BinaryIO:
+        stream = self.stream
+        return RangeReader(stream) if isinstance(stream, (bytes, ByteRange)) else stream  # type: ignore[return-value]
 
     # Clips -----------------------------------------------------------------------------------------------------------
 
@@ -183,9 +191,7 @@ class AVDecoder:
                 video = self.get_video_clips(video_clip_ranges, video_unit, video_out_frame_size)
             if audio_clip_ranges is not None:
                 audio = self.get_audio_clips(audio_clip_ranges, audio_unit)
-        return AVData(
-            video_clips=video[0], video_timestamps=video[1], audio_clips=audio[0], audio_timestamps=audio[1]
-        )
+        return AVData(video_clips=video[0], video_timestamps=video[1], audio_clips=audio[0], audio_timestamps=audio[1])
 
     def get_video_clips(
         self,
@@ -196,8 +202,8 @@ class AVDecoder:
         """Return a clip for each range, and the seconds at which it begins and ends.
 
         A range by frames has the frames of both its numbers and those between them; one by seconds has the frame that
-        is shown at its beginning, and all those that begin up to its end. So there is at least one frame in each. A range
-        may end beyond the video (`math.inf`: with it), but not begin there.
+        is shown at its beginning, and all those that begin up to its end. So there is at least one frame in each. A
+        range may end beyond the video (`math.inf`: with it), but not begin there.
 
         Args:
             video_clip_ranges: (begin, end) of each clip.
@@ -220,7 +226,7 @@ class AVDecoder:
                 time = reader.packets.time_of(number) if number is not None else ticks(begin, reader.base)
                 first = None if time is None else reader.frame_at(time)
                 if first is None:
-                    raise self._beyond(media, f"frame {number}", f"{reader.packets.count} frames")
+                    raise beyond(media, f"{video_unit[:-1]} {begin:g}", f"{reader.packets.count} frames")
                 limit = math.inf if number is None or math.isinf(end) else int(end) - number + 1
                 last = math.inf if number is not None or math.isinf(end) else ticks(end, reader.base)
                 rows, until, start = [], first, None
@@ -230,30 +236,11 @@ class AVDecoder:
                     rows.append(pixels.of(frame))
                     if len(rows) >= limit or until > last or reader.packets.after(frame.pts) is None:
                         break
-                if start is None or (number is None and self._is_over(media, reader, Fraction(begin), until)):
-                    raise self._beyond(media, f"second {begin:g}", f"{float(until * reader.base):g} s")
+                if start is None or (number is None and is_over(media, reader, Fraction(begin), until)):
+                    raise beyond(media, f"{video_unit[:-1]} {begin:g}", f"{float(until * reader.base):g} s")
                 clips[0].append(clip_of(rows))
                 clips[1].append((float(start * reader.base), float(until * reader.base)))
         return clips
-
-    def _is_over(self, media: Media, reader: VideoReader, begin: Fraction, until: int) -> bool:
-        """Whether the video has ended when a clip begins, by its last frame and by what its headers say."""
-        if begin < until * reader.base:
-            return False
-        stream = media.stream("video")
-        length = length_of(media, stream)
-        # A header may say more than there is by a frame; what is missing by more was cut off.
-        frame = 1 / (stream.average_rate or 1)
-        return length is None or begin >= start_of(stream) + length or begin > until * reader.base + frame
-
-    def _beyond(self, media: Media, asked: str, there: str) -> DecodeError:
-        stream = media.stream("video")
-        length = length_of(media, stream)
-        says = "" if length is None else f" (its headers say {float(start_of(stream) + length):g} s)"
-        return DecodeError(
-            f"{self.name}: a clip is asked for that begins at {asked}, and the video ends after {there}{says}: ask for "
-            "what lies before, by get_video_duration(); if the headers say more than there is, the file is cut off"
-        )
 
     def get_audio_clips(
         self,
@@ -285,17 +272,20 @@ class AVDecoder:
         with self._opened() as media:
             reader = self._audio_of(media)
             for begin, end in audio_clip_ranges:
-                first, last = (_sample(value, audio_unit, reader) for value in (begin, end))
-                found = reader.samples(first or 0, last)
+                first, last = (
+                    _sample(begin, audio_unit, reader),
+                    None if math.isinf(end) else _sample(end, audio_unit, reader),
+                )
+                found = reader.samples(first, last)
                 if not found.shape[1] and last != first:
                     raise DecodeError(
-                        f"{self.name}: a clip is asked for that begins at {audio_unit[:-1]} {begin:g}, and the sound ends "
-                        "before that: ask for what lies before, by get_audio_duration()"
+                        f"{self.name}: a clip is asked for that begins at {audio_unit[:-1]} {begin:g}, and the sound "
+                        "ends before that: ask for what lies before, by get_audio_duration()"
                     )
                 seconds = [float(reader.start + Fraction(n, reader.rate)) for n in (first, first + found.shape[1])]
                 if self.audio_format == "float32":
                     found = resample(as_floats(found), reader.rate, audio_sample_rate or reader.rate)
-                clips[0].append(torch.from_numpy(found))
+                clips[0].append(tensor_of(found))
                 clips[1].append((seconds[0], seconds[1]))
         return clips
 
@@ -402,10 +392,6 @@ def _check(ranges: Ranges, unit: str, units: tuple[str, str], kind: str) -> None
             raise ConfigurationError(f"a clip goes from {begin!r} to {end!r} {unit}; expected 0 <= begin <= end")
 
 
-def _sample(value: float, unit: str, reader: AudioReader) -> int | None:
-    """Return the number of a sample, None for infinity."""
-    if math.isinf(value):
-        return None
-    if unit == "samples":
-        return int(value)
-    return max(0, round((Fraction(value) - reader.start) * reader.rate))
+def _sample(value: float, unit: str, reader: AudioReader) -> int:
+    """Return the number of a sample."""
+    return int(value) if unit == "samples" else max(0, round((Fraction(value) - reader.start) * reader.rate))

@@ -10,12 +10,15 @@ import contextlib
 from collections.abc import Iterator
 from fractions import Fraction
 from types import ModuleType
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
-import torch
+import numpy as np
 
 from energon_bridge.errors import ConfigurationError, DecodeError, EnergonError
 from energon_bridge.samples import edataclass
+
+if TYPE_CHECKING:
+    import torch
 
 
 @edataclass
@@ -133,6 +136,41 @@ def opened(file: BinaryIO, name: str) -> Iterator[Media]:
         yield media
     finally:
         media.close()
+
+
+def length_of(media: Media, stream: Any) -> Fraction | None:
+    """Return the seconds of a stream, None where no header says them."""
+    if stream.duration is not None and stream.time_base is not None:
+        return Fraction(stream.duration * stream.time_base)
+    tag = next((value for name, value in stream.metadata.items() if name.upper() == "DURATION"), None)
+    start = Fraction(0) if stream.start_time is None else stream.start_time * stream.time_base
+    if tag is not None and (end := _seconds(tag)) is not None:
+        return end - start
+    container = media.container
+    if container.duration is None:
+        return None
+    return Fraction(container.duration, import_av().time_base)
+
+
+def _seconds(text: str) -> Fraction | None:
+    """Return what Matroska's `00:00:04.040000000` says."""
+    try:
+        hours, minutes, seconds = text.split(":")
+        return 3600 * int(hours) + 60 * int(minutes) + Fraction(seconds)
+    except ValueError:
+        return None
+
+
+def start_of(stream: Any) -> Fraction:
+    """Return the second at which the first frame or sample of a stream is shown or heard."""
+    return Fraction(0) if stream.start_time is None else Fraction(stream.start_time * stream.time_base)
+
+
+def tensor_of(array: np.ndarray) -> torch.Tensor:
+    """Return an array as a tensor over the same memory."""
+    import torch  # `energon prepare-media` looks into files without it
+
+    return torch.from_numpy(array)
 
 
 def ticks(seconds: float | Fraction, base: Fraction) -> int:

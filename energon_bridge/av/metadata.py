@@ -7,10 +7,9 @@ through the packets; only the samples of compressed sound are counted by decodin
 from __future__ import annotations
 
 from fractions import Fraction
-from typing import Any
 
 from energon_bridge.av.audio import AudioReader
-from energon_bridge.av.media import Media, import_av
+from energon_bridge.av.media import Media, length_of
 from energon_bridge.av.packets import Packets
 from energon_bridge.errors import DecodeError
 from energon_bridge.format.media import AVMetadata
@@ -23,34 +22,6 @@ def video_fps(media: Media) -> float | None:
     """Return the frames per second of the video, in the mean."""
     rate = media.stream("video").average_rate or media.stream("video").guessed_rate
     return float(rate) if rate else None
-
-
-def length_of(media: Media, stream: Any) -> Fraction | None:
-    """Return the seconds of a stream, None where no header says them."""
-    if stream.duration is not None and stream.time_base is not None:
-        return Fraction(stream.duration * stream.time_base)
-    tag = next((value for name, value in stream.metadata.items() if name.upper() == "DURATION"), None)
-    start = Fraction(0) if stream.start_time is None else stream.start_time * stream.time_base
-    if tag is not None and (end := _seconds(tag)) is not None:
-        return end - start
-    container = media.container
-    if container.duration is None:
-        return None
-    return Fraction(container.duration, import_av().time_base)
-
-
-def _seconds(text: str) -> Fraction | None:
-    """Return what Matroska's `00:00:04.040000000` says."""
-    try:
-        hours, minutes, seconds = text.split(":")
-        return 3600 * int(hours) + 60 * int(minutes) + Fraction(seconds)
-    except ValueError:
-        return None
-
-
-def start_of(stream: Any) -> Fraction:
-    """Return the second at which the first frame or sample of a stream is shown or heard."""
-    return Fraction(0) if stream.start_time is None else Fraction(stream.start_time * stream.time_base)
 
 
 def video_metadata(

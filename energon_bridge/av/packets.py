@@ -217,7 +217,7 @@ class Packets:
         while True:
             rank = number - begin - len(self._leading)
             known = self._leading[rank:] if rank < 0 else self.ahead[rank : rank + 1]
-            if known and self._dts >= known[0] or not self._look():
+            if (known and self._dts >= known[0]) or not self._look():
                 return known[0] if known else None
 
     def _number_landed(self, stamps: IntArray, shown: IntArray) -> int:

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from typing import Any
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
-from energon_bridge.av.media import Media, import_av
+from energon_bridge.av.media import Media, import_av, length_of, start_of, tensor_of
 from energon_bridge.av.packets import Packets
+from energon_bridge.errors import DecodeError
+
+if TYPE_CHECKING:
+    import torch
 
 _SKIPPABLE = ("h264", "hevc")
 """Codecs that say of a frame, before it is decoded, whether others refer to it."""
@@ -110,4 +114,28 @@ class Pixels:
 
 def clip_of(frames: list[np.ndarray]) -> torch.Tensor:
     """Return frames as one tensor (frames, 3, height, width): a view over memory in which the channels come last."""
-    return torch.from_numpy(np.stack(frames)).permute(0, 3, 1, 2)
+    return tensor_of(np.stack(frames)).permute(0, 3, 1, 2)
+
+
+def is_over(media: Media, reader: VideoReader, begin: Fraction, until: int) -> bool:
+    """Return whether a video has ended when a clip begins: `until` is the end of the last frame that was found.
+
+    Headers may say that a video is longer than its frames by as much as a frame; what is missing by more was cut off.
+    """
+    if begin < until * reader.base:
+        return False
+    stream = media.stream("video")
+    length = length_of(media, stream)
+    frame = 1 / (stream.average_rate or 1)
+    return length is None or begin >= start_of(stream) + length or begin > until * reader.base + frame
+
+
+def beyond(media: Media, asked: str, there: str) -> DecodeError:
+    """Return the error for a clip that begins beyond the end of a video."""
+    stream = media.stream("video")
+    length = length_of(media, stream)
+    says = "" if length is None else f" (its headers say {float(start_of(stream) + length):g} s)"
+    return DecodeError(
+        f"{media.name}: a clip is asked for that begins at {asked}, and the video ends after {there}{says}: ask for "
+        "what lies before, by get_video_duration(); if the headers say more than there is, the file is cut off"
+    )

@@ -29,9 +29,9 @@ class ByteRange:
         """Return the path or URL of the file."""
         return self.store.url(self.rel)
 
-    def read(self) -> bytes:
-        """Return all of its bytes. Raises StorageError."""
-        return self.store.read_range(self.rel, self.offset, self.size)
+    def read(self, size: int | None = None) -> bytes:
+        """Return all of its bytes, or the first `size` of them. Raises StorageError."""
+        return self.store.read_range(self.rel, self.offset, self.size if size is None else min(size, self.size))
 
 
 class RangeReader(io.RawIOBase):

@@ -9,6 +9,7 @@ import itertools
 import threading
 import time
 from collections.abc import Sequence
+from operator import sub
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,6 +18,7 @@ from energon_bridge.errors import CorruptShardError, ShardMissingError, ShortRea
 from energon_bridge.format.dataset import PreparedDataset, read_index
 from energon_bridge.plan.leaf import Round
 from energon_bridge.rng import IntArray, UIntArray
+from energon_bridge.storage.ranges import ByteRange
 
 _INDEX_CACHE_BYTES = 64 << 20
 _SLOW_READ_SECONDS = 0.005
@@ -30,6 +32,18 @@ class Unreadable:
 
     def __init__(self, error: Exception) -> None:
         self.error = error
+
+    def __len__(self) -> int:
+        return 0
+
+
+class Unread:
+    """Takes the place of the bytes of a sample so large that its parts are read one by one, or never."""
+
+    __slots__ = ("sample",)
+
+    def __init__(self, sample: ByteRange) -> None:
+        self.sample = sample
 
     def __len__(self) -> int:
         return 0
@@ -51,6 +65,7 @@ class LeafReader:
     Args:
         dataset: The dataset.
         tolerant: Read what is left of damaged shards, with `Unreadable` in the place of samples that are not.
+        unread_from: Leave samples of so many bytes or more `Unread`; None: read all.
 
     Attributes:
         bytes_read: Bytes read so far, shard indices included.
@@ -58,8 +73,9 @@ class LeafReader:
             not: the interpreter lock then changes hands for every range.) Never decides order.
     """
 
-    def __init__(self, dataset: PreparedDataset, *, tolerant: bool = False) -> None:
+    def __init__(self, dataset: PreparedDataset, *, tolerant: bool = False, unread_from: int | None = None) -> None:
         self.dataset = dataset
+        self._unread_from = unread_from
         self._tolerant = tolerant
         self.bytes_read = 0
         self.slow = False
@@ -102,6 +118,7 @@ class LeafReader:
         breaks = np.flatnonzero((np.diff(ordered) != 1) | (np.diff(shards) != 0)) + 1
         edges = [0, *breaks.tolist(), ordered.size]
         out: list[Any] = [memoryview(b"")] * ordered.size
+        limit = self._unread_from
         total = 0
         places, shard_list, local_list = by_place.tolist(), shards.tolist(), local.tolist()
         for low, high in itertools.pairwise(edges):
@@ -109,6 +126,13 @@ class LeafReader:
             offsets = self._index(shard)[first : first + high - low + 1].tolist()
             start = offsets[0]
             length = offsets[-1] - start
+            if (
+                limit is not None
+                and length >= limit
+                and (high - low == 1 or max(map(sub, offsets[1:], offsets)) >= limit)
+            ):
+                total += self._read_unless(limit, shard, places[low:high], offsets, out)
+                continue
             data = memoryview(self.dataset.store.read_range(self.dataset.shard_names[shard], start, length))
             total += length
             for place, begin, end in zip(places[low:high], offsets[:-1], offsets[1:], strict=True):
@@ -117,6 +141,17 @@ class LeafReader:
         with self._lock:
             self.bytes_read += total
         return out
+
+    def _read_unless(self, limit: int, shard: int, places: list[int], offsets: list[int], out: list[Any]) -> int:
+        """Read those of some consecutive samples that are below a limit; return how many bytes."""
+        store, name, total = self.dataset.store, self.dataset.shard_names[shard], 0
+        for place, begin, end in zip(places, offsets[:-1], offsets[1:], strict=True):
+            if end - begin >= limit:
+                out[place] = Unread(ByteRange(store=store, rel=name, offset=begin, size=end - begin))
+            else:
+                out[place] = memoryview(store.read_range(name, begin, end - begin))
+                total += end - begin
+        return total
 
     def _index(self, shard: int) -> UIntArray:
         index = self._indices.get(shard)
