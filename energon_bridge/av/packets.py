@@ -180,6 +180,8 @@ class Packets:
             decoded = max(self._floor, self._first[1])
         if time < decoded:
             return False
+        if self._dts >= time:
+            return True
         if not self._sought:  # some containers read their index only then
             return (time - decoded) * self.stream.time_base < 1
         entries = self.stream.index_entries
