@@ -1,4 +1,4 @@
-"""Sound: every sample is the one that decoding the whole file gives; plain WAV files are read as libsndfile reads them."""
+"""Sound: every sample is the one that decoding the whole file gives; WAV files are read as libsndfile reads them."""
 
 from __future__ import annotations
 
