@@ -17,9 +17,9 @@ README = REPOSITORY / "README.md"
 DATA, MORE = "/data/captions", "/data/more"  # the paths that the README uses for datasets
 
 
-def blocks(language: str) -> list[tuple[int, str]]:
+def blocks(language: str, path: Path = README) -> list[tuple[int, str]]:
     """Return the fenced blocks of a language with the line each one starts at."""
-    text = README.read_text()
+    text = path.read_text()
     found = re.finditer(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     return [(text[: match.start(1)].count("\n") + 1, match.group(1)) for match in found]
 
@@ -40,6 +40,31 @@ def test_python_block(line, code, dataset, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     code = "\n" * (line - 1) + code.replace(DATA, str(dataset)).replace(MORE, str(dataset.parent / "more"))
     exec(compile(code, str(README), "exec"), {"__name__": "__main__"})
+
+
+@pytest.fixture(scope="module")
+def videos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from clips import write_video
+
+    from energon_bridge.prepare import parse_ratio, prepare_dataset, render_dataset_yaml
+    from energon_bridge.testing import write_shard
+
+    folder = tmp_path_factory.mktemp("docs") / "videos"
+    folder.mkdir()
+    film = write_video(folder / "film.mp4", options={"x264-params": "log-level=0"}, sound="aac").read_bytes()
+    write_shard(folder / "0.tar", {str(n): {"mp4": film, "txt": b"what is it?"} for n in range(4)})
+    yaml = render_dataset_yaml("VidQASample", {"video": "mp4", "context": "txt"})
+    prepare_dataset(folder, split=parse_ratio("1,0,0"), dataset_yaml=yaml)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "code"), [("video.md", *one) for one in blocks("python", REPOSITORY / "docs" / "video.md")]
+)
+def test_python_block_of_docs(name, line, code, videos, capsys):
+    assert "/data/videos" in code
+    code = "\n" * (line - 1) + code.replace("/data/videos", str(videos))
+    exec(compile(code, str(REPOSITORY / "docs" / name), "exec"), {"__name__": "__main__"})
 
 
 def test_energon_lines(tmp_path):
