@@ -174,14 +174,14 @@ def test_large_samples_are_not_read(data: Path, reference: list[str], monkeypatc
     monkeypatch.setattr(SampleDecoder, "unread_from", 1)
     made = []
     original = reader_module.Unread.__init__
-    monkeypatch.setattr(reader_module.Unread, "__init__", lambda self, one: made.append(one) or original(self, one))
+    monkeypatch.setattr(reader_module.Unread, "__init__", lambda *of: made.append(of) or original(*of))
     state = deliver(loaders_of(packed(data), 2, 1, **LANES), 5, [5]).states[5]
     assert deliver(loaders_of(packed(data), 1, 0, state=state, **LANES), 6).digests == reference[10:16]
     assert made
     (loader,) = loaders_of(train_dataset(data, task_encoder=DefaultTaskEncoder()), 1, 0)
     batch = next(iter(loader))
     assert batch.answers == [[f"number {int(key)}"] for key in batch.__key__]
-    assert all("train/" in repr(video.stream) for video in batch.video)
+    assert not any(isinstance(video.stream, bytes) for video in batch.video)
 
 
 def test_a_mix_of_small_and_large_samples(videos: list[bytes], tmp_path: Path) -> None:

@@ -91,8 +91,9 @@ class AVDecoder:
         return _made, (type(self), self.stream, self.suppress_warnings, self._name, self.audio_format)
 
     def __repr__(self) -> str:
-        size = f", {len(self.stream)} bytes" if isinstance(self.stream, bytes) else ""
-        return f"AVDecoder({self.name}{size})"
+        stream = self.stream
+        size = len(stream) if isinstance(stream, bytes) else stream.size if isinstance(stream, ByteRange) else "some"
+        return f"AVDecoder({self.name}, {size} bytes)"
 
     @property
     def name(self) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import sub
 from typing import Any, Protocol
 
@@ -16,12 +16,14 @@ import numpy as np
 
 from energon_bridge.errors import CorruptShardError, ShardMissingError, ShortReadError
 from energon_bridge.format.dataset import PreparedDataset, read_index
+from energon_bridge.format.tar_ranges import open_sample
 from energon_bridge.plan.leaf import Round
 from energon_bridge.rng import IntArray, UIntArray
 from energon_bridge.storage.ranges import ByteRange
 
 _INDEX_CACHE_BYTES = 64 << 20
 _SLOW_READ_SECONDS = 0.005
+_MOST_IN_VAIN = 16
 _DAMAGED = (ShortReadError, CorruptShardError, ShardMissingError)
 
 
@@ -38,15 +40,28 @@ class Unreadable:
 
 
 class Unread:
-    """Takes the place of the bytes of a sample so large that its parts are read one by one, or never."""
+    """Takes the place of the bytes of a sample so large that its parts are read one by one, or never.
 
-    __slots__ = ("sample",)
+    Its length is what will have been read when it has been taken apart: all but the parts that stay where they are.
+    """
 
-    def __init__(self, sample: ByteRange) -> None:
+    __slots__ = ("_length", "_reader", "sample")
+
+    def __init__(self, sample: ByteRange, reader: LeafReader) -> None:
         self.sample = sample
+        self._reader = reader
+        self._length = sample.size
 
     def __len__(self) -> int:
-        return 0
+        return self._length
+
+    def parts(self, wanted: frozenset[str] | None, keep: Callable[[str], bool]) -> tuple[str, dict[str, Any]]:
+        """Return key and parts: bytes, or a range where `keep` says so; raises CorruptShardError, StorageError."""
+        key, found = open_sample(self.sample, parts=wanted, keep=keep)
+        kept = sum(part.size for part in found.values() if isinstance(part, ByteRange))
+        self._length = self.sample.size - kept
+        self._reader.note_large(kept > 0)
+        return key, found
 
 
 class Reader(Protocol):
@@ -76,6 +91,7 @@ class LeafReader:
     def __init__(self, dataset: PreparedDataset, *, tolerant: bool = False, unread_from: int | None = None) -> None:
         self.dataset = dataset
         self._unread_from = unread_from
+        self._in_vain = 0
         self._tolerant = tolerant
         self.bytes_read = 0
         self.slow = False
@@ -127,7 +143,8 @@ class LeafReader:
             start = offsets[0]
             length = offsets[-1] - start
             if (
-                limit is not None
+                self._in_vain < _MOST_IN_VAIN
+                and limit is not None
                 and length >= limit
                 and (high - low == 1 or max(map(sub, offsets[1:], offsets)) >= limit)
             ):
@@ -142,12 +159,16 @@ class LeafReader:
             self.bytes_read += total
         return out
 
+    def note_large(self, was_worth_it: bool) -> None:
+        """Note whether a sample that was left unread has parts that stay so: where none has, all are read at once."""
+        self._in_vain = 0 if was_worth_it else self._in_vain + 1
+
     def _read_unless(self, limit: int, shard: int, places: list[int], offsets: list[int], out: list[Any]) -> int:
         """Read those of some consecutive samples that are below a limit; return how many bytes."""
         store, name, total = self.dataset.store, self.dataset.shard_names[shard], 0
         for place, begin, end in zip(places, offsets[:-1], offsets[1:], strict=True):
             if end - begin >= limit:
-                out[place] = Unread(ByteRange(store=store, rel=name, offset=begin, size=end - begin))
+                out[place] = Unread(ByteRange(store=store, rel=name, offset=begin, size=end - begin), self)
             else:
                 out[place] = memoryview(store.read_range(name, begin, end - begin))
                 total += end - begin

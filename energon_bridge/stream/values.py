@@ -7,7 +7,6 @@ from typing import Any
 
 from energon_bridge.errors import FatalSampleError
 from energon_bridge.format.tar import parse_sample
-from energon_bridge.format.tar_ranges import open_sample
 from energon_bridge.samples import CrudeSample, SourceInfo
 from energon_bridge.samples.slabs import SLOT, Slab
 from energon_bridge.stream.activity import Activities
@@ -131,7 +130,7 @@ class Values:
     def _parse(self, raw: Any, wanted: frozenset[str] | None) -> tuple[str, dict[str, Any]]:
         """Return key and parts of a sample; of one that was left unread, its videos and sound stay so."""
         if type(raw) is Unread:
-            return open_sample(raw.sample, parts=wanted, keep=self._keeps)
+            return raw.parts(wanted, self._keeps)
         return parse_sample(raw, parts=wanted)
 
     def _sample(self, key: str, restore_key: RestoreKey, source: SourceInfo, values: dict[str, Any]) -> Any:
