@@ -152,6 +152,20 @@ def mixes_table(records: Iterable[Record]) -> str:
     return table(header, rows)
 
 
+def video_table(records: Iterable[Record]) -> str:
+    groups = grouped(records, "video", "system")
+    rows = []
+    for (video, system), found in sorted(groups.items()):
+        row = [video, system]
+        for name in ("uniform_frames_per_s", "numbered_frames_per_s"):
+            ours = of_ours(groups, name, video)
+            row += [spread(values(found, name)), ratio(ours, median(values(found, name)))]
+        one = found[0]
+        rows.append([*row, f"{100 * one['share_read']:.1f} %", f"{one['exact']} of {one['frames']}"])
+    header = ["video", "system", "uniform frames/s", "ours / it", "frames/s by number", "ours / it"]
+    return table([*header, "read for uniform frames", "exact by number"], rows)
+
+
 def processor() -> str:
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
@@ -183,6 +197,7 @@ def document(results: dict[str, Any]) -> str:
         ("Save and restore", "checkpoint", checkpoint_table),
         ("`energon prepare`, key index included", "prepare", prepare_table),
         ("Mixes of many small datasets", "mixes", mixes_table),
+        ("Frames of videos", "video", video_table),
     )
     for title, name, render in sections:
         if results[name]:

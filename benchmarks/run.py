@@ -31,14 +31,15 @@ sys.path.insert(
     0, str(REPOSITORY)
 )  # so that it runs by its path in any environment that has the package's dependencies
 
-from benchmarks import data, mixes, report  # noqa: E402
+from benchmarks import data, mixes, report, videos  # noqa: E402
 from benchmarks.processes import System, call, ensure_prepared, measure, systems, time_prepare  # noqa: E402
 from benchmarks.systems.measure import Job  # noqa: E402
 
 COUNTS = {"caption": 20_000, "large": 4_000, "text": 200_000}
 POINTS = ("text/raw", "caption/raw", "caption/uint8", "caption/float", "caption/packed", "large/uint8", "large/float")
 CHECKPOINT_POINTS = ("text/raw", "caption/uint8")
-PARTS = ("throughput", "checkpoint", "prepare", "mixes")
+PARTS = ("throughput", "checkpoint", "prepare", "mixes", "video")
+FRAMES = 8
 PREPARED_KINDS = ("text",)
 SYSTEMS = ("ours", "energon", "webdataset", "simplejpeg")
 MODES = {"webdataset": ("raw", "uint8", "float"), "simplejpeg": ("uint8", "float")}
@@ -190,6 +191,15 @@ class Bench:
             count, tars, kind = self.count(kind_name), self.tars(kind_name), data.KINDS[kind_name]
             seconds = time_prepare(self.systems[name], tars, kind, count, os.cpu_count() or 1)
             yield {"kind": kind_name, "samples": count, "system": name, "seconds": seconds}
+
+    def video(self) -> Iterator[report.Record]:
+        """Take frames of videos; webdataset has no decoder of its own."""
+        packages = {"ours": "energon_bridge", "energon": "megatron.energon"}
+        for name, system in self.rounds(videos.SECONDS, [one for one in self.systems if one in packages]):
+            path = videos.make(self.options.cache, name, self.options.scale)
+            what = {"package": packages[system], "path": str(path), "frames": FRAMES, "seconds": self.options.seconds}
+            output = call([self.systems[system].python, "-m", "benchmarks.systems.video", json.dumps(what)])
+            yield {"video": path.name, "system": system} | json.loads(output.splitlines()[-1])
 
 
 def record(point: str, workers: int, system: str) -> report.Record:

@@ -15,6 +15,12 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from energon_bridge.av import (
+        AVData as AVData,
+        AVDecoder as AVDecoder,
+        get_clips_uniform as get_clips_uniform,
+        get_single_frames_uniform as get_single_frames_uniform,
+    )
     from energon_bridge.dataloader import EnergonDataloader as EnergonDataloader, cyclic_iter as cyclic_iter
     from energon_bridge.datamodule import EnergonMultiModalDataModule as EnergonMultiModalDataModule
     from energon_bridge.datasets import (
@@ -168,6 +174,7 @@ if TYPE_CHECKING:
     from energon_bridge.verify import ResumeReport as ResumeReport, verify_resume as verify_resume
 
 _EXPORTS: dict[str, tuple[str, ...]] = {
+    "av": ("AVData", "AVDecoder", "get_clips_uniform", "get_single_frames_uniform"),
     "dataloader": ("EnergonDataloader", "cyclic_iter"),
     "datamodule": ("EnergonMultiModalDataModule",),
     "datasets": ("get_loader", "get_savable_loader", "get_train_dataset", "get_val_dataset", "get_val_datasets"),

@@ -38,6 +38,14 @@ def test_every_part_runs(tmp_path):
     assert [m["start"] for m in measured["mixes"]] == ["first", "later"] * 2
     assert {m["datasets"] for m in measured["mixes"]} == {1, 3}
     assert all(m["first_batch_s"] > 0 and m["open_files"] > 0 and m["state_bytes"] > 0 for m in measured["mixes"])
-    for title in ("best number of workers", "Throughput", "Save and restore", "`energon prepare`", "Mixes"):
+    assert all(m["exact"] == m["frames"] and m["uniform_frames_per_s"] > 0 for m in measured["video"])
+    for title in (
+        "best number of workers",
+        "Throughput",
+        "Save and restore",
+        "`energon prepare`",
+        "Mixes",
+        "Frames of videos",
+    ):
         assert title in result.stdout
     assert str(tmp_path) not in result.stdout  # the tables go into docs/: no paths of the machine

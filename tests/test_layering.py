@@ -22,6 +22,7 @@ LAYERS = (
     "samples",
     "storage",
     "format",
+    "av",
     "stores",
     "mix",
     "plan",

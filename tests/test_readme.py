@@ -15,7 +15,7 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parent.parent
 README = REPOSITORY / "README.md"
 DOCUMENTS = [README, *sorted((REPOSITORY / "docs").glob("*.md"))]
-DATA, MORE = "/data/captions", "/data/more"  # the paths that the README uses for datasets
+DATA, MORE, VIDEOS = "/data/captions", "/data/more", "/data/videos"  # the paths of datasets in the documents
 
 
 def blocks(language: str, document: Path = README) -> list[tuple[int, str]]:
@@ -34,6 +34,22 @@ def dataset(tmp_path: Path) -> Path:
     return tmp_path / "captions"
 
 
+@pytest.fixture(scope="module")
+def videos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from clips import write_video
+
+    from energon_bridge.prepare import parse_ratio, prepare_dataset, render_dataset_yaml
+    from energon_bridge.testing import write_shard
+
+    folder = tmp_path_factory.mktemp("docs") / "videos"
+    folder.mkdir()
+    film = write_video(folder / "film.mp4", options={"x264-params": "log-level=0"}, sound="aac").read_bytes()
+    write_shard(folder / "0.tar", {str(n): {"mp4": film, "txt": b"what is it?"} for n in range(4)})
+    yaml = render_dataset_yaml("VidQASample", {"video": "mp4", "context": "txt"})
+    prepare_dataset(folder, split=parse_ratio("1,0,0"), dataset_yaml=yaml)
+    return folder
+
+
 @pytest.mark.parametrize(
     ("document", "line", "code"),
     [
@@ -42,12 +58,18 @@ def dataset(tmp_path: Path) -> Path:
         for block in blocks("python", path)
     ],
 )
-def test_python_block(document, line, code, dataset, tmp_path, monkeypatch, capsys):
-    assert DATA in code, "a block that loads nothing proves nothing"
+def test_python_block(document, line, code, dataset, tmp_path, monkeypatch, request, capsys):
+    assert any(path in code for path in (DATA, MORE, VIDEOS)), "a block that loads nothing proves nothing"
     monkeypatch.chdir(tmp_path)  # blocks may write files
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     code = "\n" * (line - 1) + code.replace(DATA, str(dataset)).replace(MORE, str(dataset.parent / "more"))
-    exec(compile(code, str(document), "exec"), {"__name__": "__main__"})
+    if VIDEOS in code:
+        code = code.replace(VIDEOS, str(request.getfixturevalue("videos")))
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "meta_path", list(sys.meta_path))  # what a block installs goes with it
+        exec(compile(code, str(document), "exec"), {"__name__": "__main__"})
+    for name in [name for name in sys.modules if name.startswith("megatron.energon")]:
+        del sys.modules[name]
 
 
 def test_energon_lines(tmp_path):

@@ -10,8 +10,8 @@ import click
 
 from energon_bridge.cli.progress import shard_progress
 from energon_bridge.errors import ConfigurationError
+from energon_bridge.format.media_kinds import MediaFilter
 from energon_bridge.prepare.media import IndexedMedia, prepare_media
-from energon_bridge.prepare.media_kinds import MediaFilter
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 

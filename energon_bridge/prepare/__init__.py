@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from energon_bridge.format.media_kinds import MediaFilter
 from energon_bridge.prepare.dataset_yaml import render_dataset_yaml
 from energon_bridge.prepare.lint import lint_dataset, lint_parts
 from energon_bridge.prepare.media import IndexedMedia, prepare_media
-from energon_bridge.prepare.media_kinds import MediaFilter
 from energon_bridge.prepare.run import Prepared, prepare_dataset, rebuild_index
 from energon_bridge.prepare.split import SplitRule, parse_patterns, parse_ratio
 from energon_bridge.prepare.summary import DatasetSummary, summarize_dataset

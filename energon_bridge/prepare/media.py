@@ -20,12 +20,13 @@ from typing import TypeVar
 from energon_bridge.errors import ConfigurationError, DecodeError, EmptyDatasetError, KeyIndexError, StorageError
 from energon_bridge.format.key_lookup import copy_key_index, sqlite_uri
 from energon_bridge.format.media import MediaMetadata, create_media_tables, note_filter, write_media
+from energon_bridge.format.media_kinds import HEAD_BYTES, MediaFilter
 from energon_bridge.format.nvmeta import INDEX_SQLITE, INFO_JSON, INFO_YAML, META_FOLDER, meta_path, read_info
 from energon_bridge.format.parallel import map_shards
 from energon_bridge.prepare.media_files import read_media
-from energon_bridge.prepare.media_kinds import HEAD_BYTES, MediaFilter
 from energon_bridge.prepare.staging import Staging
 from energon_bridge.storage import Store, open_store
+from energon_bridge.storage.ranges import ByteRange
 
 Progress = Callable[[int, int], None]
 Item = TypeVar("Item")
@@ -191,11 +192,11 @@ def _measure(store: Store, media: MediaFilter, files: Iterable[_File]) -> Found:
     """Return what is known of those of some files that are media."""
     out: Found = []
     for file in files:
-        read = partial(store.read_range, file.rel, file.offset)
+        content = ByteRange(store=store, rel=file.rel, offset=file.offset, size=file.size)
         try:
-            kind = media.kind_of(file.key, read(min(HEAD_BYTES, file.size)))
+            kind = media.kind_of(file.key, content.read(HEAD_BYTES))
             if kind is not None:
-                out.append((file.key, read_media(kind, read, file.size)))
+                out.append((file.key, read_media(kind, content)))
         except (DecodeError, StorageError) as error:
             out.append((file.key, f"{store.url(file.rel)}: {error}"))
         except ConfigurationError as error:

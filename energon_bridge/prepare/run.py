@@ -19,6 +19,7 @@ from functools import partial
 from energon_bridge.errors import ConfigurationError, MetadataError
 from energon_bridge.format.documents import dump_yaml, read_document
 from energon_bridge.format.key_index import KeyIndexWriter
+from energon_bridge.format.media_kinds import MediaFilter
 from energon_bridge.format.nvmeta import (
     DEFAULT_DATASET_CONFIG,
     DEFAULT_SPLIT_CONFIG,
@@ -37,7 +38,6 @@ from energon_bridge.format.tar_index import encode_index, index_name
 from energon_bridge.format.tar_scan import scan_tar
 from energon_bridge.prepare.discover import find_shards
 from energon_bridge.prepare.media import IndexedMedia, index_dataset_media
-from energon_bridge.prepare.media_kinds import MediaFilter
 from energon_bridge.prepare.split import SplitRule, split_shards
 from energon_bridge.prepare.staging import Staging
 from energon_bridge.storage import LocalStore, Store, open_store

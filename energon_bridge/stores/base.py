@@ -11,12 +11,13 @@ from typing import Any, Protocol
 from energon_bridge.errors import DecodeError, MediaMetadataError
 from energon_bridge.format.media import MediaMetadata
 from energon_bridge.samples import SourceInfo, add_source_info
+from energon_bridge.storage.ranges import ByteRange
 
 
 class Decoder(Protocol):
     """Turns the bytes of a file into a value, by the extension of its name."""
 
-    def decode(self, part_name: str, data: bytes) -> Any: ...
+    def decode(self, part_name: str, data: Any) -> Any: ...
 
 
 class FileStore(Protocol):
@@ -29,6 +30,10 @@ class FileStore(Protocol):
     def get_path(self) -> str:
         """Return the path or URL of the store; two stores of one path have the same files."""
         ...
+
+    def locate(self, key: str) -> tuple[ByteRange, SourceInfo] | None:
+        """Return where the bytes of a file lie, for decoders that need few of them; None, unless overridden."""
+        return None
 
     def decode(self, key: str, data: bytes) -> Any:
         """Return what `get` makes of the bytes of a file: the bytes themselves, unless overridden."""
@@ -72,6 +77,17 @@ class DecodeFileStore(FileStore):
         """Return the path of the inner store."""
         return self._inner.get_path()
 
+    def locate(self, key: str) -> tuple[ByteRange, SourceInfo] | None:
+        """Return where the bytes of a file lie."""
+        return self._inner.locate(key)
+
+    def __getitem__(self, key: str) -> tuple[Any, SourceInfo]:
+        """Return the value of a file and where it came from; a video or sound is not read here."""
+        keeps = getattr(self._decoder, "keeps_unread", None)
+        if keeps is not None and keeps(self.full_key(key)) and (found := self.locate(key)) is not None:
+            return self._decoder.decode(self.full_key(key), found[0]), found[1]
+        return super().__getitem__(key)
+
     def decode(self, key: str, data: bytes) -> Any:
         """Decode the bytes of a file; raises DecodeError."""
         full_key = self.full_key(key)
@@ -103,6 +119,14 @@ class PrimaryFileStore(FileStore):
     def get_path(self) -> str:
         """Return the path of the dataset."""
         return self._inner.get_path()
+
+    def locate(self, key: str) -> tuple[ByteRange, SourceInfo] | None:
+        """Return where the bytes of a file lie."""
+        return self._inner.locate(self.full_key(key))
+
+    def __getitem__(self, key: str) -> tuple[Any, SourceInfo]:
+        """Return the value of a file and where it came from, as the inner store gives it."""
+        return self._inner[self.full_key(key)]
 
     def decode(self, key: str, data: bytes) -> Any:
         """Decode the bytes of a file as the inner store does."""

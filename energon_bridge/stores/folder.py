@@ -13,6 +13,7 @@ from energon_bridge.format.media import MediaMetadata
 from energon_bridge.format.part_index import PartIndex
 from energon_bridge.samples import SourceInfo
 from energon_bridge.storage import open_store
+from energon_bridge.storage.ranges import ByteRange
 from energon_bridge.stores.base import FileStore
 from energon_bridge.stores.webdataset import known_media
 
@@ -30,16 +31,31 @@ class SystemFileStore(FileStore):
 
     def read(self, key: str) -> tuple[bytes, SourceInfo]:
         """Return the bytes of a file by its path in the folder; raises FileNotInStoreError."""
+        self._check(key)
+        try:
+            data = self._store.read(key)
+        except ShardMissingError as error:
+            raise FileNotInStoreError(f"{self._store.root}: no file {key!r}") from error
+        return data, self._source(key)
+
+    def locate(self, key: str) -> tuple[ByteRange, SourceInfo] | None:
+        """Return where the bytes of a file lie: all of a file; raises FileNotInStoreError."""
+        self._check(key)
+        try:
+            size = self._store.size(key)
+        except ShardMissingError as error:
+            raise FileNotInStoreError(f"{self._store.root}: no file {key!r}") from error
+        return ByteRange(store=self._store, rel=key, offset=0, size=size), self._source(key)
+
+    def _source(self, key: str) -> SourceInfo:
+        return SourceInfo(self._store.root, key, self._store.root, (key,))
+
+    def _check(self, key: str) -> None:
         parts = key.split("/")
         if not key or not parts[0] or ".." in parts or "\0" in key:
             raise FileNotInStoreError(
                 f"{self._store.root}: {key!r} leads out of the folder; expected the path of a file below it, without .."
             )
-        try:
-            data = self._store.read(key)
-        except ShardMissingError as error:
-            raise FileNotInStoreError(f"{self._store.root}: no file {key!r}") from error
-        return data, SourceInfo(self._store.root, key, self._store.root, (key,))
 
     def get_path(self) -> str:
         """Return the folder or URL."""

@@ -8,10 +8,11 @@ from energon_bridge.errors import FileNotInStoreError, KeyIndexError
 from energon_bridge.format.media import MediaMetadata
 from energon_bridge.format.names import split_member_name
 from energon_bridge.format.nvmeta import read_info
-from energon_bridge.format.part_index import PartIndex
+from energon_bridge.format.part_index import PartIndex, Place
 from energon_bridge.format.tar import parse_sample
 from energon_bridge.samples import SourceInfo
 from energon_bridge.storage import open_store
+from energon_bridge.storage.ranges import ByteRange
 from energon_bridge.stores.base import FileStore
 
 
@@ -31,14 +32,7 @@ class WebdatasetFileStore(FileStore):
 
     def read(self, key: str) -> tuple[bytes, SourceInfo]:
         """Return the bytes of the part `<sample key>.<part>`; raises FileNotInStoreError."""
-        names = split_member_name(key)
-        if names is None:
-            raise FileNotInStoreError(
-                f"{self._store.root}: {key!r} names no part of a sample; expected <sample key>.<part>, like 000017.jpg"
-            )
-        place = self._index.find(*names)
-        if place is None:
-            raise FileNotInStoreError(f"{self._store.root}: no sample has the part {key!r}")
+        names, place = self._find(key)
         shard = self._shard(place.shard)
         data = self._store.read_range(shard, place.offset, place.size)
         if place.is_sample:
@@ -47,6 +41,26 @@ class WebdatasetFileStore(FileStore):
                 raise FileNotInStoreError(f"{self._store.root}: the sample {names[0]!r} has no part {names[1]!r}")
             data = bytes(parts[names[1]])
         return data, SourceInfo(self._store.root, key, shard, (key,))
+
+    def locate(self, key: str) -> tuple[ByteRange, SourceInfo] | None:
+        """Return where the bytes of a part lie, None if the index does not know; raises FileNotInStoreError."""
+        _, place = self._find(key)
+        if place.is_sample:
+            return None
+        shard = self._shard(place.shard)
+        found = ByteRange(store=self._store, rel=shard, offset=place.offset, size=place.size)
+        return found, SourceInfo(self._store.root, key, shard, (key,))
+
+    def _find(self, key: str) -> tuple[tuple[str, str], Place]:
+        names = split_member_name(key)
+        if names is None:
+            raise FileNotInStoreError(
+                f"{self._store.root}: {key!r} names no part of a sample; expected <sample key>.<part>, like 000017.jpg"
+            )
+        place = self._index.find(*names)
+        if place is None:
+            raise FileNotInStoreError(f"{self._store.root}: no sample has the part {key!r}")
+        return names, place
 
     def get_path(self) -> str:
         """Return the folder or URL of the dataset."""

@@ -50,8 +50,10 @@ class LeafSource:
             self.reader = reader = JoinReader(dataset, tolerant=tolerant)
             self.values = JoinValues(leaf.identity, dataset, reader, decoder, activities)
         else:
-            self.reader = LeafReader(dataset, tolerant=tolerant)
-            values = LineValues if isinstance(dataset, JsonlDataset) else Values
+            is_lines = isinstance(dataset, JsonlDataset)
+            unread_from = None if is_lines else getattr(decoder, "unread_from", None)
+            self.reader = LeafReader(dataset, tolerant=tolerant, unread_from=unread_from)
+            values = LineValues if is_lines else Values
             self.values = values(leaf.identity, dataset, decoder, activities)
         self.user_key = fold(leaf.order.key, _USER_CODE)
 

@@ -8,18 +8,22 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from operator import sub
 from typing import Any, Protocol
 
 import numpy as np
 
 from energon_bridge.errors import CorruptShardError, ShardMissingError, ShortReadError
 from energon_bridge.format.dataset import PreparedDataset, read_index
+from energon_bridge.format.tar_ranges import open_sample
 from energon_bridge.plan.leaf import Round
 from energon_bridge.rng import IntArray, UIntArray
+from energon_bridge.storage.ranges import ByteRange
 
 _INDEX_CACHE_BYTES = 64 << 20
 _SLOW_READ_SECONDS = 0.005
+_MOST_IN_VAIN = 16
 _DAMAGED = (ShortReadError, CorruptShardError, ShardMissingError)
 
 
@@ -33,6 +37,31 @@ class Unreadable:
 
     def __len__(self) -> int:
         return 0
+
+
+class Unread:
+    """Takes the place of the bytes of a sample so large that its parts are read one by one, or never.
+
+    Its length is what will have been read when it has been taken apart: all but the parts that stay where they are.
+    """
+
+    __slots__ = ("_length", "_reader", "sample")
+
+    def __init__(self, sample: ByteRange, reader: LeafReader) -> None:
+        self.sample = sample
+        self._reader = reader
+        self._length = sample.size
+
+    def __len__(self) -> int:
+        return self._length
+
+    def parts(self, wanted: frozenset[str] | None, keep: Callable[[str], bool]) -> tuple[str, dict[str, Any]]:
+        """Return key and parts: bytes, or a range where `keep` says so; raises CorruptShardError, StorageError."""
+        key, found = open_sample(self.sample, parts=wanted, keep=keep)
+        kept = sum(part.size for part in found.values() if isinstance(part, ByteRange))
+        self._length = self.sample.size - kept
+        self._reader.note_large(kept > 0)
+        return key, found
 
 
 class Reader(Protocol):
@@ -51,6 +80,7 @@ class LeafReader:
     Args:
         dataset: The dataset.
         tolerant: Read what is left of damaged shards, with `Unreadable` in the place of samples that are not.
+        unread_from: Leave samples of so many bytes or more `Unread`; None: read all.
 
     Attributes:
         bytes_read: Bytes read so far, shard indices included.
@@ -58,8 +88,10 @@ class LeafReader:
             not: the interpreter lock then changes hands for every range.) Never decides order.
     """
 
-    def __init__(self, dataset: PreparedDataset, *, tolerant: bool = False) -> None:
+    def __init__(self, dataset: PreparedDataset, *, tolerant: bool = False, unread_from: int | None = None) -> None:
         self.dataset = dataset
+        self._unread_from = unread_from
+        self._in_vain = 0
         self._tolerant = tolerant
         self.bytes_read = 0
         self.slow = False
@@ -102,6 +134,7 @@ class LeafReader:
         breaks = np.flatnonzero((np.diff(ordered) != 1) | (np.diff(shards) != 0)) + 1
         edges = [0, *breaks.tolist(), ordered.size]
         out: list[Any] = [memoryview(b"")] * ordered.size
+        limit = self._unread_from
         total = 0
         places, shard_list, local_list = by_place.tolist(), shards.tolist(), local.tolist()
         for low, high in itertools.pairwise(edges):
@@ -109,6 +142,14 @@ class LeafReader:
             offsets = self._index(shard)[first : first + high - low + 1].tolist()
             start = offsets[0]
             length = offsets[-1] - start
+            if (
+                self._in_vain < _MOST_IN_VAIN
+                and limit is not None
+                and length >= limit
+                and (high - low == 1 or max(map(sub, offsets[1:], offsets)) >= limit)
+            ):
+                total += self._read_unless(limit, shard, places[low:high], offsets, out)
+                continue
             data = memoryview(self.dataset.store.read_range(self.dataset.shard_names[shard], start, length))
             total += length
             for place, begin, end in zip(places[low:high], offsets[:-1], offsets[1:], strict=True):
@@ -117,6 +158,21 @@ class LeafReader:
         with self._lock:
             self.bytes_read += total
         return out
+
+    def note_large(self, was_worth_it: bool) -> None:
+        """Note whether a sample that was left unread has parts that stay so: where none has, all are read at once."""
+        self._in_vain = 0 if was_worth_it else self._in_vain + 1
+
+    def _read_unless(self, limit: int, shard: int, places: list[int], offsets: list[int], out: list[Any]) -> int:
+        """Read those of some consecutive samples that are below a limit; return how many bytes."""
+        store, name, total = self.dataset.store, self.dataset.shard_names[shard], 0
+        for place, begin, end in zip(places, offsets[:-1], offsets[1:], strict=True):
+            if end - begin >= limit:
+                out[place] = Unread(ByteRange(store=store, rel=name, offset=begin, size=end - begin), self)
+            else:
+                out[place] = memoryview(store.read_range(name, begin, end - begin))
+                total += end - begin
+        return total
 
     def _index(self, shard: int) -> UIntArray:
         index = self._indices.get(shard)

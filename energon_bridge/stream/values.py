@@ -10,7 +10,7 @@ from energon_bridge.format.tar import parse_sample
 from energon_bridge.samples import CrudeSample, SourceInfo
 from energon_bridge.samples.slabs import SLOT, Slab
 from energon_bridge.stream.activity import Activities
-from energon_bridge.stream.reader import RoundBuffer, Unreadable
+from energon_bridge.stream.reader import RoundBuffer, Unread, Unreadable
 from energon_bridge.stream.report import Place
 
 RestoreKey = tuple[str, int, int, int]
@@ -53,6 +53,7 @@ class Values:
         self._identity = identity
         self._dataset = dataset
         self._decode = None if decoder is None else decoder.decode
+        self._keeps: Any = getattr(decoder, "keeps_unread", None)
         self._parts = dataset.part_filter if isinstance(dataset.part_filter, frozenset) else None
         self._accept = dataset.part_filter if callable(dataset.part_filter) else None
         self._crude = dataset.field_map is None and dataset.sample_loader is None
@@ -95,7 +96,7 @@ class Values:
         for raw, index, shard, restore_key in zip(raws, indices, shards, restore_keys, strict=True):
             key, hook, parts = "", "read", _NO_PARTS
             try:
-                key, parts = parse_sample(raw, parts=wanted)
+                key, parts = self._parse(raw, wanted)
                 now.index, now.key, hook = index, key, "decode"
                 if excluded and (names[shard], key) in excluded:
                     out.append(EXCLUDED)
@@ -123,8 +124,14 @@ class Values:
 
     def name_of(self, raw: Any, index: int) -> tuple[str, tuple[str, ...]]:
         """Return key and parts of a sample, without decoding it."""
-        key, parts = parse_sample(raw)
+        key, parts = self._parse(raw, None)
         return key, tuple(parts)
+
+    def _parse(self, raw: Any, wanted: frozenset[str] | None) -> tuple[str, dict[str, Any]]:
+        """Return key and parts of a sample; of one that was left unread, its videos and sound stay so."""
+        if type(raw) is Unread:
+            return raw.parts(wanted, self._keeps)
+        return parse_sample(raw, parts=wanted)
 
     def _sample(self, key: str, restore_key: RestoreKey, source: SourceInfo, values: dict[str, Any]) -> Any:
         dataset = self._dataset

@@ -9,10 +9,11 @@
     pth                          what torch.load(weights_only=True) gives
     ten tb                       a list of arrays (webdataset's tenbin)
     mp msg, cbor                 what msgpack, cbor2 or cbor gives, where that package is installed
+    AV_EXTENSIONS                an AVDecoder, or as `av_decode` says (upper or lower case)
     anything else                the bytes
 
 The extension is what stands after the last dot of the part's name. Pickles (`pkl`, `pickle`, `pyd`) stay bytes, since
-reading one runs the code that it holds; so do videos and sound. A decoder keeps no state and may be used from many
+reading one runs the code that it holds. A decoder keeps no state and may be used from many
 threads; image codecs release the GIL.
 """
 
@@ -33,7 +34,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from energon_bridge.av import AV_EXTENSIONS, AVDecoder
 from energon_bridge.errors import ConfigurationError, DecodeError
+from energon_bridge.format.media_kinds import HEAD_BYTES, kind_by_head
+from energon_bridge.storage.ranges import ByteRange
 from energon_bridge.task_encoder.deferred import DeferredImage
 from energon_bridge.task_encoder.images import (
     IMAGE_EXTENSIONS,
@@ -54,6 +58,8 @@ class SampleDecoder:
 
     `image_decode` is one of IMAGE_FORMS, `av_decode` one of AV_FORMS; with `guess_content` an image is known by its
     first bytes, whatever its part is called; with `defer_images` it is a `DeferredImage`, decoded when it is needed.
+    Videos and sound are an `AVDecoder`, decoded when and where it is asked; `torch` decodes all of it at once into an
+    `AVData` (the sound of videos with `video_decode_audio`), and `pyav` opens it for the user to read and to close.
     Raises ConfigurationError for a form that does not exist.
     """
 
@@ -62,6 +68,15 @@ class SampleDecoder:
     video_decode_audio: bool = False
     guess_content: bool = False
     defer_images: bool = False
+
+    @property
+    def unread_from(self) -> int | None:
+        """Return the size in bytes from which a sample is not read before its parts are asked for; None: read all."""
+        return _UNREAD_FROM if self.av_decode == "AVDecoder" else None
+
+    def keeps_unread(self, part_name: str) -> bool:
+        """Return whether a part is decoded from where it lies, without being read first."""
+        return self.av_decode == "AVDecoder" and part_name.rpartition(".")[2].lower() in AV_EXTENSIONS
 
     def __post_init__(self) -> None:
         image_form(self.image_decode)
@@ -75,21 +90,38 @@ class SampleDecoder:
             for name, value in parts.items()
         }
 
-    def decode(self, part_name: str, data: bytes | bytearray | memoryview) -> Any:
-        """Decode one part. Raises DecodeError, naming the part and the codec's complaint."""
+    def decode(self, part_name: str, data: bytes | bytearray | memoryview | ByteRange) -> Any:
+        """Decode one part, given its bytes or, where `keeps_unread` says so, where they lie.
+
+        Raises DecodeError, naming the part and the codec's complaint.
+        """
         name = part_name
+        if isinstance(data, ByteRange):
+            if self.keeps_unread(part_name):
+                return self._av(data, part_name)
+            raw: bytes | bytearray | memoryview = data.read()
+        else:
+            raw = data
         if name.endswith(".gz"):
             name = name[:-3]
-            data = _run("gz", gzip.decompress, part_name, data)
+            raw = _run("gz", gzip.decompress, part_name, raw)
         extension = name.rpartition(".")[2]
-        if extension.lower() in IMAGE_EXTENSIONS or (self.guess_content and guess_image_extension(data)):
+        if extension.lower() in IMAGE_EXTENSIONS or (self.guess_content and guess_image_extension(raw)):
             form = IMAGE_FORMS[self.image_decode]
             if self.defer_images:
-                return DeferredImage(bytes(data), form, part_name)
-            return decode_image(data, form, part=part_name)
+                return DeferredImage(bytes(raw), form, part_name)
+            return decode_image(raw, form, part=part_name)
+        if extension.lower() in AV_EXTENSIONS or (self.guess_content and kind_by_head(bytes(raw[:HEAD_BYTES])) == "av"):
+            return self._av(bytes(raw), part_name)
         codec = _CODECS.get(extension)
         # A memoryview would keep the whole read alive.
-        return bytes(data) if codec is None else _run(extension, codec, part_name, bytes(data))
+        return bytes(raw) if codec is None else _run(extension, codec, part_name, bytes(raw))
+
+    def _av(self, data: bytes | ByteRange, part_name: str) -> Any:
+        decoder = AVDecoder(data, name=part_name)
+        if self.av_decode == "AVDecoder":
+            return decoder
+        return decoder.get_frames(self.video_decode_audio) if self.av_decode == "torch" else decoder.open_container()
 
     def config(self) -> dict[str, Any]:
         """Return the settings as plain values, for logs."""
@@ -103,7 +135,8 @@ class SampleDecoder:
         }
 
 
-_RAW = (bytes, bytearray, memoryview)
+_RAW = (bytes, bytearray, memoryview, ByteRange)
+_UNREAD_FROM = 1 << 20
 _INTERPRETER_TRIES = 20
 
 

@@ -1,0 +1,398 @@
+"""`AVDecoder`: a video, or sound, that is decoded when it is asked for, and only where it is asked for.
+
+Each call opens the file and closes it again, so nothing lives longer than the call; within `with decoder:` all calls
+share one opening. A decoder of bytes, or of a range of a file, can be pickled, also into other processes; it holds no
+state that a result depends on. Use one from one thread at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, Self, TypeAlias
+
+from energon_bridge.av.audio import AudioReader, as_floats, resample
+from energon_bridge.av.media import AVData, Media, length_of, opened, start_of, tensor_of, ticks
+from energon_bridge.av.metadata import audio_metadata, video_fps, video_metadata
+from energon_bridge.av.video import Pixels, VideoReader, beyond, clip_of, is_over
+from energon_bridge.errors import ConfigurationError, DecodeError
+from energon_bridge.format.media import AVMetadata
+from energon_bridge.storage import open_store
+from energon_bridge.storage.ranges import ByteRange, RangeReader
+
+if TYPE_CHECKING:
+    import torch
+
+AV_EXTENSIONS = frozenset(
+    (
+        *("mp4", "m4v", "mov", "mkv", "webm", "avi", "flv"),
+        *("wav", "flac", "mp3", "ogg", "opus", "m4a", "aac"),
+    )
+)
+
+Clips: TypeAlias = "tuple[list[torch.Tensor], list[tuple[float, float]]]"
+Ranges = Sequence[tuple[float, float]]
+
+
+class AVDecoder:
+    """A video, or sound, to take clips from.
+
+    Times are seconds on the file's own time axis, which its video and its sound share.
+
+    Args:
+        stream: The file: bytes, a range of a file in a store, or a binary stream that can seek.
+        suppress_warnings: Taken for compatibility: nothing here is imprecise enough to be warned of.
+        name: What the file is called in messages.
+        audio_format: `float32` in [-1, 1], or `native`: the type of the file.
+
+    Attributes:
+        bytes_read: Bytes read from the file so far, where `stream` is bytes or a range.
+
+    Raises:
+        ConfigurationError: The stream is one of text; by the first call: PyAV is not installed.
+    """
+
+    def __init__(
+        self,
+        stream: bytes | ByteRange | BinaryIO,
+        suppress_warnings: bool = False,
+        *,
+        name: str = "",
+        audio_format: Literal["float32", "native"] = "float32",
+    ) -> None:
+        if audio_format not in ("float32", "native"):
+            raise ConfigurationError(f"there is no audio_format {audio_format!r}; known: float32, native")
+        text: Any = stream
+        if isinstance(text, io.TextIOBase):
+            raise ConfigurationError(f"{stream!r} is a stream of text: open the file in mode 'rb'")
+        self.stream = stream
+        self.suppress_warnings = suppress_warnings
+        self.audio_format = audio_format
+        self.bytes_read = 0
+        self._name = name
+        self._open: Media | None = None
+        self._video: VideoReader | None = None
+        self._audio: AudioReader | None = None
+        self._held: list[contextlib.ExitStack] = []
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str], **kwargs: Any) -> Self:
+        """Return a decoder of a file by its path or URL, of which only what is needed is read."""
+        folder, _, rel = os.fspath(path).rpartition("/")
+        store = open_store(folder or ".")
+        return cls(ByteRange(store=store, rel=rel, offset=0, size=store.size(rel)), **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _made, (type(self), self.stream, self.suppress_warnings, self._name, self.audio_format)
+
+    def __repr__(self) -> str:
+        stream = self.stream
+        size = len(stream) if isinstance(stream, bytes) else stream.size if isinstance(stream, ByteRange) else "some"
+        return f"AVDecoder({self.name}, {size} bytes)"
+
+    @property
+    def name(self) -> str:
+        """Return what the file is called in messages."""
+        if self._name:
+            return f"part {self._name!r}"
+        return self.stream.url if isinstance(self.stream, ByteRange) else "the file"
+
+    # Opening ---------------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        held = contextlib.ExitStack()
+        held.enter_context(self._opened())
+        self._held.append(held)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._held.pop().close()
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[Media]:
+        """Open the file, unless a caller has opened it."""
+        if self._open is not None:
+            yield self._open
+            return
+        file = self._file()
+        try:
+            with opened(file, self.name) as media:
+                self._open = media
+                yield media
+        finally:
+            self._open = self._video = self._audio = None
+            if isinstance(file, RangeReader):
+                self.bytes_read += file.bytes_read
+
+    def _video_of(self, media: Media) -> VideoReader:
+        self._audio = None  # the container has one position, and they take turns
+        if self._video is None:
+            self._video = VideoReader(media)
+        return self._video
+
+    def _audio_of(self, media: Media) -> AudioReader:
+        self._video = None
+        if self._audio is None:
+            self._audio = AudioReader(media)
+        return self._audio
+
+    def open_container(self) -> Any:
+        """Return the file as PyAV's open container, which the caller closes. Raises DecodeError."""
+        return Media(self._file(), self.name).container
+
+    def _file(self) -> BinaryIO:
+        stream = self.stream
+        return RangeReader(stream) if isinstance(stream, (bytes, ByteRange)) else stream  # type: ignore[return-value]
+
+    # Clips -----------------------------------------------------------------------------------------------------------
+
+    def get_video(self) -> AVData:
+        """Return the whole video, without sound. Raises DecodeError."""
+        return self.get_clips(video_clip_ranges=[(0, math.inf)], video_unit="frames")
+
+    def get_audio(self) -> AVData:
+        """Return all of the sound. Raises DecodeError."""
+        return self.get_clips(audio_clip_ranges=[(0, math.inf)], audio_unit="samples")
+
+    def get_video_with_audio(self) -> AVData:
+        """Return the whole video with its sound. Raises DecodeError."""
+        whole = [(0, math.inf)]
+        return self.get_clips(whole, whole, video_unit="frames", audio_unit="samples")
+
+    def get_frames(self, video_decode_audio: bool = False) -> AVData:
+        """Return the whole video, with its sound if that is asked for and there; of a file of sound, the sound.
+
+        Raises DecodeError.
+        """
+        with self._opened() as media:
+            if media.video is None:
+                return self.get_audio()
+            if video_decode_audio and media.audio is not None:
+                return self.get_video_with_audio()
+            return self.get_video()
+
+    def get_clips(
+        self,
+        video_clip_ranges: Ranges | None = None,
+        audio_clip_ranges: Ranges | None = None,
+        video_unit: Literal["frames", "seconds"] = "seconds",
+        audio_unit: Literal["samples", "seconds"] = "seconds",
+        video_out_frame_size: tuple[int, int] | None = None,
+    ) -> AVData:
+        """Return clips of the video and of the sound; see get_video_clips and get_audio_clips."""
+        video: Clips = ([], [])
+        audio: Clips = ([], [])
+        with self._opened():
+            if video_clip_ranges is not None:
+                video = self.get_video_clips(video_clip_ranges, video_unit, video_out_frame_size)
+            if audio_clip_ranges is not None:
+                audio = self.get_audio_clips(audio_clip_ranges, audio_unit)
+        return AVData(video_clips=video[0], video_timestamps=video[1], audio_clips=audio[0], audio_timestamps=audio[1])
+
+    def get_video_clips(
+        self,
+        video_clip_ranges: Ranges,
+        video_unit: Literal["frames", "seconds"] = "seconds",
+        video_out_frame_size: tuple[int, int] | None = None,
+    ) -> Clips:
+        """Return a clip for each range, and the seconds at which it begins and ends.
+
+        A range by frames has the frames of both its numbers and those between them; one by seconds has the frame that
+        is shown at its beginning, and all those that begin up to its end. So there is at least one frame in each. A
+        range may end beyond the video (`math.inf`: with it), but not begin there.
+
+        Args:
+            video_clip_ranges: (begin, end) of each clip.
+            video_unit: `seconds`, or `frames`, numbered from 0 in the order in which they are shown.
+            video_out_frame_size: (width, height) to scale to, bilinear; None: as they are.
+
+        Returns:
+            uint8 tensors (frames, 3, height, width), and (begin of the first frame, end of the last one).
+
+        Raises:
+            DecodeError: The file is damaged or has no video, or a range begins beyond it.
+            ConfigurationError: A range ends before it begins, or the unit does not exist.
+        """
+        _check(video_clip_ranges, video_unit, ("frames", "seconds"), "video")
+        with self._opened() as media:
+            reader, pixels = self._video_of(media), Pixels(video_out_frame_size)
+            clips: Clips = ([], [])
+            for begin, end in video_clip_ranges:
+                number = int(begin) if video_unit == "frames" else None
+                time = reader.packets.time_of(number) if number is not None else ticks(begin, reader.base)
+                first = None if time is None else reader.frame_at(time)
+                if first is None:
+                    raise beyond(media, f"{video_unit[:-1]} {begin:g}", f"{reader.packets.count} frames")
+                limit = math.inf if number is None or math.isinf(end) else int(end) - number + 1
+                last = math.inf if number is not None or math.isinf(end) else ticks(end, reader.base)
+                rows, until, start = [], first, None
+                for frame in reader.frames(first):
+                    start = frame.pts if start is None else start
+                    until = reader.end_of(frame)
+                    rows.append(pixels.of(frame))
+                    if len(rows) >= limit or until > last or reader.packets.after(frame.pts) is None:
+                        break
+                if start is None or (number is None and is_over(media, reader, Fraction(begin), until)):
+                    raise beyond(media, f"{video_unit[:-1]} {begin:g}", f"{float(until * reader.base):g} s")
+                clips[0].append(clip_of(rows))
+                clips[1].append((float(start * reader.base), float(until * reader.base)))
+        return clips
+
+    def get_audio_clips(
+        self,
+        audio_clip_ranges: Ranges,
+        audio_unit: Literal["samples", "seconds"] = "seconds",
+        *,
+        audio_sample_rate: int | None = None,
+    ) -> Clips:
+        """Return the samples of each range, without that at its end, and the seconds at which they begin and end.
+
+        A range may end beyond the sound (`math.inf`: with it), but not begin there.
+
+        Args:
+            audio_clip_ranges: (begin, end) of each clip.
+            audio_unit: `seconds`, or `samples`, numbered from 0.
+            audio_sample_rate: Samples a second to resample the clips to; None: as they are.
+
+        Returns:
+            Tensors (channels, samples), float32 in [-1, 1] or as the file has them, and (begin, end).
+
+        Raises:
+            DecodeError: The file is damaged or has no sound, or a range begins beyond it.
+            ConfigurationError: A range ends before it begins, or the unit does not exist.
+        """
+        _check(audio_clip_ranges, audio_unit, ("samples", "seconds"), "audio")
+        if audio_sample_rate is not None and self.audio_format == "native":
+            raise ConfigurationError("sound is resampled as float32: leave out audio_format='native'")
+        clips: Clips = ([], [])
+        with self._opened() as media:
+            reader = self._audio_of(media)
+            for begin, end in audio_clip_ranges:
+                first, last = (
+                    _sample(begin, audio_unit, reader),
+                    None if math.isinf(end) else _sample(end, audio_unit, reader),
+                )
+                found = reader.samples(first, last)
+                if not found.shape[1] and last != first:
+                    raise DecodeError(
+                        f"{self.name}: a clip is asked for that begins at {audio_unit[:-1]} {begin:g}, and the sound "
+                        "ends before that: ask for what lies before, by get_audio_duration()"
+                    )
+                seconds = [float(reader.start + Fraction(n, reader.rate)) for n in (first, first + found.shape[1])]
+                if self.audio_format == "float32":
+                    found = resample(as_floats(found), reader.rate, audio_sample_rate or reader.rate)
+                clips[0].append(tensor_of(found))
+                clips[1].append((seconds[0], seconds[1]))
+        return clips
+
+    # What the file is ------------------------------------------------------------------------------------------------
+
+    def has_video_stream(self) -> bool:
+        """Return whether there is video. Raises DecodeError."""
+        with self._opened() as media:
+            return media.video is not None
+
+    def has_audio_stream(self) -> bool:
+        """Return whether there is sound. Raises DecodeError."""
+        with self._opened() as media:
+            return media.audio is not None
+
+    def get_video_fps(self) -> float:
+        """Return the frames per second, in the mean. Raises DecodeError."""
+        with self._opened() as media:
+            fps = video_fps(media)
+            found = fps or self.get_metadata(get_video_frame_size=False, get_audio=False).video_fps
+        if found is None:
+            raise DecodeError(f"{self.name} does not say how many frames a second its video has")
+        return found
+
+    def get_audio_samples_per_second(self) -> int:
+        """Return the sample rate. Raises DecodeError."""
+        with self._opened() as media:
+            return int(media.stream("audio").codec_context.sample_rate)
+
+    def get_audio_duration(self) -> float | None:
+        """Return the seconds of sound, None if there is none. Raises DecodeError."""
+        return self.get_metadata(get_video=False).audio_duration
+
+    def get_video_duration(self, get_frame_count: bool = False) -> tuple[float | None, int | None]:
+        """Return the seconds of video, and the number of frames if that is asked for; None if there is none.
+
+        Counting frames reads the whole file where its index does not list them (Matroska, WebM). Raises DecodeError.
+        """
+        found = self.get_metadata(get_video_frame_count=get_frame_count, get_video_frame_size=False, get_audio=False)
+        return found.video_duration, found.video_num_frames
+
+    def get_time_range(self, *, video: bool, audio: bool) -> tuple[float, float]:
+        """Return from when to when there are both video and sound, or the one that is asked for. Raises DecodeError."""
+        begins, ends = [Fraction(0)], []
+        with self._opened() as media:
+            for kind in [*(["video"] if video else []), *(["audio"] if audio else [])]:
+                stream = media.stream(kind)
+                begin, length = start_of(stream), length_of(media, stream)
+                if length is None and kind == "video":
+                    length = self._video_of(media).packets.length()
+                elif length is None:
+                    reader = self._audio_of(media)
+                    length = Fraction(reader.count(), reader.rate)
+                begins.append(begin)
+                ends.append(begin + length)
+        return float(max(begins)), float(min(ends))
+
+    def get_metadata(
+        self,
+        get_video: bool = True,
+        get_video_duration: bool = True,
+        get_video_frame_count: bool = True,
+        get_video_frame_size: bool = True,
+        get_audio: bool = True,
+        get_audio_duration: bool = True,
+        get_audio_num_samples: bool = False,
+    ) -> AVMetadata:
+        """Return what the file is, as far as it is asked for; fields of what it does not have are None.
+
+        Nothing is decoded, but for the number of samples of compressed sound. Raises DecodeError.
+        """
+        found: dict[str, Any] = {}
+        with self._opened() as media:
+            if get_video and media.video is not None:
+                packets = self._video_of(media).packets if get_video_frame_count else None
+                found |= _known(
+                    video_metadata(
+                        media,
+                        packets,
+                        duration=get_video_duration,
+                        frame_count=get_video_frame_count,
+                        frame_size=get_video_frame_size,
+                    )
+                )
+            if get_audio and media.audio is not None:
+                self._video = self._audio = None
+                found |= _known(audio_metadata(media, duration=get_audio_duration, num_samples=get_audio_num_samples))
+        return AVMetadata(**found)
+
+
+def _made(cls: type[AVDecoder], stream: Any, suppress_warnings: bool, name: str, audio_format: Any) -> AVDecoder:
+    return cls(stream, suppress_warnings, name=name, audio_format=audio_format)
+
+
+def _known(metadata: AVMetadata) -> dict[str, Any]:
+    return {name: value for name, value in asdict(metadata).items() if value is not None}
+
+
+def _check(ranges: Ranges, unit: str, units: tuple[str, str], kind: str) -> None:
+    if unit not in units:
+        raise ConfigurationError(f"there is no {kind}_unit {unit!r}; known: {', '.join(units)}")
+    for begin, end in ranges:
+        if not (0 <= begin <= end) or math.isinf(begin):
+            raise ConfigurationError(f"a clip goes from {begin!r} to {end!r} {unit}; expected 0 <= begin <= end")
+
+
+def _sample(value: float, unit: str, reader: AudioReader) -> int:
+    """Return the number of a sample."""
+    return int(value) if unit == "samples" else max(0, round((Fraction(value) - reader.start) * reader.rate))

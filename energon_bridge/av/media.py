@@ -1,0 +1,183 @@
+"""A media file while it is open: its container, its streams, and the errors that name it.
+
+Invariant: nobody but `opened` opens a container, and it is closed when `opened` is left, whatever happens in between.
+Threads are off in every codec: workers are processes, and a decoder thread does not survive a fork.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Iterator
+from fractions import Fraction
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import numpy as np
+
+from energon_bridge.errors import ConfigurationError, DecodeError, EnergonError
+from energon_bridge.samples import edataclass
+
+if TYPE_CHECKING:
+    import torch
+
+_LEAST_BUFFER, _MOST_BUFFER = 4 << 10, 32 << 10
+"""Bytes that are read at a time: about a thousandth of a file, since a seek wastes half of what it reads."""
+
+
+@edataclass
+class AVData:
+    """Clips of a file: lists of tensors, and for each clip the seconds at which it begins and ends.
+
+    Attributes:
+        video_clips: uint8 (frames, channels, height, width), RGB.
+        video_timestamps: Begin of the first frame and end of the last one.
+        audio_clips: (channels, samples), float32 in [-1, 1] unless the decoder was told otherwise.
+        audio_timestamps: Begin and end.
+    """
+
+    video_clips: list[torch.Tensor] | None
+    video_timestamps: list[tuple[float, float]] | None
+    audio_clips: list[torch.Tensor] | None
+    audio_timestamps: list[tuple[float, float]] | None
+
+
+def import_av() -> ModuleType:
+    """Return PyAV; raises ConfigurationError, naming the extra, where it is not installed."""
+    try:
+        import av
+    except ImportError as error:
+        raise ConfigurationError(
+            f"PyAV is needed to look into videos and sound: pip install 'energon-bridge[video]' ({error})"
+        ) from error
+    return av
+
+
+class Media:
+    """An open file.
+
+    Attributes:
+        name: What the file is called in messages.
+        container: PyAV's container.
+        video: The first stream of moving pictures (no cover art), or None.
+        audio: The first stream of sound, or None.
+        fresh: Whether the container stands at its beginning.
+    """
+
+    __slots__ = ("audio", "container", "file", "fresh", "name", "video")
+
+    def __init__(self, file: BinaryIO, name: str) -> None:
+        self.file = file
+        self.name = name
+        self.open()
+
+    def open(self) -> None:
+        """Open the container, or open it once more, to read from its beginning. Raises DecodeError."""
+        size = self.file.seek(0, io.SEEK_END)
+        if not size:
+            raise DecodeError(f"{self.name} is empty (0 bytes): copy it again, or leave the sample out")
+        self.file.seek(0)
+        buffer = min(max(size // 1000, _LEAST_BUFFER), _MOST_BUFFER)
+        with self.refusing("cannot be opened as video or sound"):
+            self.container: Any = import_av().open(self.file, mode="r", metadata_errors="ignore", buffer_size=buffer)
+        cover = import_av().stream.Disposition.attached_pic
+        self.video: Any = next((one for one in self.container.streams.video if not one.disposition & cover), None)
+        self.audio: Any = next(iter(self.container.streams.audio), None)
+        for stream in self.container.streams:
+            if stream.codec_context is not None:
+                stream.codec_context.thread_type = "NONE"
+                stream.codec_context.thread_count = 1
+        if self.video is None and self.audio is None:
+            self.close()
+            raise DecodeError(f"{self.name} has no stream of video or sound: is it another kind of file?")
+        self.fresh = True
+
+    def rewind(self) -> None:
+        """Begin again, with a fresh container unless this one is: not every format can seek to its beginning."""
+        if not self.fresh:
+            self.close()
+            self.open()
+
+    def close(self) -> None:
+        """Close container and codecs; the file stays open."""
+        self.container.close()
+
+    def stream(self, kind: str) -> Any:
+        """Return the stream of `video` or `audio`; raises DecodeError if there is none."""
+        found = getattr(self, kind)
+        if found is None:
+            has = "video" if kind == "audio" else "audio"
+            raise DecodeError(
+                f"{self.name} has no {kind} stream, only {has}: ask has_{kind}_stream() before asking for {kind}"
+            )
+        return found
+
+    def only(self, stream: Any) -> None:
+        """Read the packets of one stream from here on, and pass over those of the others."""
+        self.fresh = False
+        discard = import_av().stream.Discard
+        for one in self.container.streams:
+            one.discard = discard.default if one.index == stream.index else discard.all
+
+    @contextlib.contextmanager
+    def refusing(self, what: str) -> Iterator[None]:
+        """Turn PyAV's errors into DecodeError; those of storage pass."""
+        try:
+            yield
+        except (EnergonError, MemoryError, GeneratorExit):
+            raise
+        except Exception as error:  # codecs raise whatever they like
+            raise DecodeError(
+                f"{self.name} {what}: {type(error).__name__}: {error}. It is damaged, cut off, or of a format that "
+                "PyAV does not know: make it again, or leave the sample out"
+            ) from error
+
+
+@contextlib.contextmanager
+def opened(file: BinaryIO, name: str) -> Iterator[Media]:
+    """Open a file for the time of the `with`. Raises DecodeError."""
+    media = Media(file, name)
+    try:
+        yield media
+    finally:
+        media.close()
+
+
+def length_of(media: Media, stream: Any) -> Fraction | None:
+    """Return the seconds of a stream, None where no header says them."""
+    if stream.duration is not None and stream.time_base is not None:
+        return Fraction(stream.duration * stream.time_base)
+    tag = next((value for name, value in stream.metadata.items() if name.upper() == "DURATION"), None)
+    start = Fraction(0) if stream.start_time is None else stream.start_time * stream.time_base
+    if tag is not None and (end := _seconds(tag)) is not None:
+        return end - start
+    container = media.container
+    if container.duration is None:
+        return None
+    return Fraction(container.duration, import_av().time_base)
+
+
+def _seconds(text: str) -> Fraction | None:
+    """Return what Matroska's `00:00:04.040000000` says."""
+    try:
+        hours, minutes, seconds = text.split(":")
+        return 3600 * int(hours) + 60 * int(minutes) + Fraction(seconds)
+    except ValueError:
+        return None
+
+
+def start_of(stream: Any) -> Fraction:
+    """Return the second at which the first frame or sample of a stream is shown or heard."""
+    return Fraction(0) if stream.start_time is None else Fraction(stream.start_time * stream.time_base)
+
+
+def tensor_of(array: np.ndarray) -> torch.Tensor:
+    """Return an array as a tensor over the same memory."""
+    import torch  # `energon prepare-media` looks into files without it
+
+    return torch.from_numpy(array)
+
+
+def ticks(seconds: float | Fraction, base: Fraction) -> int:
+    """Return seconds as whole ticks of a time base, rounded down after a thousandth of a tick that floats may lose."""
+    return (Fraction(seconds) / base + Fraction(1, 1000)) // 1

@@ -1,0 +1,141 @@
+"""Frames of one open file, by time or by number, each the very one that decoding the whole file would give.
+
+Frames before the first one wanted are decoded only as far as others refer to them. Clips that follow each other closely
+are decoded in one go; what was decoded last is kept, since two clips may share a frame.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from energon_bridge.av.media import Media, import_av, length_of, start_of, tensor_of
+from energon_bridge.av.packets import Packets
+from energon_bridge.errors import DecodeError
+
+if TYPE_CHECKING:
+    import torch
+
+_SKIPPABLE = ("h264", "hevc")
+"""Codecs that say of a frame, before it is decoded, whether others refer to it."""
+
+
+class VideoReader:
+    """Reads frames of the video stream of an open file; times are ticks of the stream."""
+
+    def __init__(self, media: Media) -> None:
+        self._media = media
+        self.packets = Packets(media)
+        self.base = self.packets.stream.time_base
+        self._ready: deque[Any] = deque()
+        self._labels: deque[int] = deque()
+        self._last: Any = None
+        self._landings = 0
+
+    def frame_at(self, time: int) -> int | None:
+        """Return the pts of the frame that is shown at a time, the first one's before it; None if there is no frame."""
+        packets = self.packets
+        self._settle()
+        decoded = None if self._last is None else int(self._last.pts)
+        if not packets.is_near(time, decoded):
+            found = packets.go_to(time)
+            self._settle()
+            return found
+        found = packets.shown_at(time)
+        if found is None:
+            return packets.after(time) if decoded is None else decoded
+        return found
+
+    def _settle(self) -> None:
+        """Forget the frames of where the packets were before."""
+        if self._landings != self.packets.landings:
+            self._landings = self.packets.landings
+            self._ready.clear()
+            self._labels.clear()
+            self._last = None
+
+    def frames(self, first: int) -> Iterator[Any]:
+        """Yield the frames from that of a pts on, which `frame_at` has just returned."""
+        if self._last is not None and self._last.pts == first:
+            yield self._last
+        while (frame := self._next(first)) is not None:
+            if frame.pts >= first:
+                self._last = frame
+                yield frame
+
+    def _next(self, first: int) -> Any:
+        packets, context = self.packets, self.packets.stream.codec_context
+        skips = context.name in _SKIPPABLE and not packets.counted
+        while not self._ready:
+            packet = packets.take()
+            if packet is None:
+                return None
+            if packet.size and packets.counted:
+                self._labels.append(packet.pts)
+            elif skips and packet.size:
+                context.skip_frame = "NONREF" if packet.pts < first else "DEFAULT"
+            with self._media.refusing("cannot be decoded"):
+                self._ready.extend(packet.decode())
+        frame = self._ready.popleft()
+        if packets.counted:
+            frame.pts = self._labels.popleft()
+        return frame
+
+    def end_of(self, frame: Any) -> int:
+        """Return when a frame is no longer shown."""
+        after = self.packets.after(frame.pts)
+        return int(frame.pts + self.duration_of(frame)) if after is None else after
+
+    def duration_of(self, frame: Any) -> int:
+        """Return how long the last frame of a file is shown: as long as it says, or a frame in the mean."""
+        rate = self.packets.stream.average_rate
+        return int(frame.duration or (round(1 / rate / self.base) if rate else 0))
+
+
+class Pixels:
+    """Turns frames into pixels: uint8 RGB in the size asked for, or else in that of the first frame."""
+
+    def __init__(self, size: tuple[int, int] | None) -> None:
+        self._size = size
+        self._reformatter = import_av().video.reformatter.VideoReformatter()
+
+    def of(self, frame: Any) -> np.ndarray:
+        """Return the pixels of a frame, (height, width, 3)."""
+        width, height = self._size or (frame.width, frame.height)
+        self._size = (width, height)
+        out = self._reformatter.reformat(frame, width, height, "rgb24", interpolation="BILINEAR")
+        pixels: np.ndarray = out.to_ndarray()
+        return pixels
+
+
+def clip_of(frames: list[np.ndarray]) -> torch.Tensor:
+    """Return frames as one tensor (frames, 3, height, width): a view over memory in which the channels come last."""
+    return tensor_of(np.stack(frames)).permute(0, 3, 1, 2)
+
+
+def is_over(media: Media, reader: VideoReader, begin: Fraction, until: int) -> bool:
+    """Return whether a video has ended when a clip begins: `until` is the end of the last frame that was found.
+
+    Headers may say that a video is longer than its frames by as much as a frame; what is missing by more was cut off.
+    """
+    if begin < until * reader.base:
+        return False
+    stream = media.stream("video")
+    length = length_of(media, stream)
+    frame = 1 / (stream.average_rate or 1)
+    return length is None or begin >= start_of(stream) + length or begin > until * reader.base + frame
+
+
+def beyond(media: Media, asked: str, there: str) -> DecodeError:
+    """Return the error for a clip that begins beyond the end of a video."""
+    stream = media.stream("video")
+    length = length_of(media, stream)
+    says = "" if length is None else f" (its headers say {float(start_of(stream) + length):g} s)"
+    return DecodeError(
+        f"{media.name}: a clip is asked for that begins at {asked}, and the video ends after {there}{says}: ask for "
+        "what lies before, by get_video_duration(); if the headers say more than there is, the file is cut off"
+    )

@@ -1,0 +1,88 @@
+"""One file, or a part of a larger one such as a tar, read piece by piece as a seekable stream.
+
+Invariant: nothing is read before it is asked for, and a range can be pickled: it names bytes, it does not hold them.
+"""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from energon_bridge.storage.base import Store
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ByteRange:
+    """`size` bytes from byte `offset` of the file `rel` of a store."""
+
+    store: Store
+    rel: str
+    offset: int
+    size: int
+
+    @property
+    def url(self) -> str:
+        """Return the path or URL of the file."""
+        return self.store.url(self.rel)
+
+    def read(self, size: int | None = None) -> bytes:
+        """Return all of its bytes, or the first `size` of them. Raises StorageError."""
+        return self.store.read_range(self.rel, self.offset, self.size if size is None else min(size, self.size))
+
+
+class RangeReader(io.RawIOBase):
+    """A seekable stream over a `ByteRange`, or over bytes in memory.
+
+    Attributes:
+        bytes_read: Bytes handed out so far.
+    """
+
+    def __init__(self, source: ByteRange | bytes) -> None:
+        self._source = source
+        self._size = source.size if isinstance(source, ByteRange) else len(source)
+        self._at = 0
+        self.bytes_read = 0
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seekable(self) -> bool:
+        """Return True."""
+        return True
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        """Return up to `size` bytes, all that are left if it is negative; none at the end. Raises StorageError."""
+        left = max(0, self._size - self._at)
+        size = left if size is None or size < 0 else min(size, left)
+        if not size:
+            return b""
+        source, at = self._source, self._at
+        if isinstance(source, ByteRange):
+            data = source.store.read_range(source.rel, source.offset + at, size)
+        else:
+            data = source[at : at + size]
+        self._at += size
+        self.bytes_read += size
+        return data
+
+    def readinto(self, buffer: WriteableBuffer, /) -> int:
+        """Fill a buffer as far as there are bytes; return how many."""
+        view = memoryview(buffer).cast("B")
+        data = self.read(len(view))
+        view[: len(data)] = data
+        return len(data)
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        """Move to a position; return it."""
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        self._at = max(0, base + offset)
+        return self._at
+
+    def tell(self) -> int:
+        """Return the position."""
+        return self._at
