@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from energon_bridge.stream.again import encode_again
 from energon_bridge.stream.draws import Encoded
-from energon_bridge.stream.pipeline import Pipeline
+from energon_bridge.stream.pipeline import Ahead, Pipeline
 from energon_bridge.stream.state import Counts, Ref
 from energon_bridge.stream.values import RestoreKey
 from energon_bridge.task_encoder.deferred import values_of
@@ -66,15 +67,16 @@ def size_of(sample: Any, read: int) -> int:
     return max(held, read)
 
 
-def make_again(pipeline: Pipeline, rows: Sequence[Row], counts: Counts) -> list[Row]:
+def make_again(pipeline: Pipeline, rows: Sequence[Row], counts: Counts, loading: Ahead | None = None) -> list[Row]:
     """Encode the samples of rows whose content is gone; return the rows without those that no longer encode.
 
-    A sample that no longer encodes is named in the log and counted for its leaf.
+    A sample that no longer encodes is named in the log and counted for its leaf. `loading` is what was started for
+    these samples before, by `load_again`.
     """
     gone = [row for row in rows if row.content is None]
     if not gone:
         return list(rows)
-    samples = pipeline.encode_again([row.members[0] for row in gone], counts)
+    samples = encode_again(pipeline, [row.members[0] for row in gone], counts, loading)
     for row, sample in zip(gone, samples, strict=True):
         row.content = sample
         row.size = 0 if sample is None else size_of(sample, 0)

@@ -145,6 +145,11 @@ class Counts(dict[int, list[int]]):
             counted = self[leaf] = [0] * len(COUNTERS)
         return counted
 
+    def add(self, more: Counts) -> None:
+        """Add other increments."""
+        for leaf, counted in more.items():
+            self[leaf] = [a + b for a, b in zip(self.of(leaf), counted, strict=True)]
+
 
 @dataclass(slots=True)
 class Produced:
