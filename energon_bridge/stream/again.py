@@ -44,7 +44,7 @@ def encode_again(pipeline: Pipeline, refs: Sequence[Ref], counts: Counts, loadin
         loaded = loading.take()
         for key, sample in zip(loaded.keys, loaded.samples, strict=True):
             ref = refs[len(out)]
-            encoded = pipeline.encode(ref.leaf, sample, key, Counts())
+            encoded = pipeline.encode(ref.leaf, sample, key, Counts(), again=True)
             if ref.output < len(encoded):
                 out.append(encoded[ref.output][1])
                 continue

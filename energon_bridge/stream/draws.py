@@ -120,7 +120,8 @@ class Draws:
         leaf = self._outputs_of = loaded.leaves[at]
         self._outputs_size = loaded.sizes[at]
         counts.of(leaf)[_BYTES] += 0 if self.taken else loaded.sizes[at]  # of a state: they have been counted
-        self._outputs.extend(self._pipeline.encode(leaf, loaded.samples[at], loaded.keys[at], counts))
+        sample, key, again = loaded.samples[at], loaded.keys[at], bool(self.taken)
+        self._outputs.extend(self._pipeline.encode(leaf, sample, key, counts, again=again))
         for _ in range(min(self.taken, len(self._outputs))):
             self._outputs.popleft()
         if not self._outputs:

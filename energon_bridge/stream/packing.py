@@ -187,7 +187,7 @@ class Packing:
         out = []
         for row in rows:
             members = make_again(self._pipeline, [Row((ref,), SAMPLE, None, 0) for ref in row.members], counts)
-            packed = pack_rows(self._pipeline, members, counts)
+            packed = pack_rows(self._pipeline, members, counts, again=True)
             if row.output < len(packed):
                 out.append(packed[row.output])
         return out
@@ -216,8 +216,11 @@ def select_packs(pipeline: Pipeline, rows: list[Row]) -> list[list[Row]]:
     return _as_rows(groups, rows, type(pipeline.code.encoder).__name__)
 
 
-def pack_rows(pipeline: Pipeline, rows: list[Row], counts: Counts) -> list[Row]:
-    """Return the rows that the encoder makes of a pack, none where it makes none; takes the contents of the members."""
+def pack_rows(pipeline: Pipeline, rows: list[Row], counts: Counts, *, again: bool = False) -> list[Row]:
+    """Return the rows that the encoder makes of a pack, none where it makes none; takes the contents of the members.
+
+    With `again`, what the hooks themselves count has been counted before.
+    """
     code = pipeline.code
     members: list[Row] = []
     samples: list[Any] = []
@@ -230,8 +233,10 @@ def pack_rows(pipeline: Pipeline, rows: list[Row], counts: Counts) -> list[Row]:
                 decode_deferred([content])  # what is left is a broken image
             samples.append(code.post(content, *pipeline.seed_of(row)))
         except Exception as error:  # the policy decides
+            pipeline.take_tally(row.members[0].leaf, counts, again=again)
             pipeline.failed(error, [row.members[0][:2]], counts)
             continue
+        pipeline.take_tally(row.members[0].leaf, counts, again=again)
         if pipeline.judge.in_a_row:
             pipeline.judge.succeeded(("decode_deferred", "postencode_sample"))
         members.append(row)

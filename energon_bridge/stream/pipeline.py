@@ -171,8 +171,13 @@ class Pipeline:
 
     # Encoding and batching -------------------------------------------------------------------------------------------
 
-    def encode(self, leaf: int, sample: Any, key: RestoreKey, counts: Counts) -> list[tuple[RestoreKey, Any]]:
-        """Return the encoded samples of one draw with their restore keys; count a draw that gives none."""
+    def encode(
+        self, leaf: int, sample: Any, key: RestoreKey, counts: Counts, *, again: bool = False
+    ) -> list[tuple[RestoreKey, Any]]:
+        """Return the encoded samples of one draw with their restore keys; count a draw that gives none.
+
+        With `again`, what the hooks themselves count has been counted before.
+        """
         if type(sample) is Problem:
             if sample.error is None:
                 counts.of(leaf)[_EXCLUDED] += 1
@@ -183,12 +188,23 @@ class Pipeline:
         source = self.source(leaf)
         try:
             encoded = self.code.encode(sample, source.user_key, index, epoch, source.cook)
+            self.take_tally(leaf, counts, again=again)
         except Exception as error:  # the policy decides
+            self.take_tally(leaf, counts, again=again)
             self.failed(error, [(leaf, index)], counts, place=place_in(sample))
             return []
         if self.judge.in_a_row:
             self.judge.succeeded(self.code.drawing)
         return [((identity, index, epoch, number), one) for number, one in enumerate(encoded)]
+
+    def take_tally(self, leaf: int, counts: Counts, *, again: bool = False) -> None:
+        """Count for a leaf what a hook has counted of its samples; with `again`, forget it."""
+        tally = self.code.tally
+        if tally:
+            counted = counts.of(leaf)
+            for name, number in tally.items():
+                counted[COUNTERS.index(name)] += 0 if again else number
+            tally.clear()
 
     def collate(
         self, samples: list[Any], keys: Sequence[tuple[Any, ...]], first_leaf: int, lane: int, number: int
@@ -291,7 +307,9 @@ class Pipeline:
         """Enter wherever hooks may run."""
         if not (restoring or self.code.present):
             return contextlib.nullcontext()
-        return running_hooks(self.settings.cache, put_back=restoring or self.settings.restore_generators)
+        return running_hooks(
+            self.settings.cache, self.code.tally, put_back=restoring or self.settings.restore_generators
+        )
 
 
 def first_sample(key: tuple[Any, ...]) -> RestoreKey:

@@ -130,9 +130,12 @@ class LaneState:
         return cls(0, 0, 0, (0,) * leaves)
 
 
-COUNTERS = ("samples", "skipped", "errors", "excluded", "bytes")
-"""What is counted per leaf: samples delivered, left out by `SkipSample`, left out by an error, listed in `exclude`; and
-bytes of the samples drawn."""
+OVER_LONG = ("dropped", "truncated", "split", "pieces")
+"""What became of samples that no pack can hold, as `count_over_long` of the task encoders counts them; `pieces` are
+what samples were split into, and those dropped are also skipped."""
+COUNTERS = ("samples", "skipped", "errors", "excluded", "bytes", *OVER_LONG)
+"""What is counted per leaf: samples delivered, left out by `SkipSample`, left out by an error, listed in `exclude`;
+bytes of the samples drawn; and `OVER_LONG`."""
 
 
 class Counts(dict[int, list[int]]):
