@@ -170,7 +170,7 @@ def packs_of(pipeline: Pipeline, plan: FinitePlan, start: int, stop: int, counts
         rows = DrawnRows(pipeline, plan).take(start, stop, counts)
         while rows:
             try:
-                selected = select_packs(pipeline, rows)
+                selected = select_packs(pipeline, rows, last=True)
             except Exception as error:  # the policy decides
                 pipeline.failed(error, [row.members[0][:2] for row in rows], counts)
                 return packs

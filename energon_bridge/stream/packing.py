@@ -208,9 +208,9 @@ class Packing:
                     row.content = None
 
 
-def select_packs(pipeline: Pipeline, rows: list[Row]) -> list[list[Row]]:
-    """Return the packs that the encoder selects from some rows."""
-    groups = pipeline.code.select([row.content for row in rows], *pipeline.seed_of(rows[0]))
+def select_packs(pipeline: Pipeline, rows: list[Row], *, last: bool = False) -> list[list[Row]]:
+    """Return the packs that the encoder selects from some rows; `last` says that nothing will join the others."""
+    groups = pipeline.code.select([row.content for row in rows], *pipeline.seed_of(rows[0]), last=last)
     if pipeline.judge.in_a_row:
         pipeline.judge.succeeded(("select_samples_to_pack",))
     return _as_rows(groups, rows, type(pipeline.code.encoder).__name__)

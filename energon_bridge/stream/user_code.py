@@ -23,7 +23,7 @@ from energon_bridge.errors import ConfigurationError, FatalSampleError
 from energon_bridge.rng import fold
 from energon_bridge.stores import CachePool
 from energon_bridge.stream.activity import Activity
-from energon_bridge.task_encoder.current import BATCH, CACHE, SAMPLE, tallying
+from energon_bridge.task_encoder.current import BATCH, CACHE, LAST, SAMPLE, tallying
 from energon_bridge.task_encoder.deferred import decode_deferred
 
 _ENCODE, _BATCH, _POST, _SELECT, _PACK, _GROUP, _COOK = 1, 2, 3, 4, 5, 6, 7
@@ -129,12 +129,19 @@ class UserCode:
             )
         return encoded
 
-    def select(self, samples: list[Any], leaf_key: int, index: int, epoch: int, output: int) -> Any:
-        """Return groups of the samples, each of which becomes a pack; the numbers are those of the first sample."""
+    def select(self, samples: list[Any], leaf_key: int, index: int, epoch: int, output: int, *, last: bool) -> Any:
+        """Return groups of the samples, each of which becomes a pack; the numbers are those of the first sample.
+
+        `last` says that nothing will join what is left over.
+        """
         self.now.hook, self.now.sample = "select_samples_to_pack", samples
         seed_everything(fold(leaf_key, _SELECT, index, epoch, output))
-        groups = self.encoder.select_samples_to_pack(samples)
-        groups = list(groups) if isinstance(groups, GeneratorType) else groups
+        token = LAST.set(last)
+        try:
+            groups = self.encoder.select_samples_to_pack(samples)
+            groups = list(groups) if isinstance(groups, GeneratorType) else groups
+        finally:
+            LAST.reset(token)
         self.now.rest()
         return groups
 

@@ -20,6 +20,8 @@ BATCH: ContextVar[int] = ContextVar("energon_bridge_batch")
 """Number of the microbatch in the global sequence."""
 CACHE: ContextVar[CachePool] = ContextVar("energon_bridge_cache")
 """The cache pool of the loader."""
+LAST: ContextVar[bool] = ContextVar("energon_bridge_last_buffer", default=False)
+"""Whether the buffer that is selected from will not be filled again."""
 TALLY: ContextVar[Counter[str]] = ContextVar("energon_bridge_tally")
 """What `count_over_long` has counted since the engine last took it."""
 
@@ -68,6 +70,14 @@ def tallying(tally: Counter[str]) -> Iterator[None]:
         yield
     finally:
         TALLY.reset(token)
+
+
+def current_buffer_is_last() -> bool:
+    """Whether nothing joins what `select_samples_to_pack` leaves over: True in passes that end, False in endless runs.
+
+    A selection that leaves samples over is then asked again with these alone; what it never selects is skipped.
+    """
+    return LAST.get()
 
 
 def current_cache() -> CachePool:

@@ -21,6 +21,8 @@ resumed run repeats them:
    that they choose their company. In a buffer of constant size a sample therefore leaves after at most `max_wait`
    selections, and every selection delivers a pack.
 
+Where the stream ends, and nothing will join the buffer, all packs leave, with nobody placed before the largest.
+
 Packs leave in the order of their oldest sample, and keep the buffer's order inside, so that what training sees is not
 sorted by length.
 """
@@ -38,7 +40,7 @@ import numpy as np
 
 from energon_bridge.errors import ConfigurationError, OverLongSampleError, SkipSample
 from energon_bridge.task_encoder.bins import ALGORITHMS, MAX_LIMIT, IntArray, Packs, binding_limit
-from energon_bridge.task_encoder.current import count_over_long
+from energon_bridge.task_encoder.current import count_over_long, current_buffer_is_last
 
 T = TypeVar("T")
 
@@ -145,12 +147,14 @@ class Packer(Generic[T]):
             count_over_long("truncated")
         return pieces
 
-    def select(self, samples: Sequence[T], *, flush: bool = False) -> list[list[T]]:
+    def select(self, samples: Sequence[T], *, flush: bool | None = None) -> list[list[T]]:
         """Return the packs that leave the buffer now, oldest samples first; `flush` delivers all of them.
+
+        By default it is flushed where the stream ends (`current_buffer_is_last`).
 
         Raises OverLongSampleError if a sample exceeds a limit by itself: `admit` must come before the buffer.
         """
-        packs = self.pack(self.sizes(samples), flush=flush)
+        packs = self.pack(self.sizes(samples), flush=current_buffer_is_last() if flush is None else flush)
         return [[samples[position] for position in pack] for pack in packs]
 
     def sizes(self, samples: Sequence[T]) -> IntArray:
