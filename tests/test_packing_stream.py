@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 from collections import Counter
@@ -167,21 +166,6 @@ def test_states_hold_references_in_few_bytes(data: Path) -> None:
     plain = get_savable_loader(train_dataset(data, "default"))
     sum(1 for _ in islice(plain, 3 * NUM_LANES))
     assert len(json.dumps(state)) - len(json.dumps(plain.save_state_rank())) <= 12 * held
-
-
-@pytest.mark.parametrize("budget", [0, 2000])
-def test_dropping_contents_changes_nothing(data: Path, budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    dataset = train_dataset(data, "prepost")
-    expected = deliver(loaders_of(dataset, 1, 0), 100).digests
-    original = DatasetSpec.pipeline
-
-    def pipeline(self: DatasetSpec, *args: Any, **kwargs: Any) -> Any:
-        made = original(self, *args, **kwargs)
-        made.settings = dataclasses.replace(made.settings, held_bytes=budget)
-        return made
-
-    monkeypatch.setattr(DatasetSpec, "pipeline", pipeline)
-    assert deliver(loaders_of(dataset, 1, 0), 100).digests == expected
 
 
 class Picky(Pairs):

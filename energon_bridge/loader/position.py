@@ -20,7 +20,7 @@ from energon_bridge.loader.weights import ChangedWeights, GivenWeights, read_cha
 from energon_bridge.mix import parse_weight
 from energon_bridge.plan.leaf import ORDER_VERSION
 from energon_bridge.stream.finite import Listing
-from energon_bridge.stream.state import COUNTERS, Counts, Held, LaneState, Produced
+from energon_bridge.stream.state import COLUMNS, COUNTERS, Counts, Held, LaneState, Produced
 from energon_bridge.topology import Ownership, WorkerConfig, first_microbatch, microbatches_before
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Position:
         self.lanes: dict[int, LaneState] = {}
         self._ends: tuple[int, int] = (-1, 0)
         self._listing: tuple[int, Listing] | None = None
-        self._counts = [[0] * len(COUNTERS) for _ in self.units.leaves]
+        self._counts = [[0] * len(COLUMNS) for _ in self.units.leaves]
         self._changes: ChangedWeights = ()
         self._parked: list[doc.State] = []
         self._parked_draws: dict[int, tuple[int, ...]] = {}
@@ -100,7 +100,7 @@ class Position:
 
     @property
     def counts(self) -> Sequence[Sequence[int]]:
-        """The `COUNTERS` of each leaf, as this rank keeps them: of what it was restored with and has delivered."""
+        """The `COLUMNS` of each leaf, as this rank keeps them: of what it was restored with and has delivered."""
         return self._counts
 
     def count(self, item: Produced) -> None:
@@ -125,7 +125,7 @@ class Position:
             raise ConfigurationError(f"start_at must be a number of steps, 0 or more, got {step!r}")
         ranks, lanes = self._config.dp_size, self.units.num_lanes
         self.epoch_steps = step % self._spec.virtual_epoch_length if self._spec.virtual_epoch_length else 0
-        self._counts = [[0] * len(COUNTERS) for _ in self.units.leaves]
+        self._counts = [[0] * len(COLUMNS) for _ in self.units.leaves]
         if self._spec.finite:
             self.epoch = 0
             while self._spec.shuffled and step >= (steps := -(-self.end // ranks)):
@@ -276,7 +276,8 @@ class Position:
             )
             self._parked_draws[number] = tuple(state.leaf_draws[old] for old in gone)
         nothing = dict.fromkeys(COUNTERS, 0)
-        self._counts = [list((nothing if old is None or not counts else saved[old]["counts"]).values()) for old in kept]
+        given = (nothing if old is None or not counts else saved[old]["counts"] for old in kept)
+        self._counts = [[*row.values(), *[0] * (len(COLUMNS) - len(COUNTERS))] for row in given]
         self._parked = [saved[old] | ({} if counts else {"counts": nothing}) for old in gone]
 
 

@@ -260,8 +260,14 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         return self._position.document()
 
     def counters(self) -> list[doc.State]:
-        """Return a row for each leaf with draws, epochs and exact counters of this rank, as `leaf_rows` describes."""
-        return leaf_rows(self.save_state_rank())
+        """Return a row for each leaf with draws, epochs and exact counters of this rank, as `leaf_rows` describes.
+
+        `encoded_again` is no part of the state: samples that this loader has had encoded once more since it was made or
+        restored, because they waited in a state, in the listing of a pass, or beyond `WorkerConfig.held_bytes`.
+        """
+        again = [row[-1] for row in self._position.counts]
+        rows = leaf_rows(self.save_state_rank())
+        return [row | {"encoded_again": n} for row, n in zip(rows, again + [0] * len(rows), strict=False)]
 
     def metrics(self) -> dict[str, float]:
         """Return what this rank did so far as plain numbers by name, as `flat_metrics` describes."""

@@ -284,6 +284,8 @@ class DatasetSpec:
             background_reads=not config.num_workers,
             restore_generators=not config.num_workers,
             packing_buffer_size=self.packing_buffer_size,
+            held_bytes=config.held_bytes,
+            lanes=lanes,
             cache=self.cache_pool,
             policy=self.error_policy,
             journal=self.journal,

@@ -13,7 +13,9 @@ import numpy as np
 from energon_bridge.plan.leaf import Round
 from energon_bridge.stream.pipeline import Ahead, Pipeline, Segment
 from energon_bridge.stream.reader import RoundBuffer
-from energon_bridge.stream.state import Counts, Ref
+from energon_bridge.stream.state import COLUMNS, Counts, Ref
+
+_ENCODED_AGAIN = COLUMNS.index("encoded_again")
 
 
 def load_again(pipeline: Pipeline, refs: Sequence[Ref]) -> Ahead:
@@ -44,6 +46,7 @@ def encode_again(pipeline: Pipeline, refs: Sequence[Ref], counts: Counts, loadin
         loaded = loading.take()
         for key, sample in zip(loaded.keys, loaded.samples, strict=True):
             ref = refs[len(out)]
+            counts.of(ref.leaf)[_ENCODED_AGAIN] += 1
             encoded = pipeline.encode(ref.leaf, sample, key, Counts(), again=True)
             if ref.output < len(encoded):
                 out.append(encoded[ref.output][1])

@@ -110,7 +110,7 @@ class Grouping:
         self._groups: Groups[Row] = Groups(batch_size)
         self._refused = 0  # rows in a row
 
-    def held(self) -> Held:
+    def waiting(self) -> Held:
         """Return what waits here, as references."""
         return Held.of((Stage.GROUP, row.members, row.output) for row in (*self._waiting, *self._groups.waiting))
 

@@ -16,6 +16,7 @@ import torch
 from energon_bridge.errors import DecodeError, SkipSample
 from energon_bridge.samples.slabs import SLABS, Slab, SlabPool
 from energon_bridge.stream.activity import Activities
+from energon_bridge.stream.budget import Budget
 from energon_bridge.stream.cooking import StorePool, cook_of, cooker_of
 from energon_bridge.stream.leaf import Cursor, Leaf, LeafSource
 from energon_bridge.stream.policy import Judge
@@ -68,7 +69,7 @@ class Pipeline:
         self.judge = Judge(settings.policy, settings.encoder)
         self.activities = Activities()
         self.watchdog: Watchdog | None = None
-        self.held_bytes = 0
+        self.budget = Budget(settings.held_bytes, settings.lanes)
         self._sources: list[LeafSource | None] = [None] * len(leaves)
         self._cursors: OrderedDict[tuple[int, int], Cursor] = OrderedDict()
         self._pool = ThreadPoolExecutor(settings.threads, f"{_THREADS}-load") if settings.threads else None
