@@ -16,6 +16,7 @@ import torch
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.loader import document as doc
 from energon_bridge.loader.listing import listing_of_pass
+from energon_bridge.loader.summary import leaf_rows
 from energon_bridge.loader.weights import ChangedWeights, GivenWeights, read_changes, write_changes
 from energon_bridge.mix import parse_weight
 from energon_bridge.plan.leaf import ORDER_VERSION
@@ -197,6 +198,16 @@ class Position:
         return [by_identity[leaf.identity] for leaf in self._spec.ordered]
 
     # State -----------------------------------------------------------------------------------------------------------
+
+    def rows(self) -> list[doc.State]:
+        """Return a row for each leaf as `leaf_rows` describes, with `encoded_again`, which is no part of the state.
+
+        That counts samples that this loader has had encoded once more since it was made or restored, because they
+        waited in a state, in the listing of a pass, or beyond `WorkerConfig.held_bytes`.
+        """
+        again = [row[-1] for row in self._counts] + [0] * len(self._parked)
+        rows = leaf_rows(self.document())
+        return [row | {"encoded_again": number} for row, number in zip(rows, again, strict=True)]
 
     def document(self) -> doc.State:
         """Return the state of this rank."""

@@ -25,7 +25,6 @@ from energon_bridge.loader.budget import check_rates
 from energon_bridge.loader.metrics import flat_metrics
 from energon_bridge.loader.position import OnMismatch, Position
 from energon_bridge.loader.processes import WorkerIterator, WorkerSource
-from energon_bridge.loader.summary import leaf_rows
 from energon_bridge.loader.transport import Arena
 from energon_bridge.loader.workers import Stream, WorkerTicks, identity, produced, set_up_worker, weak
 from energon_bridge.stream.again import restore
@@ -260,14 +259,8 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         return self._position.document()
 
     def counters(self) -> list[doc.State]:
-        """Return a row for each leaf with draws, epochs and exact counters of this rank, as `leaf_rows` describes.
-
-        `encoded_again` is no part of the state: samples that this loader has had encoded once more since it was made or
-        restored, because they waited in a state, in the listing of a pass, or beyond `WorkerConfig.held_bytes`.
-        """
-        again = [row[-1] for row in self._position.counts]
-        rows = leaf_rows(self.save_state_rank())
-        return [row | {"encoded_again": n} for row, n in zip(rows, again + [0] * len(rows), strict=False)]
+        """Return a row for each leaf with draws, epochs and exact counters of this rank, as `Position.rows` says."""
+        return self._position.rows()
 
     def metrics(self) -> dict[str, float]:
         """Return what this rank did so far as plain numbers by name, as `flat_metrics` describes."""
