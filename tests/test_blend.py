@@ -116,6 +116,12 @@ def test_draws_do_not_depend_on_how_they_are_asked_for(seed: int, lane: int, dra
     assert found[:60] == expected.tolist()
 
 
+@given(st.lists(st.fractions(0, 100, max_denominator=1000), min_size=1, max_size=30).filter(any))
+def test_intervals_end_at_the_exact_share_of_all_weights_before(weights: list[Fraction]) -> None:
+    ends = [sum(weights[: number + 1]) * (1 << 64) // sum(weights) for number in range(len(weights))]
+    assert thresholds(weights).tolist() == [min((1 << 64) - 1, end) for end in ends]
+
+
 def test_weights_are_exact_and_leaves_without_weight_never_come() -> None:
     assert thresholds([1.0, 1.0, 2.0]).tolist() == [1 << 62, 1 << 63, (1 << 64) - 1]
     assert (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis import given, settings, strategies as st
 from energon_bridge.errors import ConfigurationError, OverLongSampleError, SkipSample
 from energon_bridge.samples import TextSample
 from energon_bridge.task_encoder.bins import binding_limit
+from energon_bridge.task_encoder.current import tallying
 from energon_bridge.task_encoder.packing import Packer
 
 METHODS = ("best_fit", "first_fit_decreasing")
@@ -192,24 +194,26 @@ def test_a_sample_counts_one_under_samples() -> None:
 
 
 def test_a_sample_that_fits_is_admitted_as_it_is() -> None:
-    sample = text(10)
-    packing = text_packer()
-    assert packing.admit(sample) == [sample]
-    assert not packing.counts
+    sample, counts = text(10), Counter[str]()
+    with tallying(counts):
+        assert text_packer(over_long="drop").admit(sample) == [sample]
+    assert not counts
 
 
 def test_drop_skips_and_counts() -> None:
-    packing = text_packer(over_long="drop")
+    packing, counts = text_packer(over_long="drop"), Counter[str]()
     for _ in range(2):
-        with pytest.raises(SkipSample, match="sample 'long' has 11 tokens, a pack at most 10"):
+        with tallying(counts), pytest.raises(SkipSample, match="sample 'long' has 11 tokens, a pack at most 10"):
             packing.admit(text(11, "long"))
-    assert packing.counts == {"drop": 2}
+    assert counts == {"dropped": 2}
 
 
 def test_truncate_cuts_and_counts() -> None:
     packing = text_packer(over_long="truncate", cut=lambda sample, limits: text(limits["tokens"]))
-    assert [len(piece.text) for piece in packing.admit(text(25))] == [10]
-    assert packing.counts == {"truncate": 1}
+    counts = Counter[str]()
+    with tallying(counts):
+        assert [len(piece.text) for piece in packing.admit(text(25))] == [10]
+    assert counts == {"truncated": 1}
 
 
 def test_split_cuts_and_counts() -> None:
@@ -218,8 +222,10 @@ def test_split_cuts_and_counts() -> None:
             yield text(len(sample.text[start : start + limits["tokens"]]))
 
     packing = text_packer(over_long="split", cut=cut)
-    assert [len(piece.text) for piece in packing.admit(text(25))] == [10, 10, 5]
-    assert packing.counts == {"split": 1, "pieces": 3}
+    counts = Counter[str]()
+    with tallying(counts):
+        assert [len(piece.text) for piece in packing.admit(text(25))] == [10, 10, 5]
+    assert counts == {"split": 1, "pieces": 3}
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 from collections import Counter
@@ -34,6 +33,7 @@ from energon_bridge import (
     ConfigurationError,
     DefaultTaskEncoder,
     FatalSampleError,
+    Packer,
     SkipSample,
     get_savable_loader,
     get_val_dataset,
@@ -168,21 +168,6 @@ def test_states_hold_references_in_few_bytes(data: Path) -> None:
     assert len(json.dumps(state)) - len(json.dumps(plain.save_state_rank())) <= 12 * held
 
 
-@pytest.mark.parametrize("budget", [0, 2000])
-def test_dropping_contents_changes_nothing(data: Path, budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    dataset = train_dataset(data, "prepost")
-    expected = deliver(loaders_of(dataset, 1, 0), 100).digests
-    original = DatasetSpec.pipeline
-
-    def pipeline(self: DatasetSpec, *args: Any, **kwargs: Any) -> Any:
-        made = original(self, *args, **kwargs)
-        made.settings = dataclasses.replace(made.settings, held_bytes=budget)
-        return made
-
-    monkeypatch.setattr(DatasetSpec, "pipeline", pipeline)
-    assert deliver(loaders_of(dataset, 1, 0), 100).digests == expected
-
-
 class Picky(Pairs):
     """Never packs samples whose number is a multiple of 10."""
 
@@ -290,6 +275,48 @@ def test_a_packed_pass_has_every_sample_once(data: Path) -> None:
     assert len(loader) == len(batches) == 9
     limited = get_savable_loader(validation(data, Pairs(), limit=2))
     assert [digest(batch) for batch in limited] == [digest(batch) for batch in batches[:2]]
+
+
+class Patient(Pairs):
+    """Leaves every third sample over as long as something can join it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last: list[bool] = []
+
+    def select_samples_to_pack(self, samples: list[Any]) -> list[list[Any]]:
+        self.last.append(self.current_buffer_is_last)
+        if self.last[-1]:
+            return [samples]
+        return super().select_samples_to_pack([one for one in samples if int(one.number) % 3])
+
+
+def test_a_selection_knows_that_nothing_will_join_what_it_leaves(data: Path) -> None:
+    encoder = Patient()
+    sizes = [len(members(batch)) for batch in get_savable_loader(validation(data, encoder, batch_size=1))]
+    assert sizes == [10, 10, 10, 7], "each buffer of the pass as one pack"
+    assert encoder.last == [True] * 4
+    encoder = Patient()
+    endless = get_savable_loader(train_dataset(data, "default", task_encoder=encoder, packing_buffer_size=9))
+    assert sum(1 for _ in islice(endless, 50)) == 50
+    assert set(encoder.last) == {False}
+    assert not encoder.current_buffer_is_last
+
+
+def test_the_ready_made_packer_flushes_in_one_selection_where_a_pass_ends(data: Path) -> None:
+    packer: Packer[Any] = Packer(limits={"samples": 4}, size_of=lambda one: {}, min_fill=1)
+    chosen: list[int] = []
+
+    class Ready(Pairs):
+        def select_samples_to_pack(self, samples: list[Any]) -> list[list[Any]]:
+            packs = packer.select(samples)
+            chosen.append(len(samples))
+            return packs
+
+    batches = list(get_savable_loader(validation(data, Ready(), batch_size=1)))
+    assert chosen == [10, 10, 10, 7]
+    assert Counter(len(members(batch)) for batch in batches) == {4: 7, 2: 3, 3: 1}
+    assert sorted(key[1] for batch in batches for key in members(batch)) == list(range(37))
 
 
 def test_packed_training_that_ends(data: Path) -> None:

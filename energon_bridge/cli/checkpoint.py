@@ -12,6 +12,7 @@ from energon_bridge.loader.document import State, merge
 from energon_bridge.loader.state_files import read_states
 from energon_bridge.loader.summary import difference, rank_of, summarize
 from energon_bridge.mix import parse_weight
+from energon_bridge.stream.state import OVER_LONG
 
 _KINDS = {
     "train": "training, endless",
@@ -49,8 +50,9 @@ def show(files: tuple[str, ...], as_json: bool) -> None:
         print_json(summary | {"states": len(states), "ranks": ranks})
         return
     print_pairs(_facts(summary, len(states), ranks))
+    more = _over_long(summary["leaves"])
     print_table(
-        ("dataset", "identity", "samples", "share", "draws", "epochs", "delivered", *_COUNTS[1:], "bytes"),
+        ("dataset", "identity", "samples", "share", "draws", "epochs", "delivered", *_COUNTS[1:], "bytes", *more),
         [
             (
                 leaf_name(row) + (" (parked)" if row["parked"] else ""),
@@ -61,6 +63,7 @@ def show(files: tuple[str, ...], as_json: bool) -> None:
                 epochs(row["epochs"]),
                 *(number(row[name]) for name in _COUNTS),
                 format_bytes(row["bytes"]),
+                *(number(row[name]) for name in more),
             )
             for row in summary["leaves"]
         ],
@@ -130,8 +133,9 @@ def diff(first: str, second: str, as_json: bool) -> None:
     if not found["comparable"]:
         click.echo("Draws and counters cannot be compared: the states do not hold the same lanes.")
         return
+    more = _over_long(found["progress"])
     print_table(
-        ("dataset", "draws", "epochs", "delivered", *_COUNTS[1:], "bytes"),
+        ("dataset", "draws", "epochs", "delivered", *_COUNTS[1:], "bytes", *more),
         [
             (
                 f"{row['path']} [{row['split_part']}]",
@@ -139,10 +143,16 @@ def diff(first: str, second: str, as_json: bool) -> None:
                 epochs(row["epochs"]),
                 *(number(row[name]) for name in _COUNTS),
                 format_bytes(row["bytes"]),
+                *(number(row[name]) for name in more),
             )
             for row in found["progress"]
         ],
     )
+
+
+def _over_long(rows: list[State]) -> list[str]:
+    """Return which counters of samples too long for a pack have something to show."""
+    return [name for name in OVER_LONG if any(row[name] for row in rows)]
 
 
 def _weights(changed: list[Any]) -> Iterator[str]:

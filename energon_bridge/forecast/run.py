@@ -94,7 +94,7 @@ def run_of_state(
     settings, kind = state["settings"], state["kind"]
     lanes = read_lanes(state)
     held = sum(len(lane.held.rows) for lane in lanes.values())
-    if "packing_buffer_size" in settings or held:
+    if "packing_buffer_size" in settings or "grouped" in settings or held:
         raise ConfigurationError(
             "the samples of a step cannot be named without reading data: the task encoder packs, groups or makes "
             "several batches of some samples, so that their content decides what comes together"

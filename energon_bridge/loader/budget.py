@@ -8,7 +8,7 @@ from energon_bridge.errors import ErrorRateError
 from energon_bridge.stream.journal import Journal
 from energon_bridge.stream.leaf import Leaf
 from energon_bridge.stream.policy import ErrorPolicy
-from energon_bridge.stream.state import COUNTERS, Counts
+from energon_bridge.stream.state import COLUMNS, COUNTERS, Counts
 
 _SAMPLES, _SKIPPED, _ERRORS = map(COUNTERS.index, ("samples", "skipped", "errors"))
 
@@ -24,7 +24,7 @@ def check_rates(
     Args:
         policy: Says which rate is too much.
         leaves: The leaves of the stream.
-        counts: `COUNTERS` of each leaf, up to the microbatch.
+        counts: `COLUMNS` of each leaf, up to the microbatch.
         more: What the microbatch adds.
         journal: Knows what the failures were.
 
@@ -37,7 +37,7 @@ def check_rates(
         failed = drawn = 0
         for number, leaf in enumerate(leaves):
             if leaf.dataset.path == path:
-                total = [a + b for a, b in zip(counts[number], more.get(number, [0] * len(COUNTERS)), strict=True)]
+                total = [a + b for a, b in zip(counts[number], more.get(number, [0] * len(COLUMNS)), strict=True)]
                 failed += total[_ERRORS]
                 drawn += total[_ERRORS] + total[_SAMPLES] + total[_SKIPPED]
         if drawn >= policy.min_draws and failed > policy.max_error_rate * drawn:

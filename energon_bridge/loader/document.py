@@ -135,8 +135,9 @@ def read_leaves(document: State) -> list[State]:
     active = size - entry.get("parked", 0)
     columns |= {"parked": [number >= active for number in range(size)]}
     columns |= {"identity": entry["identities"], "num_samples": decode_column(entry["num_samples"])}
-    counts = zip(*(decode_column(entry["counts"][name]) for name in COUNTERS), strict=True)
-    columns["counts"] = [dict(zip(COUNTERS, row, strict=True)) for row in counts]
+    counts = entry["counts"]  # states of earlier versions had fewer columns
+    rows = zip(*(decode_column(counts[name]) if name in counts else [0] * size for name in COUNTERS), strict=True)
+    columns["counts"] = [dict(zip(COUNTERS, row, strict=True)) for row in rows]
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 

@@ -15,11 +15,13 @@ import torch
 
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.loader import document as doc
-from energon_bridge.loader.packs import packs_of_pass
+from energon_bridge.loader.listing import listing_of_pass
+from energon_bridge.loader.summary import leaf_rows
 from energon_bridge.loader.weights import ChangedWeights, GivenWeights, read_changes, write_changes
 from energon_bridge.mix import parse_weight
 from energon_bridge.plan.leaf import ORDER_VERSION
-from energon_bridge.stream.state import COUNTERS, Counts, Held, LaneState, Produced, Ref
+from energon_bridge.stream.finite import Listing
+from energon_bridge.stream.state import COLUMNS, COUNTERS, Counts, Held, LaneState, Produced
 from energon_bridge.topology import Ownership, WorkerConfig, first_microbatch, microbatches_before
 
 if TYPE_CHECKING:
@@ -52,8 +54,8 @@ class Position:
         self.epoch_steps = 0
         self.lanes: dict[int, LaneState] = {}
         self._ends: tuple[int, int] = (-1, 0)
-        self._packs: tuple[int, Sequence[Sequence[Ref]]] | None = None
-        self._counts = [[0] * len(COUNTERS) for _ in self.units.leaves]
+        self._listing: tuple[int, Listing] | None = None
+        self._counts = [[0] * len(COLUMNS) for _ in self.units.leaves]
         self._changes: ChangedWeights = ()
         self._parked: list[doc.State] = []
         self._parked_draws: dict[int, tuple[int, ...]] = {}
@@ -69,22 +71,23 @@ class Position:
     def end(self) -> int:
         """The microbatch at which the pass of a finite stream ends."""
         if self._ends[0] != self.epoch:
-            packs = self.packs
-            rows = self._spec.plan(self.units, self.epoch).num_draws if packs is None else len(packs)
-            self._ends = self.epoch, self._spec.end(rows, self._config.dp_size)
+            listing = self.listing
+            rows = self._spec.plan(self.units, self.epoch).num_draws if listing is None else len(listing.rows)
+            batches = None if listing is None or listing.ends is None else len(listing.ends)
+            self._ends = self.epoch, self._spec.end(rows, self._config.dp_size, batches)
         return self._ends[1]
 
     @property
-    def packs(self) -> Sequence[Sequence[Ref]] | None:
-        """The packs of the pass, None where it is not packed; all ranks make the list together, once in a pass."""
-        if not self._spec.finite or self._spec.packing_buffer_size is None:
+    def listing(self) -> Listing | None:
+        """The rows of a pass that is packed or grouped, else None; all ranks make the list together, once in a pass."""
+        if not self._spec.listed:
             return None
         epoch = self.epoch if self._spec.shuffled else 0
-        if self._packs is None or self._packs[0] != epoch:
-            packs, counts = packs_of_pass(self._spec, self.units, self._config, epoch)
-            self._packs = epoch, packs
+        if self._listing is None or self._listing[0] != epoch:
+            listing, counts = listing_of_pass(self._spec, self.units, self._config, epoch)
+            self._listing = epoch, listing
             self._add(counts)
-        return self._packs[1]
+        return self._listing[1]
 
     def advance(self) -> None:
         """Move on by one step."""
@@ -98,7 +101,7 @@ class Position:
 
     @property
     def counts(self) -> Sequence[Sequence[int]]:
-        """The `COUNTERS` of each leaf, as this rank keeps them: of what it was restored with and has delivered."""
+        """The `COLUMNS` of each leaf, as this rank keeps them: of what it was restored with and has delivered."""
         return self._counts
 
     def count(self, item: Produced) -> None:
@@ -123,7 +126,7 @@ class Position:
             raise ConfigurationError(f"start_at must be a number of steps, 0 or more, got {step!r}")
         ranks, lanes = self._config.dp_size, self.units.num_lanes
         self.epoch_steps = step % self._spec.virtual_epoch_length if self._spec.virtual_epoch_length else 0
-        self._counts = [[0] * len(COUNTERS) for _ in self.units.leaves]
+        self._counts = [[0] * len(COLUMNS) for _ in self.units.leaves]
         if self._spec.finite:
             self.epoch = 0
             while self._spec.shuffled and step >= (steps := -(-self.end // ranks)):
@@ -195,6 +198,16 @@ class Position:
         return [by_identity[leaf.identity] for leaf in self._spec.ordered]
 
     # State -----------------------------------------------------------------------------------------------------------
+
+    def rows(self) -> list[doc.State]:
+        """Return a row for each leaf as `leaf_rows` describes, with `encoded_again`, which is no part of the state.
+
+        That counts samples that this loader has had encoded once more since it was made or restored, because they
+        waited in a state, in the listing of a pass, or beyond `WorkerConfig.held_bytes`.
+        """
+        again = [row[-1] for row in self._counts] + [0] * len(self._parked)
+        rows = leaf_rows(self.document())
+        return [row | {"encoded_again": number} for row, number in zip(rows, again, strict=True)]
 
     def document(self) -> doc.State:
         """Return the state of this rank."""
@@ -274,7 +287,8 @@ class Position:
             )
             self._parked_draws[number] = tuple(state.leaf_draws[old] for old in gone)
         nothing = dict.fromkeys(COUNTERS, 0)
-        self._counts = [list((nothing if old is None or not counts else saved[old]["counts"]).values()) for old in kept]
+        given = (nothing if old is None or not counts else saved[old]["counts"] for old in kept)
+        self._counts = [[*row.values(), *[0] * (len(COLUMNS) - len(COUNTERS))] for row in given]
         self._parked = [saved[old] | ({} if counts else {"counts": nothing}) for old in gone]
 
 

@@ -25,9 +25,9 @@ from energon_bridge.loader.budget import check_rates
 from energon_bridge.loader.metrics import flat_metrics
 from energon_bridge.loader.position import OnMismatch, Position
 from energon_bridge.loader.processes import WorkerIterator, WorkerSource
-from energon_bridge.loader.summary import leaf_rows
 from energon_bridge.loader.transport import Arena
 from energon_bridge.loader.workers import Stream, WorkerTicks, identity, produced, set_up_worker, weak
+from energon_bridge.stream.again import restore
 from energon_bridge.stream.finite import mask_loss
 from energon_bridge.stream.pipeline import attach
 from energon_bridge.stream.state import Produced
@@ -101,9 +101,9 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
             in_order = not self.spec.shuffled  # validation starts again, training goes on
             if position.microbatches >= position.end or (in_order and not self._resumed):
                 self._rewind()
-                # Workers that run on have the packs of the pass that they were started in.
-                repacked = self.spec.shuffled and self.spec.packing_buffer_size is not None
-                if repacked or not self._workers.another_pass(self):
+                # Workers that run on have the listing of the pass that they were started in.
+                listed = self.spec.shuffled and self.spec.listed
+                if listed or not self._workers.another_pass(self):
                     self._stop()
             self._resumed = False
             self._pass += 1
@@ -260,8 +260,8 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         return self._position.document()
 
     def counters(self) -> list[doc.State]:
-        """Return a row for each leaf with draws, epochs and exact counters of this rank, as `leaf_rows` describes."""
-        return leaf_rows(self.save_state_rank())
+        """Return a row for each leaf with draws, epochs and exact counters of this rank, as `Position.rows` says."""
+        return self._position.rows()
 
     def metrics(self) -> dict[str, float]:
         """Return what this rank did so far as plain numbers by name, as `flat_metrics` describes."""
@@ -371,7 +371,7 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
     def restore_sample(self, restore_key: tuple[Any, ...]) -> Any:
         """Return the batch or sample with a `__restore_key__`, encoded again: the identical one."""
         pipeline = self.spec.pipeline(self._position.units, self.config, threads=0)
-        return pipeline.restore(tuple(restore_key))
+        return restore(pipeline, tuple(restore_key))
 
 
 class _Iterator:

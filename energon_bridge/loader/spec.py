@@ -20,7 +20,7 @@ from energon_bridge.plan.scheduled import ScheduledBlend
 from energon_bridge.rng import key_of
 from energon_bridge.stores import CachePool, NoCachePool
 from energon_bridge.stream.cooking import check_cooker
-from energon_bridge.stream.finite import DrawnRows, PackedRows, num_microbatches
+from energon_bridge.stream.finite import DrawnRows, ListedRows, num_microbatches
 from energon_bridge.stream.journal import Journal
 from energon_bridge.stream.leaf import Leaf
 from energon_bridge.stream.passes import FinitePlan, InOrder, Shuffled
@@ -94,7 +94,7 @@ class DatasetSpec:
     error_policy: ErrorPolicy = field(default_factory=ErrorPolicy)
 
     def __post_init__(self) -> None:
-        UserCode(self.task_encoder, packs=self.packing_buffer_size is not None)  # refuses what cannot be
+        _ = self.grouped  # refuses hooks that cannot be
         for leaf in self.leaves:
             check_cooker(self.task_encoder, leaf.dataset, leaf.aux)
         if not (self.finite and self.shuffled):
@@ -135,9 +135,20 @@ class DatasetSpec:
         assert units.blend is None or isinstance(units.blend, EpochizedBlend)
         return Shuffled(units.leaves, units.blend, epoch)
 
-    def end(self, num_rows: int, world_size: int) -> int:
-        """Return the microbatch at which a pass of so many draws or packs ends for every rank."""
+    @cached_property
+    def grouped(self) -> bool:
+        """Whether the encoder batches rows by groups."""
+        return UserCode(self.task_encoder, packs=self.packing_buffer_size is not None).groups
+
+    @property
+    def listed(self) -> bool:
+        """Whether all ranks agree on the rows of a pass before it begins: where it is packed or grouped."""
+        return self.finite and (self.packing_buffer_size is not None or self.grouped)
+
+    def end(self, num_rows: int, world_size: int, num_batches: int | None = None) -> int:
+        """Return the microbatch at which a pass ends for every rank: of so many rows, or batches, if it is grouped."""
         end = num_microbatches(num_rows, self.rows, drop_last=self.batch_drop_last)
+        end = end if num_batches is None else num_batches
         return end if self.limit is None else min(end, self.limit * world_size)
 
     @cached_property
@@ -162,6 +173,7 @@ class DatasetSpec:
         settings: dict[str, Any] = {"seed": seed, "batch_size": self.batch_size}
         if self.finite:
             settings |= {"batch_drop_last": self.batch_drop_last}
+            settings |= {"grouped": True} if self.grouped else {}
         if self.packing_buffer_size is not None:
             settings |= {"packing_buffer_size": self.packing_buffer_size}
         if self.kind != "finite":
@@ -272,6 +284,8 @@ class DatasetSpec:
             background_reads=not config.num_workers,
             restore_generators=not config.num_workers,
             packing_buffer_size=self.packing_buffer_size,
+            held_bytes=config.held_bytes,
+            lanes=lanes,
             cache=self.cache_pool,
             policy=self.error_policy,
             journal=self.journal,
@@ -300,8 +314,9 @@ class DatasetSpec:
             pipeline.watch(watchdog, f"rank {config.dp_rank}" + ("" if info is None else f", worker {info.id}"))
         if not self.finite:
             return LaneStreams(pipeline, units.blend, position.lanes)
-        packs = position.packs
-        rows = DrawnRows(pipeline, self.plan(units, position.epoch)) if packs is None else PackedRows(pipeline, packs)
+        listing = position.listing
+        plan = self.plan(units, position.epoch)
+        rows = DrawnRows(pipeline, plan) if listing is None else ListedRows(pipeline, listing)
         return FiniteStreams(pipeline, rows, drop_last=self.batch_drop_last)
 
 

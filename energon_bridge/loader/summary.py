@@ -21,7 +21,8 @@ def leaf_rows(document: State) -> list[State]:
     Returns:
         Rows with identity, path, split_part, subset, share, num_samples and parked; `draws` from the leaf and `epochs`
         (draws / num_samples), None for a finite stream, whose passes are counted as a whole; and the counters samples
-        (delivered), skipped, errors, excluded and bytes.
+        (delivered), skipped, errors, excluded, bytes, and of samples too long for a pack: dropped, truncated, split and
+        pieces.
     """
     lanes = read_lanes(document).values()
     rows = []

@@ -53,9 +53,10 @@ def thresholds(weights: Sequence[float | Fraction]) -> UIntArray:
     Fractions are taken exactly, floats to 62 binary places of their sum. A leaf of weight 0 has an empty interval; the
     last other one ends at 2^64 - 1, inclusive.
     """
-    if all(isinstance(weight, Fraction) for weight in weights):
-        unit = math.lcm(*(Fraction(weight).denominator for weight in weights))
-        parts = [int(weight * unit) for weight in weights]
+    exact = [weight for weight in weights if isinstance(weight, Fraction)]
+    if len(exact) == len(weights):
+        unit = math.lcm(*(weight.denominator for weight in exact))
+        parts = [weight.numerator * (unit // weight.denominator) for weight in exact]
     else:
         unit_float = 2.0 ** (62 - math.frexp(float(max(weights)))[1])
         parts = [int(weight * unit_float) for weight in weights]

@@ -100,14 +100,11 @@ class Draws:
 
     def give_up_if_barren(self, since: int) -> None:
         """Raise where so many draws gave nothing that going on would never end."""
-        leaves = self._pipeline.leaves
-        size = sum(leaf.order.num_samples for leaf in leaves)
-        draws = self.draw - since
-        if draws > max(_BARREN, 10 * size):
-            paths = ", ".join(leaf.dataset.path for leaf in leaves[:3])
+        draws, pipeline = self.draw - since, self._pipeline
+        if draws > _BARREN and draws > 10 * pipeline.num_samples:
             raise EmptyDatasetError(
-                f"{paths}: {draws} samples in a row, of a split of {size}, were skipped, excluded or failed: nothing "
-                "is left to train on. Check `exclude` and what encode_sample and batch skip"
+                f"{pipeline.paths}: {draws} samples in a row, of a split of {pipeline.num_samples}, were skipped, "
+                "excluded or failed: nothing is left to train on. Check `exclude` and what encode_sample and batch skip"
             )
 
     def _load(self, draws: int) -> None:
@@ -123,7 +120,8 @@ class Draws:
         leaf = self._outputs_of = loaded.leaves[at]
         self._outputs_size = loaded.sizes[at]
         counts.of(leaf)[_BYTES] += 0 if self.taken else loaded.sizes[at]  # of a state: they have been counted
-        self._outputs.extend(self._pipeline.encode(leaf, loaded.samples[at], loaded.keys[at], counts))
+        sample, key, again = loaded.samples[at], loaded.keys[at], bool(self.taken)
+        self._outputs.extend(self._pipeline.encode(leaf, sample, key, counts, again=again))
         for _ in range(min(self.taken, len(self._outputs))):
             self._outputs.popleft()
         if not self._outputs:

@@ -1,7 +1,8 @@
 """A finite stream: a pass over all samples, with the same step count on every rank.
 
 Microbatch m is rows `[mB, (m+1)B)` of the pass; nothing depends on what was delivered before, so there is no state but
-m and the number of the pass. Rows are draws, or the packs of a list that all ranks have agreed on before the pass.
+m and the number of the pass. Rows are draws, or, where the encoder packs or groups, those of a list that all ranks have
+agreed on before the pass (`loader/listing.py`); where it groups, the list says at which row each microbatch ends.
 Every rank makes `ceil(ceil(N/B)/R)` steps. A microbatch beyond the end does not exist: it repeats real rows, with the
 mask all false.
 """
@@ -10,12 +11,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from energon_bridge.errors import EmptyDatasetError, FatalSampleError
+from energon_bridge.stream.again import load_again
+from energon_bridge.stream.grouping import group_of
 from energon_bridge.stream.packing import pack_rows, select_packs
 from energon_bridge.stream.passes import FinitePlan
 from energon_bridge.stream.pipeline import Ahead, Pipeline, Segment, attach
@@ -24,6 +28,24 @@ from energon_bridge.stream.rows import SAMPLE, Row, make_again
 from energon_bridge.stream.state import COUNTERS, Counts, Produced, Ref
 
 _SKIPPED = COUNTERS.index("skipped")
+WHOLE_PACK = -2
+"""Stands for the output of a pack where all outputs of it are meant."""
+
+ListedRow = tuple[Sequence[Ref], int]
+"""A row by its members and output: that of its pack, `SAMPLE` or `WHOLE_PACK`."""
+Grouped = tuple[ListedRow, Any, Any]
+"""A row with its group and the batch size that the encoder gives the group."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listing:
+    """The rows of a pass that all ranks have agreed on, and the row at which each microbatch ends.
+
+    `ends` is None where every microbatch has `batch_size` rows.
+    """
+
+    rows: Sequence[ListedRow]
+    ends: Sequence[int] | None
 
 
 def num_microbatches(num_rows: int, batch_size: int, *, drop_last: bool) -> int:
@@ -38,9 +60,19 @@ def num_steps(num_rows: int, batch_size: int, world_size: int, *, drop_last: boo
 
 
 class PassRows(Protocol):
-    """The rows of a pass."""
+    """The rows of a pass, in the order of delivery."""
 
-    count: int
+    @property
+    def count(self) -> int: ...
+    @property
+    def what(self) -> str:
+        """What the rows are, for people."""
+        ...
+
+    @property
+    def ends(self) -> Sequence[int] | None:
+        """The row at which each microbatch ends; None: each has `batch_size` rows, the last one perhaps fewer."""
+        ...
 
     def prepare(self, start: int, stop: int) -> None:
         """Start loading rows [start, stop)."""
@@ -53,6 +85,9 @@ class PassRows(Protocol):
 
 class DrawnRows:
     """Rows that are the samples of a plan, encoded."""
+
+    ends = None
+    what = "samples"
 
     def __init__(self, pipeline: Pipeline, plan: FinitePlan) -> None:
         self._pipeline = pipeline
@@ -92,23 +127,40 @@ class DrawnRows:
         return rows
 
 
-class PackedRows:
-    """Rows that are the packs of a list, encoded when they are needed."""
+class ListedRows:
+    """Rows that a listing names, made when they are needed."""
 
-    def __init__(self, pipeline: Pipeline, packs: Sequence[Sequence[Ref]]) -> None:
+    what = "rows"
+
+    def __init__(self, pipeline: Pipeline, listing: Listing) -> None:
         self._pipeline = pipeline
-        self._packs = packs
-        self.count = len(packs)
+        self._rows = listing.rows
+        self.count = len(listing.rows)
+        self.ends = listing.ends
+        self._ahead: dict[int, Ahead] = {}
 
     def prepare(self, start: int, stop: int) -> None:
-        """Do nothing: packs are read when they are needed."""
+        """Start loading the samples of rows [start, stop)."""
+        if start not in self._ahead:
+            refs = [ref for refs, _ in self._rows[start:stop] for ref in refs]
+            self._ahead[start] = load_again(self._pipeline, refs)
 
     def take(self, start: int, stop: int, counts: Counts) -> list[Row]:
-        """Return the outputs of packs [start, stop)."""
-        packs = [[Row((ref,), SAMPLE, None, 0) for ref in pack] for pack in self._packs[start:stop]]
-        make_again(self._pipeline, [row for pack in packs for row in pack], counts)
-        whole = ([row for row in pack if row.content is not None] for pack in packs)
-        return [row for pack in whole for row in pack_rows(self._pipeline, pack, counts)]
+        """Return rows [start, stop); of a pack that is listed as a whole, all that the encoder makes of it."""
+        self.prepare(start, stop)
+        listed = [([Row((ref,), SAMPLE, None, 0) for ref in refs], output) for refs, output in self._rows[start:stop]]
+        members = [row for rows, _ in listed for row in rows]
+        make_again(self._pipeline, members, counts, self._ahead.pop(start))
+        out = []
+        for rows, output in listed:
+            whole = [row for row in rows if row.content is not None]
+            if output == SAMPLE:
+                out += whole
+            elif output == WHOLE_PACK:
+                out += pack_rows(self._pipeline, whole, counts)
+            else:  # what its hooks leave out was counted when the pass was listed
+                out += pack_rows(self._pipeline, whole, Counts())[output : output + 1]
+        return out
 
 
 def packs_of(pipeline: Pipeline, plan: FinitePlan, start: int, stop: int, counts: Counts) -> list[list[Ref]]:
@@ -118,7 +170,7 @@ def packs_of(pipeline: Pipeline, plan: FinitePlan, start: int, stop: int, counts
         rows = DrawnRows(pipeline, plan).take(start, stop, counts)
         while rows:
             try:
-                selected = select_packs(pipeline, rows)
+                selected = select_packs(pipeline, rows, last=True)
             except Exception as error:  # the policy decides
                 pipeline.failed(error, [row.members[0][:2] for row in rows], counts)
                 return packs
@@ -130,6 +182,17 @@ def packs_of(pipeline: Pipeline, plan: FinitePlan, start: int, stop: int, counts
     for row in rows:
         counts.of(row.members[0].leaf)[_SKIPPED] += 1
     return packs
+
+
+def groups_of(pipeline: Pipeline, rows: PassRows, start: int, stop: int, counts: Counts) -> list[Grouped]:
+    """Return rows [start, stop) with the groups that the encoder puts them into."""
+    grouped: list[Grouped] = []
+    with pipeline.user_code():
+        for row in rows.take(start, stop, counts):
+            found = group_of(pipeline, row, counts)
+            if found is not None:
+                grouped.append(((row.members, row.output), *found))
+    return grouped
 
 
 class FiniteStream:
@@ -144,9 +207,15 @@ class FiniteStream:
     def __init__(self, pipeline: Pipeline, rows: PassRows, *, drop_last: bool) -> None:
         self._pipeline = pipeline
         self._rows = rows
-        self._microbatches = num_microbatches(rows.count, pipeline.rows, drop_last=drop_last)
+        ends = rows.ends
+        self._microbatches = (
+            num_microbatches(rows.count, pipeline.rows, drop_last=drop_last) if ends is None else len(ends)
+        )
 
     def _span(self, number: int) -> tuple[int, int]:
+        ends = self._rows.ends
+        if ends is not None:
+            return ends[number - 1] if number else 0, ends[number]
         start = number * self._pipeline.rows
         return start, min(start + self._pipeline.rows, self._rows.count)
 
@@ -175,16 +244,15 @@ class FiniteStream:
                     "all ranks make the same number of steps it must return one"
                 )
             if batches:
-                if self._pipeline.settings.batch_size is None and len(rows) > 1:
+                if self._pipeline.settings.batch_size is None and self._rows.ends is None and len(rows) > 1:
                     raise FatalSampleError(
                         f"{rows[0].key(self._pipeline)}: encode_sample yields {len(rows)} samples where a "
                         "pass without batches delivers one a step: give a batch_size"
                     )
                 break
         else:
-            paths = ", ".join(leaf.dataset.path for leaf in self._pipeline.leaves[:3])
-            what = "packs" if isinstance(self._rows, PackedRows) else "samples"
-            raise EmptyDatasetError(f"{paths}: every one of the {self._rows.count} {what} of the split was skipped")
+            all_rows = f"every one of the {self._rows.count} {self._rows.what} of the split"
+            raise EmptyDatasetError(f"{self._pipeline.paths}: {all_rows} was skipped")
         exists = real and not attempt
         if not exists:
             attach(batches[0], "__valid__", torch.zeros(len(rows), dtype=torch.bool))

@@ -1,75 +1,60 @@
 """Grouping: rows wait in groups of one criterion until a group is full, which is then a batch.
 
-In the state there are the rows that wait, in the order in which they came. Their groups are found by asking the
-encoder again, when the first row is drawn after a restore.
+In the state of a lane there are the rows that wait, in the order in which they came. Their groups are found by asking
+the encoder again, when the first row is drawn after a restore. A pass that ends is grouped before it begins
+(`loader/listing.py`); what waits at its end becomes smaller batches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from energon_bridge.errors import EmptyDatasetError, FatalSampleError
 from energon_bridge.stream.pipeline import Pipeline
 from energon_bridge.stream.rows import Row
 from energon_bridge.stream.state import Counts, Held, Stage
 
+T = TypeVar("T")
+
 _BARREN = 1000
 """Fewer rows than this that were left out are no sign of anything."""
 
 
 @dataclass(slots=True)
-class _Group:
+class _Group(Generic[T]):
     size: int
-    rows: list[Row] = field(default_factory=list)
+    rows: list[T] = field(default_factory=list)
 
 
-class Grouping:
-    """The groups of one lane.
+class Groups(Generic[T]):
+    """Rows by group, each group until it is full.
 
     Args:
-        pipeline: Runs the hook.
         batch_size: Rows of a batch, where the criterion does not say.
-        waiting: Rows of a state, in order; their contents are made before they are grouped.
     """
 
-    def __init__(self, pipeline: Pipeline, batch_size: int | None, waiting: list[Row]) -> None:
-        self._pipeline = pipeline
+    def __init__(self, batch_size: int | None) -> None:
         self._batch_size = batch_size
-        self._waiting = waiting
-        self._groups: dict[Hashable, _Group] = {}
-        self._order: dict[int, Row] = {}
-        self._refused = 0  # rows in a row
+        self._groups: dict[Hashable, _Group[T]] = {}
+        self._order: dict[int, T] = {}
 
-    def held(self) -> Held:
-        """Return what waits here, as references."""
-        return Held.of((Stage.GROUP, row.members, row.output) for row in (*self._waiting, *self._order.values()))
+    @property
+    def waiting(self) -> list[T]:
+        """The rows that wait, in the order in which they came."""
+        return list(self._order.values())
 
-    def take(self, next_row: Callable[[], Row], remake: Callable[[list[Row]], list[Row]], counts: Counts) -> list[Row]:
-        """Return the rows of the next full group."""
-        if self._waiting:
-            waiting, self._waiting = remake(self._waiting), []
-            for row in waiting:
-                full = self._add(row, counts)
-                assert not full, "a group that waits is not full"
-        while True:
-            full = self._add(next_row(), counts)
-            if full:
-                return full
+    def left(self) -> list[list[T]]:
+        """Return the rows that wait, by group: the group first whose oldest row came first."""
+        return [group.rows for group in self._groups.values()]
 
-    def _add(self, row: Row, counts: Counts) -> list[Row]:
-        """Put a row into its group; return the rows of the group if that makes it full."""
-        try:
-            key, size = self._pipeline.code.group(row.content, *self._pipeline.seed_of(row))
-        except Exception as error:  # the policy decides
-            self._pipeline.failed(error, [ref[:2] for ref in row.members], counts)
-            self._refused += 1
-            self._give_up_if_barren()
-            return []
-        self._refused = 0
-        if self._pipeline.judge.in_a_row:
-            self._pipeline.judge.succeeded(("batch_group_criterion",))
+    def add(self, row: T, key: Hashable, size: Any) -> list[T]:
+        """Put a row into its group; return the rows of the group if that makes it full.
+
+        Raises:
+            FatalSampleError: The batch size of the group is none, or another one than before.
+        """
         size = self._size(key, size)
         group = self._groups.get(key)
         if group is None:
@@ -88,14 +73,6 @@ class Grouping:
             del self._order[id(member)]
         return group.rows
 
-    def _give_up_if_barren(self) -> None:
-        leaves = self._pipeline.leaves
-        if self._refused > max(_BARREN, 10 * sum(leaf.order.num_samples for leaf in leaves)):
-            paths = ", ".join(leaf.dataset.path for leaf in leaves[:3])
-            raise EmptyDatasetError(
-                f"{paths}: batch_group_criterion left out {self._refused} rows in a row: none is left"
-            )
-
     def _size(self, key: Any, size: Any) -> int:
         if (size is None) == (self._batch_size is None):
             found = "both a batch_size and one from" if size is not None else "neither a batch_size nor one from"
@@ -104,3 +81,63 @@ class Grouping:
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise FatalSampleError(f"batch_group_criterion gave batch size {size!r} for the group {key!r}: at least 1")
         return size
+
+
+def group_of(pipeline: Pipeline, row: Row, counts: Counts) -> tuple[Any, Any] | None:
+    """Return the group of a row and the batch size that the encoder gives it; None for a row that is left out."""
+    try:
+        key, size = pipeline.code.group(row.content, *pipeline.seed_of(row))
+    except Exception as error:  # the policy decides
+        pipeline.failed(error, [ref[:2] for ref in row.members], counts)
+        return None
+    if pipeline.judge.in_a_row:
+        pipeline.judge.succeeded(("batch_group_criterion",))
+    return key, size
+
+
+class Grouping:
+    """The groups of one lane.
+
+    Args:
+        pipeline: Runs the hook.
+        batch_size: Rows of a batch, where the criterion does not say.
+        waiting: Rows of a state, in order; their contents are made before they are grouped.
+    """
+
+    def __init__(self, pipeline: Pipeline, batch_size: int | None, waiting: list[Row]) -> None:
+        self._pipeline = pipeline
+        self._waiting = waiting
+        self._groups: Groups[Row] = Groups(batch_size)
+        self._refused = 0  # rows in a row
+
+    def waiting(self) -> Held:
+        """Return what waits here, as references."""
+        return Held.of((Stage.GROUP, row.members, row.output) for row in (*self._waiting, *self._groups.waiting))
+
+    def take(self, next_row: Callable[[], Row], remake: Callable[[list[Row]], list[Row]], counts: Counts) -> list[Row]:
+        """Return the rows of the next full group."""
+        if self._waiting:
+            waiting, self._waiting = remake(self._waiting), []
+            for row in waiting:
+                full = self._add(row, counts)
+                assert not full, "a group that waits is not full"
+        while True:
+            full = self._add(next_row(), counts)
+            if full:
+                return full
+
+    def _add(self, row: Row, counts: Counts) -> list[Row]:
+        """Put a row into its group; return the rows of the group if that makes it full."""
+        found = group_of(self._pipeline, row, counts)
+        if found is None:
+            self._refused += 1
+            self._give_up_if_barren()
+            return []
+        self._refused = 0
+        return self._groups.add(row, *found)
+
+    def _give_up_if_barren(self) -> None:
+        if self._refused > _BARREN and self._refused > 10 * self._pipeline.num_samples:
+            raise EmptyDatasetError(
+                f"{self._pipeline.paths}: batch_group_criterion left out {self._refused} rows in a row: none is left"
+            )

@@ -86,7 +86,7 @@ class Lane:
     def _state(self) -> LaneState:
         draws = self._draws
         parts = [Held.of((Stage.BATCH, row.members, row.output) for row in self._batched)]
-        parts += [stage.held() for stage in (self._packing, self._grouping) if stage is not None]
+        parts += [stage.waiting() for stage in (self._packing, self._grouping) if stage is not None]
         return LaneState(
             self._microbatches,
             draws.draw,

@@ -7,8 +7,10 @@ packs run out, and no step waits for a whole buffer. The next selection is made 
 microbatch needs, before the state is taken: a restored lane has its packs selected, and its first microbatch encodes
 only what is in them.
 
-In the state there are references: those of the packs in turn, then those of the buffer. Contents beyond a budget of
-bytes are dropped, last pack first, and made again when they are needed.
+In the state there are references: those of the packs in turn, then those of the buffer. The lanes of a process share a
+budget of bytes for contents (`stream/budget.py`). A lane that must let go drops what it needs last, the newest of the
+buffer first and then the packs from the last one on, and makes it again when it is needed. The encoder sees a buffer
+with all its contents, so while one lane selects, its buffer is held beside the budget.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -32,6 +35,8 @@ from energon_bridge.task_encoder.packing import LONGEST_WAIT
 logger = logging.getLogger(__name__)
 
 _EMPTY_SELECTIONS = 4
+_AT_A_TIME = 64
+"""Samples that are drawn before the budget of bytes is looked at again."""
 _GOLDEN = 0.6180339887498949
 _SKIPPED = COUNTERS.index("skipped")
 
@@ -55,6 +60,9 @@ class Packing:
         pipeline: Runs the hooks.
         size: S.
         held: Rows of stage PACK and BUFFER of a state.
+
+    Attributes:
+        held: Bytes of the contents that wait here.
     """
 
     def __init__(
@@ -68,6 +76,8 @@ class Packing:
         self._waits: list[int] = []
         self._refs: list[IntArray] = []  # those of the buffer, in pieces
         self._outputs: deque[Row] = deque()
+        self.held = 0
+        pipeline.budget.join(self)
         # Lanes fill their first buffers differently far, so that they do not select in the same step.
         self._target = size - int(size / 2 * (draws.number * _GOLDEN % 1.0)) if fresh else size
         for stage, refs, number in held:
@@ -79,7 +89,7 @@ class Packing:
                 self._waits.append(number)
         self._refs = [_refs_of(self._buffer)]
 
-    def held(self) -> Held:
+    def waiting(self) -> Held:
         """Return what waits here, as references."""
         rows = np.empty((len(self._packs) + len(self._buffer), 3), dtype=np.int64)
         packs = len(self._packs)
@@ -121,16 +131,19 @@ class Packing:
                 self._draws.give_up_if_barren(first)
             selections += 1
             self._select(counts)
-        self._drop_contents()
+        self._pipeline.budget.keep(self)
 
     def _fill(self, target: int, counts: Counts) -> None:
-        missing = target - len(self._buffer)
-        if missing > 0:
-            rows = rows_of(self._draws.collect(missing, counts))
-            self._pipeline.held_bytes += sum(row.size for row in rows)
+        while (missing := target - len(self._buffer)) > 0:
+            rows = rows_of(self._draws.collect(min(missing, _AT_A_TIME), counts))
+            self._hold(sum(row.size for row in rows))
             self._buffer += rows
             self._refs.append(_refs_of(rows))
             self._waits += [0] * len(rows)
+            self._pipeline.budget.keep(self)
+
+    def _hold(self, size: int) -> None:
+        self._pipeline.budget.hold(self, size)
 
     def _select(self, counts: Counts) -> None:
         """Fill the buffer and hand it to the encoder; makes no pack, and drops the buffer, where the hook fails."""
@@ -146,7 +159,7 @@ class Packing:
                 packs = select_packs(self._pipeline, rows)
             except Exception as error:  # the policy decides
                 self._pipeline.failed(error, [row.members[0][:2] for row in rows], counts)
-                self._pipeline.held_bytes -= sum(row.size for row in rows)
+                self._hold(-sum(row.size for row in rows))
                 self._buffer, self._waits, self._refs = [], [], [_refs_of([])]
                 return
             selected = {id(row) for pack in packs for row in pack}
@@ -155,6 +168,7 @@ class Packing:
             self._waits = [before[id(row)] + 1 for row in self._buffer]
             self._give_up_waiting(counts)
             self._refs = [_refs_of(self._buffer)]
+            self._pipeline.budget.keep(self)
             if packs:
                 return
         raise FatalSampleError(
@@ -169,7 +183,7 @@ class Packing:
             if wait > LONGEST_WAIT:
                 ref = row.members[0]
                 counts.of(ref.leaf)[_SKIPPED] += 1
-                self._pipeline.held_bytes -= row.size
+                self._hold(-row.size)
                 where = self._pipeline.source(ref.leaf).where(ref.sample)
                 logger.warning("%s: left over by %d selections and given up; is it too long for a pack?", where, wait)
         kept = [(row, wait) for row, wait in zip(self._buffer, self._waits, strict=True) if wait <= LONGEST_WAIT]
@@ -178,7 +192,7 @@ class Packing:
     def _packed(self, pack: _Pack, counts: Counts) -> list[Row]:
         """Return the rows of a pack, none where the encoder makes none of it."""
         rows = self._with_contents(pack.members, counts)
-        self._pipeline.held_bytes -= sum(row.size for row in rows)
+        self._hold(-sum(row.size for row in rows))
         counts = Counts() if pack.taken else counts  # of a state: what it skips has been counted
         return pack_rows(self._pipeline, rows, counts)
 
@@ -187,7 +201,7 @@ class Packing:
         out = []
         for row in rows:
             members = make_again(self._pipeline, [Row((ref,), SAMPLE, None, 0) for ref in row.members], counts)
-            packed = pack_rows(self._pipeline, members, counts)
+            packed = pack_rows(self._pipeline, members, counts, again=True)
             if row.output < len(packed):
                 out.append(packed[row.output])
         return out
@@ -195,29 +209,33 @@ class Packing:
     def _with_contents(self, rows: list[Row], counts: Counts) -> list[Row]:
         gone = [row for row in rows if row.content is None]
         made = make_again(self._pipeline, rows, counts)
-        self._pipeline.held_bytes += sum(row.size for row in gone if row.content is not None)
+        self._hold(sum(row.size for row in gone if row.content is not None))
         return made
 
-    def _drop_contents(self) -> None:
-        """Let go of contents beyond the budget, those that are needed last first."""
-        pipeline = self._pipeline
-        for pack in reversed(self._packs):
-            for row in pack.members if pipeline.held_bytes > pipeline.settings.held_bytes else ():
-                if row.content is not None:
-                    pipeline.held_bytes -= row.size
-                    row.content = None
+    def let_go(self, size: int) -> None:
+        """Let go of contents of at least so many bytes, those that are needed last first."""
+        least = self.held - size
+        for row in chain(reversed(self._buffer), *(pack.members for pack in reversed(self._packs))):
+            if self.held <= least:
+                return
+            if row.content is not None:
+                row.content = None
+                self._hold(-row.size)
 
 
-def select_packs(pipeline: Pipeline, rows: list[Row]) -> list[list[Row]]:
-    """Return the packs that the encoder selects from some rows."""
-    groups = pipeline.code.select([row.content for row in rows], *pipeline.seed_of(rows[0]))
+def select_packs(pipeline: Pipeline, rows: list[Row], *, last: bool = False) -> list[list[Row]]:
+    """Return the packs that the encoder selects from some rows; `last` says that nothing will join the others."""
+    groups = pipeline.code.select([row.content for row in rows], *pipeline.seed_of(rows[0]), last=last)
     if pipeline.judge.in_a_row:
         pipeline.judge.succeeded(("select_samples_to_pack",))
     return _as_rows(groups, rows, type(pipeline.code.encoder).__name__)
 
 
-def pack_rows(pipeline: Pipeline, rows: list[Row], counts: Counts) -> list[Row]:
-    """Return the rows that the encoder makes of a pack, none where it makes none; takes the contents of the members."""
+def pack_rows(pipeline: Pipeline, rows: list[Row], counts: Counts, *, again: bool = False) -> list[Row]:
+    """Return the rows that the encoder makes of a pack, none where it makes none; takes the contents of the members.
+
+    With `again`, what the hooks themselves count has been counted before.
+    """
     code = pipeline.code
     members: list[Row] = []
     samples: list[Any] = []
@@ -230,8 +248,10 @@ def pack_rows(pipeline: Pipeline, rows: list[Row], counts: Counts) -> list[Row]:
                 decode_deferred([content])  # what is left is a broken image
             samples.append(code.post(content, *pipeline.seed_of(row)))
         except Exception as error:  # the policy decides
+            pipeline.take_tally(row.members[0].leaf, counts, again=again)
             pipeline.failed(error, [row.members[0][:2]], counts)
             continue
+        pipeline.take_tally(row.members[0].leaf, counts, again=again)
         if pipeline.judge.in_a_row:
             pipeline.judge.succeeded(("decode_deferred", "postencode_sample"))
         members.append(row)

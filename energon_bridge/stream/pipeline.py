@@ -8,22 +8,22 @@ from collections import OrderedDict, deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 
 from energon_bridge.errors import DecodeError, SkipSample
-from energon_bridge.plan.leaf import Round
 from energon_bridge.samples.slabs import SLABS, Slab, SlabPool
 from energon_bridge.stream.activity import Activities
+from energon_bridge.stream.budget import Budget
 from energon_bridge.stream.cooking import StorePool, cook_of, cooker_of
 from energon_bridge.stream.leaf import Cursor, Leaf, LeafSource
 from energon_bridge.stream.policy import Judge
 from energon_bridge.stream.reader import RoundBuffer
 from energon_bridge.stream.report import MAX_MEMBERS, Place, place_in
 from energon_bridge.stream.settings import StreamSettings
-from energon_bridge.stream.state import COUNTERS, Counts, Ref
+from energon_bridge.stream.state import COUNTERS, Counts
 from energon_bridge.stream.user_code import UserCode, running_hooks
 from energon_bridge.stream.values import Problem, RestoreKey
 from energon_bridge.stream.watchdog import Watchdog, WatchdogSettings
@@ -69,7 +69,7 @@ class Pipeline:
         self.judge = Judge(settings.policy, settings.encoder)
         self.activities = Activities()
         self.watchdog: Watchdog | None = None
-        self.held_bytes = 0
+        self.budget = Budget(settings.held_bytes, settings.lanes)
         self._sources: list[LeafSource | None] = [None] * len(leaves)
         self._cursors: OrderedDict[tuple[int, int], Cursor] = OrderedDict()
         self._pool = ThreadPoolExecutor(settings.threads, f"{_THREADS}-load") if settings.threads else None
@@ -80,6 +80,16 @@ class Pipeline:
         self.chunk = -(-self.rows // settings.threads) if settings.threads else self.rows
 
     # Loading ---------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def num_samples(self) -> int:
+        """Samples of all leaves."""
+        return sum(leaf.order.num_samples for leaf in self.leaves)
+
+    @property
+    def paths(self) -> str:
+        """Paths of the first datasets, for people."""
+        return ", ".join(leaf.dataset.path for leaf in self.leaves[:3])
 
     @property
     def threaded(self) -> bool:
@@ -162,8 +172,13 @@ class Pipeline:
 
     # Encoding and batching -------------------------------------------------------------------------------------------
 
-    def encode(self, leaf: int, sample: Any, key: RestoreKey, counts: Counts) -> list[tuple[RestoreKey, Any]]:
-        """Return the encoded samples of one draw with their restore keys; count a draw that gives none."""
+    def encode(
+        self, leaf: int, sample: Any, key: RestoreKey, counts: Counts, *, again: bool = False
+    ) -> list[tuple[RestoreKey, Any]]:
+        """Return the encoded samples of one draw with their restore keys; count a draw that gives none.
+
+        With `again`, what the hooks themselves count has been counted before.
+        """
         if type(sample) is Problem:
             if sample.error is None:
                 counts.of(leaf)[_EXCLUDED] += 1
@@ -174,12 +189,23 @@ class Pipeline:
         source = self.source(leaf)
         try:
             encoded = self.code.encode(sample, source.user_key, index, epoch, source.cook)
+            self.take_tally(leaf, counts, again=again)
         except Exception as error:  # the policy decides
+            self.take_tally(leaf, counts, again=again)
             self.failed(error, [(leaf, index)], counts, place=place_in(sample))
             return []
         if self.judge.in_a_row:
             self.judge.succeeded(self.code.drawing)
         return [((identity, index, epoch, number), one) for number, one in enumerate(encoded)]
+
+    def take_tally(self, leaf: int, counts: Counts, *, again: bool = False) -> None:
+        """Count for a leaf what a hook has counted of its samples; with `again`, forget it."""
+        tally = self.code.tally
+        if tally:
+            counted = counts.of(leaf)
+            for name, number in tally.items():
+                counted[COUNTERS.index(name)] += 0 if again else number
+            tally.clear()
 
     def collate(
         self, samples: list[Any], keys: Sequence[tuple[Any, ...]], first_leaf: int, lane: int, number: int
@@ -278,79 +304,13 @@ class Pipeline:
         if reports and journal is not None:
             journal.write(reports, self.settings.rank, self.settings.ranks)
 
-    def encode_again(self, refs: Sequence[Ref], counts: Counts) -> list[Any]:
-        """Return the encoded samples of some references, None for one that no longer encodes, which is counted."""
-        out: list[Any] = [None] * len(refs)
-        for leaf in sorted({ref.leaf for ref in refs}):
-            places = [place for place, ref in enumerate(refs) if ref.leaf == leaf]
-            indices, epochs = np.array([refs[place][1:3] for place in places], dtype=np.int64).T
-            buffer = RoundBuffer(self.source(leaf).reader, Round(0, np.ascontiguousarray(indices), epochs))
-            loaded = self.load([Segment(leaf, buffer, 0, len(places), places)], ahead=False)
-            for place, key, sample in zip(places, loaded.keys, loaded.samples, strict=True):
-                encoded = self.encode(leaf, sample, key, Counts())
-                output = refs[place].output
-                if output < len(encoded):
-                    out[place] = encoded[output][1]
-                    continue
-                gone = LookupError(
-                    f"waited to be packed or batched, and no longer gives output {output} of its encoder"
-                )
-                self.failed(gone, [(leaf, refs[place].sample)], counts, hook="restore")
-        return out
-
     def user_code(self, *, restoring: bool = False) -> contextlib.AbstractContextManager[None]:
         """Enter wherever hooks may run."""
         if not (restoring or self.code.present):
             return contextlib.nullcontext()
-        return running_hooks(self.settings.cache, put_back=restoring or self.settings.restore_generators)
-
-    # Samples by key --------------------------------------------------------------------------------------------------
-
-    def restore(self, key: tuple[Any, ...]) -> Any:
-        """Return the microbatch or sample with a restore key, encoded again.
-
-        Raises:
-            LookupError: The key belongs to another dataset, or its sample gives no output any more.
-        """
-        if not key or key[0] != "Batch":
-            with self.user_code(restoring=True):
-                return self._row(key)[0]
-        _, lane, number, keys, *which = key
-        with self.user_code(restoring=True):
-            rows = [self._row(tuple(one)) for one in keys]
-            output = which[0] if which else 0
-            batches = self.collate([row for row, _ in rows], list(keys), rows[0][1], lane, number - output)
-        return batches[output]
-
-    def _row(self, key: tuple[Any, ...]) -> tuple[Any, int]:
-        """Return the sample or pack with a restore key, and the number of its leaf (of its first sample's leaf)."""
-        if key and key[0] == "Pack":
-            _, output, keys = key
-            members = [self._restore_one(tuple(one)) for one in keys]
-            seeds = [(self.source(leaf).user_key, *one[1:]) for (_, leaf), one in zip(members, keys, strict=True)]
-            self.decode_deferred([sample for sample, _ in members])
-            samples = [self.code.post(sample, *seed) for (sample, _), seed in zip(members, seeds, strict=True)]
-            row, leaf = self.code.pack(samples, *seeds[0])[output], members[0][1]
-        else:
-            row, leaf = self._restore_one(key)
-        if self.settings.batch_size is None and not self.code.groups:
-            row = self.collate([row], [key], leaf, 0, 0)[0]
-        return row, leaf
-
-    def _restore_one(self, key: tuple[Any, ...]) -> tuple[Any, int]:
-        """Return the sample with a restore key and the number of its leaf."""
-        identity, index, epoch, output = key
-        leaf = next((number for number, leaf in enumerate(self.leaves) if leaf.identity == identity), None)
-        if leaf is None:
-            raise LookupError(f"restore key {key!r}: no leaf of this dataset has the identity {identity!r}")
-        one = Round(0, np.array([index], dtype=np.int64), np.array([epoch], dtype=np.int64))
-        loaded = self.load([Segment(leaf, RoundBuffer(self.source(leaf).reader, one), 0, 1, (0,))], ahead=False)
-        encoded = self.encode(leaf, loaded.samples[0], (identity, index, epoch, 0), Counts())
-        if output >= len(encoded):
-            why = "".join(f": {report}" for report in self.judge.taken())
-            where = self.source(leaf).where(index)
-            raise LookupError(f"restore key {key!r}: {where} gives {len(encoded)} encoded samples now{why}")
-        return encoded[output][1], leaf
+        return running_hooks(
+            self.settings.cache, self.code.tally, put_back=restoring or self.settings.restore_generators
+        )
 
 
 def first_sample(key: tuple[Any, ...]) -> RestoreKey:

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 
+from energon_bridge.stream.again import encode_again
 from energon_bridge.stream.draws import Encoded
-from energon_bridge.stream.pipeline import Pipeline
+from energon_bridge.stream.pipeline import Ahead, Pipeline
 from energon_bridge.stream.state import Counts, Ref
 from energon_bridge.stream.values import RestoreKey
-from energon_bridge.task_encoder.deferred import values_of
+from energon_bridge.task_encoder.deferred import DeferredImage, values_of
 
+_AT_A_TIME = 64
+"""Samples that are read at a time to be encoded again."""
+_NUMBER = 32
+"""Bytes of a number in a list."""
 SAMPLE = -1
 """Stands for the output of a pack where a row is a sample by itself."""
 
@@ -56,26 +62,41 @@ def rows_of(encoded: Encoded) -> list[Row]:
 
 
 def size_of(sample: Any, read: int) -> int:
-    """Return about how many bytes an encoded sample holds: its tensors, arrays and strings, or what was read."""
-    held = 0
-    for _, value in values_of(sample):
-        if isinstance(value, (torch.Tensor, np.ndarray)):
-            held += value.nbytes
-        elif isinstance(value, (bytes, str)):
-            held += len(value)
-    return max(held, read)
+    """Return about how many bytes an encoded sample holds, those of its meta fields aside; at least what was read."""
+    values = (value for name, value in values_of(sample) if not name.startswith("__"))
+    return max(_bytes_in(sample) if isinstance(sample, torch.Tensor) else sum(map(_bytes_in, values)), read)
 
 
-def make_again(pipeline: Pipeline, rows: Sequence[Row], counts: Counts) -> list[Row]:
+def _bytes_in(value: Any) -> int:
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        return value.nbytes
+    if isinstance(value, (bytes, bytearray, str)):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(map(_bytes_in, value.values()))
+    if isinstance(value, (list, tuple)):
+        if value and isinstance(value[0], (int, float)):
+            return _NUMBER * len(value)
+        return sum(map(_bytes_in, value))
+    if isinstance(value, DeferredImage):
+        return len(value.data)
+    if isinstance(value, Image.Image):
+        return value.width * value.height * len(value.getbands())
+    return sum(_bytes_in(one) for _, one in values_of(value)) if is_dataclass(value) else 0
+
+
+def make_again(pipeline: Pipeline, rows: Sequence[Row], counts: Counts, loading: Ahead | None = None) -> list[Row]:
     """Encode the samples of rows whose content is gone; return the rows without those that no longer encode.
 
-    A sample that no longer encodes is named in the log and counted for its leaf.
+    A sample that no longer encodes is named in the log and counted for its leaf. `loading` is what was started for
+    these samples before, by `load_again`.
     """
     gone = [row for row in rows if row.content is None]
-    if not gone:
-        return list(rows)
-    samples = pipeline.encode_again([row.members[0] for row in gone], counts)
-    for row, sample in zip(gone, samples, strict=True):
-        row.content = sample
-        row.size = 0 if sample is None else size_of(sample, 0)
+    some = len(gone) if loading is not None else _AT_A_TIME
+    for low in range(0, len(gone), max(1, some)):
+        part = gone[low : low + some]
+        samples = encode_again(pipeline, [row.members[0] for row in part], counts, loading)
+        for row, sample in zip(part, samples, strict=True):
+            row.content = sample
+            row.size = 0 if sample is None else size_of(sample, 0)
     return [row for row in rows if row.content is not None]

@@ -22,7 +22,8 @@ class StreamSettings:
         background_reads: Read ahead on a thread of its own.
         restore_generators: Put the global random generators back after each microbatch.
         packing_buffer_size: Encoded samples from which the encoder selects packs; None: it does not pack.
-        held_bytes: Bytes that the contents of samples waiting in packs may take, all lanes of the process together.
+        held_bytes: Bytes that the contents of samples waiting to be packed may take, all lanes of the process together.
+        lanes: Lanes of the process.
         cache: Where cookers and hooks keep files that are needed later.
         policy: What becomes of samples that fail.
         journal: Where they are named that no microbatch takes along.
@@ -37,6 +38,7 @@ class StreamSettings:
     restore_generators: bool = False
     packing_buffer_size: int | None = None
     held_bytes: int = 1 << 30
+    lanes: int = 1
     cache: CachePool = field(default_factory=NoCachePool)
     policy: ErrorPolicy = field(default_factory=ErrorPolicy)
     journal: Journal | None = None

@@ -130,20 +130,32 @@ class LaneState:
         return cls(0, 0, 0, (0,) * leaves)
 
 
-COUNTERS = ("samples", "skipped", "errors", "excluded", "bytes")
-"""What is counted per leaf: samples delivered, left out by `SkipSample`, left out by an error, listed in `exclude`; and
-bytes of the samples drawn."""
+OVER_LONG = ("dropped", "truncated", "split", "pieces")
+"""What became of samples that no pack can hold, as `count_over_long` of the task encoders counts them; `pieces` are
+what samples were split into, and those dropped are also skipped."""
+COUNTERS = ("samples", "skipped", "errors", "excluded", "bytes", *OVER_LONG)
+"""What is counted per leaf: samples delivered, left out by `SkipSample`, left out by an error, listed in `exclude`;
+bytes of the samples drawn; and `OVER_LONG`."""
+
+COLUMNS = (*COUNTERS, "encoded_again")
+"""What a process counts: `COUNTERS`, which are in the state, and samples encoded once more, because their contents were
+dropped or are not in a state; their number depends on the topology."""
 
 
 class Counts(dict[int, list[int]]):
-    """Increments of `COUNTERS`, by leaf."""
+    """Increments of `COLUMNS`, by leaf."""
 
     def of(self, leaf: int) -> list[int]:
         """Return the increments of a leaf, to be added to."""
         counted = self.get(leaf)
         if counted is None:
-            counted = self[leaf] = [0] * len(COUNTERS)
+            counted = self[leaf] = [0] * len(COLUMNS)
         return counted
+
+    def add(self, more: Counts) -> None:
+        """Add other increments."""
+        for leaf, counted in more.items():
+            self[leaf] = [a + b for a, b in zip(self.of(leaf), counted, strict=True)]
 
 
 @dataclass(slots=True)

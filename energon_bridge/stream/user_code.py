@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator
 from types import GeneratorType
 from typing import Any
@@ -22,7 +23,7 @@ from energon_bridge.errors import ConfigurationError, FatalSampleError
 from energon_bridge.rng import fold
 from energon_bridge.stores import CachePool
 from energon_bridge.stream.activity import Activity
-from energon_bridge.task_encoder.current import BATCH, CACHE, SAMPLE
+from energon_bridge.task_encoder.current import BATCH, CACHE, LAST, SAMPLE, tallying
 from energon_bridge.task_encoder.deferred import decode_deferred
 
 _ENCODE, _BATCH, _POST, _SELECT, _PACK, _GROUP, _COOK = 1, 2, 3, 4, 5, 6, 7
@@ -43,6 +44,7 @@ class UserCode:
         posts: Whether `postencode_sample` is code of the user's.
         now: The hook that runs, and what it was given.
         drawing: The steps that have worked when a draw has given samples.
+        tally: What hooks have counted by `count_over_long`; to be taken after each.
 
     Raises:
         ConfigurationError: Hooks are overridden that exclude each other.
@@ -70,6 +72,7 @@ class UserCode:
         self.groups = not is_default(_hook(encoder, "batch_group_criterion"))
         self._batches = not (is_default(encoder.batch) and is_default(encoder.encode_batch))
         self.now = Activity()
+        self.tally: Counter[str] = Counter()
         self._first_name = "encode_sample" if encodes else "preencode_sample"
         self.drawing = (*_LOADING, self._first_name, *(() if packs else ("decode_deferred", "postencode_sample")))
 
@@ -88,6 +91,8 @@ class UserCode:
         if not self.encodes:
             return [sample]
         SAMPLE.set((leaf_key, index, epoch))
+        if self.tally:  # of a hook that has more than one sample
+            self.tally.clear()
         now = self.now
         now.sample = sample
         if cook is not None:
@@ -112,6 +117,8 @@ class UserCode:
         if not self.posts:
             return sample
         SAMPLE.set((leaf_key, index, epoch))
+        if self._packs and self.tally:
+            self.tally.clear()
         self.now.hook = "postencode_sample"
         seed_everything(fold(leaf_key, _POST, index, epoch, output))
         encoded = self.encoder.postencode_sample(sample)
@@ -122,12 +129,19 @@ class UserCode:
             )
         return encoded
 
-    def select(self, samples: list[Any], leaf_key: int, index: int, epoch: int, output: int) -> Any:
-        """Return groups of the samples, each of which becomes a pack; the numbers are those of the first sample."""
+    def select(self, samples: list[Any], leaf_key: int, index: int, epoch: int, output: int, *, last: bool) -> Any:
+        """Return groups of the samples, each of which becomes a pack; the numbers are those of the first sample.
+
+        `last` says that nothing will join what is left over.
+        """
         self.now.hook, self.now.sample = "select_samples_to_pack", samples
         seed_everything(fold(leaf_key, _SELECT, index, epoch, output))
-        groups = self.encoder.select_samples_to_pack(samples)
-        groups = list(groups) if isinstance(groups, GeneratorType) else groups
+        token = LAST.set(last)
+        try:
+            groups = self.encoder.select_samples_to_pack(samples)
+            groups = list(groups) if isinstance(groups, GeneratorType) else groups
+        finally:
+            LAST.reset(token)
         self.now.rest()
         return groups
 
@@ -195,11 +209,11 @@ def seed_everything(key: int) -> None:
 
 
 @contextlib.contextmanager
-def running_hooks(cache: CachePool, *, put_back: bool) -> Iterator[None]:
-    """Lend hooks a cache pool; with `put_back`, leave the global generators as they were found."""
+def running_hooks(cache: CachePool, tally: Counter[str], *, put_back: bool) -> Iterator[None]:
+    """Lend hooks a cache pool and a tally; with `put_back`, leave the global generators as they were found."""
     token = CACHE.set(cache)
     try:
-        with generators_put_back() if put_back else contextlib.nullcontext():
+        with tallying(tally), generators_put_back() if put_back else contextlib.nullcontext():
             yield
     finally:
         CACHE.reset(token)

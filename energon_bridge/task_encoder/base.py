@@ -77,6 +77,11 @@ class TaskEncoder(Generic[SampleT, EncodedT, RawBatchT, BatchT]):
         return current.current_batch_index()
 
     @property
+    def current_buffer_is_last(self) -> bool:
+        """Whether nothing will join what `select_samples_to_pack` leaves over, because the stream ends."""
+        return current.current_buffer_is_last()
+
+    @property
     def cache(self) -> CachePool:
         """The cache pool of the loader that runs the hook; one that keeps nothing where the loader has none."""
         return current.current_cache()
@@ -108,7 +113,8 @@ class TaskEncoder(Generic[SampleT, EncodedT, RawBatchT, BatchT]):
     def select_samples_to_pack(self, samples: list[EncodedT]) -> list[list[EncodedT]]:
         """Return lists of some of the samples, each to become a pack. What is in none waits for the next selection.
 
-        The lists hold the very samples of the argument, each at most once.
+        Where `current_buffer_is_last`, nothing joins what waits, and what is never selected is skipped. The lists hold
+        the very samples of the argument, each at most once.
         """
         raise NotImplementedError(f"{type(self).__name__} does not override select_samples_to_pack")
 

@@ -5,6 +5,9 @@ A context variable, so that encoders that wrap one another see the same, and lan
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 
 from energon_bridge.errors import ConfigurationError
@@ -17,6 +20,10 @@ BATCH: ContextVar[int] = ContextVar("energon_bridge_batch")
 """Number of the microbatch in the global sequence."""
 CACHE: ContextVar[CachePool] = ContextVar("energon_bridge_cache")
 """The cache pool of the loader."""
+LAST: ContextVar[bool] = ContextVar("energon_bridge_last_buffer", default=False)
+"""Whether the buffer that is selected from will not be filled again."""
+TALLY: ContextVar[Counter[str]] = ContextVar("energon_bridge_tally")
+"""What `count_over_long` has counted since the engine last took it."""
 
 
 def current_sample_index() -> int:
@@ -41,6 +48,36 @@ def current_batch_index() -> int:
     if number < 0:
         raise ConfigurationError("current_batch_index can only be asked for inside batch and encode_batch")
     return number
+
+
+def count_over_long(what: str, number: int = 1) -> None:
+    """Count what became of a sample that no pack can hold, for its dataset; outside of hooks, do nothing.
+
+    Args:
+        what: One of `dropped`, `truncated`, `split` and `pieces`, as `loader.counters()` names them.
+        number: How many.
+    """
+    tally = TALLY.get(None)
+    if tally is not None:
+        tally[what] += number
+
+
+@contextmanager
+def tallying(tally: Counter[str]) -> Iterator[None]:
+    """Let `count_over_long` add to a tally."""
+    token = TALLY.set(tally)
+    try:
+        yield
+    finally:
+        TALLY.reset(token)
+
+
+def current_buffer_is_last() -> bool:
+    """Whether nothing joins what `select_samples_to_pack` leaves over: True in passes that end, False in endless runs.
+
+    A selection that leaves samples over is then asked again with these alone; what it never selects is skipped.
+    """
+    return LAST.get()
 
 
 def current_cache() -> CachePool:

@@ -21,15 +21,16 @@ resumed run repeats them:
    that they choose their company. In a buffer of constant size a sample therefore leaves after at most `max_wait`
    selections, and every selection delivers a pack.
 
+Where the stream ends, and nothing will join the buffer, all packs leave, with nobody placed before the largest.
+
 Packs leave in the order of their oldest sample, and keep the buffer's order inside, so that what training sees is not
 sorted by length.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from fractions import Fraction
 from math import ceil
@@ -39,6 +40,7 @@ import numpy as np
 
 from energon_bridge.errors import ConfigurationError, OverLongSampleError, SkipSample
 from energon_bridge.task_encoder.bins import ALGORITHMS, MAX_LIMIT, IntArray, Packs, binding_limit
+from energon_bridge.task_encoder.current import count_over_long, current_buffer_is_last
 
 T = TypeVar("T")
 
@@ -77,7 +79,6 @@ class Packer(Generic[T]):
         max_wait: Selections after which a sample leaves whatever pack it is in, at most 32.
         over_long: What `admit` does with a sample that exceeds a limit by itself.
         cut: Makes of an over-long sample, and the limits, what fits: one sample to truncate, several to split.
-        counts: What `admit` did, by policy: in this process, so far. `pieces` are what samples were split into.
 
     Raises:
         ConfigurationError: A limit is no integer from 1 to 2^31 - 1, another value makes no sense, or `cut` is missing.
@@ -90,7 +91,6 @@ class Packer(Generic[T]):
     max_wait: int = LONGEST_WAIT
     over_long: OverLong | Literal["drop", "truncate", "split", "raise"] = OverLong.RAISE
     cut: Callable[[T, Mapping[str, int]], T | Iterable[T]] | None = None
-    counts: Counter[str] = field(default_factory=Counter, init=False, compare=False)
 
     def __post_init__(self) -> None:
         if not self.limits:
@@ -118,6 +118,9 @@ class Packer(Generic[T]):
     def admit(self, sample: T) -> list[T]:
         """Return what of a sample goes into the buffer: itself where it fits into a pack, else what `over_long` says.
 
+        What was dropped, truncated or split is counted for the dataset, in the state and in `loader.counters()`, where
+        a hook that has one sample calls this (`encode_sample`, `preencode_sample`, `postencode_sample`).
+
         Raises:
             SkipSample: It is too long and the policy is to drop it.
             OverLongSampleError: It is too long and the policy is to raise, or what `cut` returned is still too long.
@@ -125,8 +128,8 @@ class Packer(Generic[T]):
         if (exceeded := self._exceeded(sample)) is None:
             return [sample]
         name, size = exceeded
-        self.counts[str(self.over_long)] += 1
         if self.over_long == OverLong.DROP:
+            count_over_long("dropped")
             raise SkipSample(f"sample {_key(sample)} has {size} {name}, a pack at most {self.limits[name]}")
         if self.over_long == OverLong.RAISE or self.cut is None:
             raise OverLongSampleError(self._complaint(sample, name, size))
@@ -138,15 +141,20 @@ class Packer(Generic[T]):
                     f"after `cut` (over_long={str(self.over_long)!r}) " + self._complaint(piece, *exceeded)
                 )
         if self.over_long == OverLong.SPLIT:
-            self.counts["pieces"] += len(pieces)
+            count_over_long("split")
+            count_over_long("pieces", len(pieces))
+        else:
+            count_over_long("truncated")
         return pieces
 
-    def select(self, samples: Sequence[T], *, flush: bool = False) -> list[list[T]]:
+    def select(self, samples: Sequence[T], *, flush: bool | None = None) -> list[list[T]]:
         """Return the packs that leave the buffer now, oldest samples first; `flush` delivers all of them.
+
+        By default it is flushed where the stream ends (`current_buffer_is_last`).
 
         Raises OverLongSampleError if a sample exceeds a limit by itself: `admit` must come before the buffer.
         """
-        packs = self.pack(self.sizes(samples), flush=flush)
+        packs = self.pack(self.sizes(samples), flush=current_buffer_is_last() if flush is None else flush)
         return [[samples[position] for position in pack] for pack in packs]
 
     def sizes(self, samples: Sequence[T]) -> IntArray:

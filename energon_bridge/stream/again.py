@@ -1,0 +1,110 @@
+"""Samples made again: by the references of a state or of a list, or by the restore keys of batches.
+
+Everything that a hook draws is keyed to its sample, so what is made again is what was made before, in any process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from energon_bridge.plan.leaf import Round
+from energon_bridge.stream.pipeline import Ahead, Pipeline, Segment
+from energon_bridge.stream.reader import RoundBuffer
+from energon_bridge.stream.state import COLUMNS, Counts, Ref
+
+_ENCODED_AGAIN = COLUMNS.index("encoded_again")
+
+
+def load_again(pipeline: Pipeline, refs: Sequence[Ref]) -> Ahead:
+    """Start loading the samples of some references, in their order."""
+    ahead = Ahead(pipeline)
+    threads = pipeline.settings.threads
+    chunk = max(pipeline.chunk, -(-len(refs) // threads)) if threads else max(1, len(refs))
+    for low in range(0, len(refs), chunk):
+        part = refs[low : low + chunk]
+        segments = []
+        for leaf in sorted({ref.leaf for ref in part}):
+            places = [place for place, ref in enumerate(part) if ref.leaf == leaf]
+            indices, epochs = np.array([part[place][1:3] for place in places], dtype=np.int64).T
+            buffer = RoundBuffer(pipeline.source(leaf).reader, Round(0, np.ascontiguousarray(indices), epochs))
+            segments.append(Segment(leaf, buffer, 0, len(places), places))
+        ahead.schedule(segments, ahead=False)
+    return ahead
+
+
+def encode_again(pipeline: Pipeline, refs: Sequence[Ref], counts: Counts, loading: Ahead | None = None) -> list[Any]:
+    """Return the encoded samples of some references, None for one that no longer encodes, which is counted.
+
+    `loading` is what `load_again` started for them before.
+    """
+    loading = load_again(pipeline, refs) if loading is None else loading
+    out: list[Any] = []
+    while len(loading):
+        loaded = loading.take()
+        for key, sample in zip(loaded.keys, loaded.samples, strict=True):
+            ref = refs[len(out)]
+            counts.of(ref.leaf)[_ENCODED_AGAIN] += 1
+            encoded = pipeline.encode(ref.leaf, sample, key, Counts(), again=True)
+            if ref.output < len(encoded):
+                out.append(encoded[ref.output][1])
+                continue
+            out.append(None)
+            gone = LookupError(
+                f"waited to be packed or batched, and no longer gives output {ref.output} of its encoder"
+            )
+            pipeline.failed(gone, [(ref.leaf, ref.sample)], counts, hook="restore")
+    return out
+
+
+def restore(pipeline: Pipeline, key: tuple[Any, ...]) -> Any:
+    """Return the microbatch or sample with a restore key, encoded again.
+
+    Raises:
+        LookupError: The key belongs to another dataset, or its sample gives no output any more.
+    """
+    if not key or key[0] != "Batch":
+        with pipeline.user_code(restoring=True):
+            return _row(pipeline, key)[0]
+    _, lane, number, keys, *which = key
+    with pipeline.user_code(restoring=True):
+        rows = [_row(pipeline, tuple(one)) for one in keys]
+        output = which[0] if which else 0
+        batches = pipeline.collate([row for row, _ in rows], list(keys), rows[0][1], lane, number - output)
+    return batches[output]
+
+
+def _row(pipeline: Pipeline, key: tuple[Any, ...]) -> tuple[Any, int]:
+    """Return the sample or pack with a restore key, and the number of its leaf (of its first sample's leaf)."""
+    code = pipeline.code
+    if key and key[0] == "Pack":
+        _, output, keys = key
+        members = [_restore_one(pipeline, tuple(one)) for one in keys]
+        seeds = [(pipeline.source(leaf).user_key, *one[1:]) for (_, leaf), one in zip(members, keys, strict=True)]
+        pipeline.decode_deferred([sample for sample, _ in members])
+        samples = [code.post(sample, *seed) for (sample, _), seed in zip(members, seeds, strict=True)]
+        row, leaf = code.pack(samples, *seeds[0])[output], members[0][1]
+    else:
+        row, leaf = _restore_one(pipeline, key)
+    if pipeline.settings.batch_size is None and not code.groups:
+        row = pipeline.collate([row], [key], leaf, 0, 0)[0]
+    return row, leaf
+
+
+def _restore_one(pipeline: Pipeline, key: tuple[Any, ...]) -> tuple[Any, int]:
+    """Return the sample with a restore key and the number of its leaf."""
+    identity, index, epoch, output = key
+    leaf = next((number for number, leaf in enumerate(pipeline.leaves) if leaf.identity == identity), None)
+    if leaf is None:
+        raise LookupError(f"restore key {key!r}: no leaf of this dataset has the identity {identity!r}")
+    one = Round(0, np.array([index], dtype=np.int64), np.array([epoch], dtype=np.int64))
+    buffer = RoundBuffer(pipeline.source(leaf).reader, one)
+    loaded = pipeline.load([Segment(leaf, buffer, 0, 1, (0,))], ahead=False)
+    encoded = pipeline.encode(leaf, loaded.samples[0], (identity, index, epoch, 0), Counts())
+    if output >= len(encoded):
+        why = "".join(f": {report}" for report in pipeline.judge.taken())
+        where = pipeline.source(leaf).where(index)
+        raise LookupError(f"restore key {key!r}: {where} gives {len(encoded)} encoded samples now{why}")
+    return encoded[output][1], leaf
