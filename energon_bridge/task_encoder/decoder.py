@@ -24,7 +24,7 @@ import json
 import logging
 import struct
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from types import ModuleType
@@ -37,7 +37,7 @@ from energon_bridge.errors import ConfigurationError, DecodeError
 from energon_bridge.task_encoder.deferred import DeferredImage
 from energon_bridge.task_encoder.images import (
     IMAGE_EXTENSIONS,
-    IMAGE_FORMS,
+    ImageForm,
     decode_image,
     guess_image_extension,
     image_form,
@@ -54,7 +54,9 @@ class SampleDecoder:
 
     `image_decode` is one of IMAGE_FORMS, `av_decode` one of AV_FORMS; with `guess_content` an image is known by its
     first bytes, whatever its part is called; with `defer_images` it is a `DeferredImage`, decoded when it is needed.
-    Raises ConfigurationError for a form that does not exist.
+    `image_target` declares that images need be no larger than so many pixels, or `(height, width)`: JPEGs are then
+    decoded at 1/2, 1/4 or 1/8 of their size where that is not smaller, which gives other pixels.
+    Raises ConfigurationError for a form that does not exist, or a size that is none.
     """
 
     image_decode: str = "torchrgb"
@@ -62,9 +64,13 @@ class SampleDecoder:
     video_decode_audio: bool = False
     guess_content: bool = False
     defer_images: bool = False
+    image_target: int | tuple[int, int] | None = None
+    _form: ImageForm = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        image_form(self.image_decode)
+        form = image_form(self.image_decode, self.image_target)
+        object.__setattr__(self, "_form", form)
+        object.__setattr__(self, "image_target", form.target)
         if self.av_decode not in AV_FORMS:
             raise ConfigurationError(f"there is no av_decode {self.av_decode!r}; known: {', '.join(AV_FORMS)}")
 
@@ -83,16 +89,15 @@ class SampleDecoder:
             data = _run("gz", gzip.decompress, part_name, data)
         extension = name.rpartition(".")[2]
         if extension.lower() in IMAGE_EXTENSIONS or (self.guess_content and guess_image_extension(data)):
-            form = IMAGE_FORMS[self.image_decode]
             if self.defer_images:
-                return DeferredImage(bytes(data), form, part_name)
-            return decode_image(data, form, part=part_name)
+                return DeferredImage(bytes(data), self._form, part_name)
+            return decode_image(data, self._form, part=part_name)
         codec = _CODECS.get(extension)
         # A memoryview would keep the whole read alive.
         return bytes(data) if codec is None else _run(extension, codec, part_name, bytes(data))
 
     def config(self) -> dict[str, Any]:
-        """Return the settings as plain values, for logs."""
+        """Return the settings as plain values, for logs; `image_target` also stands in the state of a run."""
         return {
             "type": type(self).__qualname__,
             "image_decode": self.image_decode,
@@ -100,6 +105,7 @@ class SampleDecoder:
             "video_decode_audio": self.video_decode_audio,
             "guess_content": self.guess_content,
             "defer_images": self.defer_images,
+            "image_target": self.image_target,
         }
 
 
