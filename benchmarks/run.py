@@ -1,7 +1,8 @@
 """Runs the benchmarks: `python benchmarks/run.py`, or `scripts/bench`, which also makes the environment.
 
-It writes its data once (about 1.3 GB below --cache), makes the environment of the rivals with scripts/rival-env, measures
-every system at every point in fresh processes, the systems in random order within a repetition, and prints tables.
+It writes its data once (about 1.3 GB below --cache), makes the environment of the rivals with scripts/rival-env,
+measures every system at every point in fresh processes, the systems in random order within a repetition, and prints
+tables.
 
     python benchmarks/run.py                         everything, about half an hour on two cores
     python benchmarks/run.py --seconds 1 --repetitions 1 --scale 0.05        does it work?

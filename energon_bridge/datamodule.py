@@ -25,6 +25,7 @@ from energon_bridge.dataloader import EnergonDataloader, MaskedMicrobatches
 from energon_bridge.datasets import get_savable_loader, get_train_dataset, get_val_dataset
 from energon_bridge.errors import ConfigurationError, UnknownArgumentError
 from energon_bridge.loader.position import OnMismatch
+from energon_bridge.stores import CachePool
 from energon_bridge.task_encoder.conversation import MultiModalSampleConfig
 from energon_bridge.task_encoder.multimodal import MultiModalTaskEncoder
 from energon_bridge.topology import WorkerConfig
@@ -81,6 +82,7 @@ class EnergonMultiModalDataModule(_Base):
         masked_microbatches: `refuse` (the default) or `allow` microbatches that do not exist, where the number of ranks
             does not divide `num_lanes`: allow them only if the loss weighs by them; see `EnergonDataloader`.
         on_mismatch: `refuse` (the default) a state of another mix, or `adapt` to it; see `get_savable_loader`.
+        cache_pool: Keeps files near that cookers and hooks need later, of training and of validation.
         **kwargs: Further arguments of `get_train_dataset`, checked by name.
 
     Attributes:
@@ -119,6 +121,7 @@ class EnergonMultiModalDataModule(_Base):
         decode_threads: int | None = None,
         masked_microbatches: MaskedMicrobatches = "refuse",
         on_mismatch: OnMismatch = "refuse",
+        cache_pool: CachePool | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__()
@@ -144,6 +147,7 @@ class EnergonMultiModalDataModule(_Base):
         self.decode_threads = decode_threads
         self.masked_microbatches = masked_microbatches
         self.on_mismatch = on_mismatch
+        self.cache_pool = cache_pool
         self.dataset_kwargs = kwargs
         self.task_encoder = task_encoder or MultiModalTaskEncoder(
             tokenizer, image_processor, multimodal_sample_config, decoder_seq_length or seq_length
@@ -221,7 +225,8 @@ class EnergonMultiModalDataModule(_Base):
         """Return the training iterator: one object, however often it is asked for."""
         if self.train_dataloader_object is None:
             worker_config = self._build_worker_config(self.num_workers, "train")
-            loader = get_savable_loader(self.datasets_provider(worker_config, "train"), on_mismatch=self.on_mismatch)
+            dataset = self.datasets_provider(worker_config, "train")
+            loader = get_savable_loader(dataset, on_mismatch=self.on_mismatch, cache_pool=self.cache_pool)
             if self._pending_state is not None:
                 loader.load_state_dict(self._pending_state)  # it may bring another num_lanes
                 self._pending_state = None
@@ -234,7 +239,7 @@ class EnergonMultiModalDataModule(_Base):
         """Return the validation iterator: one object, whose every pass is the same."""
         if self.val_dataloader_object is None:
             worker_config = self._build_worker_config(self.num_val_workers, "val")
-            loader = get_savable_loader(self.datasets_provider(worker_config, "val"))
+            loader = get_savable_loader(self.datasets_provider(worker_config, "val"), cache_pool=self.cache_pool)
             self.val_dataloader_object = EnergonDataloader(loader)
         return self.val_dataloader_object
 

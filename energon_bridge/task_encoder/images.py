@@ -11,8 +11,8 @@ the bytes divided by 255, exactly.
 
 A form may have a target size. A JPEG is then decoded at 1/2, 1/4 or 1/8 of its size, by computing fewer pixels from
 its DCT blocks, as long as neither side falls below the target's; what comes out is as a rule larger than the target,
-and for the encoder to resize. (libjpeg's other scales, such as 5/8, gain little or nothing.) Other formats, and JPEGs too
-small for it, come in full size.
+and for the encoder to resize. (libjpeg's other scales, such as 5/8, gain little or nothing.) Other formats, and JPEGs
+too small for it, come in full size.
 """
 
 from __future__ import annotations
