@@ -17,7 +17,7 @@ from typing import Any, Literal
 from energon_bridge.errors import ConfigurationError, LoaderError
 from energon_bridge.samples import SourceInfo
 from energon_bridge.stores.base import FileStore
-from energon_bridge.stores.cache import CachePool, HeldLazy, Lazy, NoCachePool
+from energon_bridge.stores.cache import CachePool, Encoded, HeldLazy, Lazy, NoCachePool
 from energon_bridge.stores.kept import KeptFile, KeptFiles, own_files
 from energon_bridge.stores.plain_data import from_bytes, to_bytes
 
@@ -88,12 +88,13 @@ class FileStoreCachePool(CachePool):
     def to_cache(self, data: Any, name: str) -> Lazy:
         """Write data away and return what stands for it; kept in memory where there is no room.
 
-        Numbers, texts, bytes, tensors, arrays, and lists, tuples and dicts of them are written. Anything else stays in
-        memory, and is warned of once.
+        Numbers, texts, bytes, tensors, arrays, and lists, tuples and dicts of them are written, and deferred images.
+        Anything else stays in memory, and is warned of once.
         """
         files = self._here()
         try:
-            entry = None if files is None else files.put(to_bytes(data), name)
+            plain = data.data if isinstance(data, Encoded) else to_bytes(data)
+            entry = None if files is None else files.put(plain, name)
         except TypeError as error:
             entry = None
             if str(error) not in self._said:
@@ -106,7 +107,7 @@ class FileStoreCachePool(CachePool):
                 )
         if files is None or entry is None:
             return HeldLazy(data)
-        return _DataLazy(self, files, entry)
+        return _DataLazy(self, files, entry, data.with_data(b"") if isinstance(data, Encoded) else None)
 
     def close(self) -> None:
         """Delete what this process keeps; what is asked for later is kept anew."""
@@ -162,7 +163,11 @@ class _FileLazy(_KeptLazy):
 
 
 class _DataLazy(_KeptLazy):
-    """Data that was written away."""
+    """Data that was written away; `shell` is what it is without its bytes, where it was encoded."""
+
+    def __init__(self, pool: FileStoreCachePool, files: KeptFiles, entry: KeptFile, shell: Encoded | None) -> None:
+        super().__init__(pool, files, entry)
+        self._shell = shell
 
     def read(self) -> tuple[Any, SourceInfo | None]:
         data = self._files.read(self._entry) if self._files.pid == os.getpid() else None
@@ -171,4 +176,4 @@ class _DataLazy(_KeptLazy):
                 f"{self._entry.name}: data given to to_cache is gone: the pool was closed, or its folder "
                 f"{self._files.folder.path} deleted, or this is another process"
             )
-        return from_bytes(data), None
+        return from_bytes(data) if self._shell is None else self._shell.with_data(data).when_got(), None

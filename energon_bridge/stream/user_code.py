@@ -2,7 +2,11 @@
 
 Around a hook that is not the package's own, and around code that comes with a dataset (`dataset_code`), the global
 generators of `random`, numpy and torch are seeded from a key of the draw (or of the microbatch), so that encoding a
-sample again gives the same result in any process. Where no user code runs nothing is seeded. In the training process the generators are put back after each microbatch.
+sample again gives the same result in any process. Where no user code runs nothing is seeded. In the training process
+the generators are put back after each microbatch.
+
+From `postencode_sample` on user code sees no deferred images: those in fields have been decoded, and what it gets from
+stores and caches is decoded as it is got (`current.DELIVERING`).
 
 Each hook leaves a note of itself and its sample in an `Activity`, for those who name what failed or hangs.
 """
@@ -24,7 +28,7 @@ from energon_bridge.rng import fold
 from energon_bridge.stores import CachePool
 from energon_bridge.stream.activity import Activity
 from energon_bridge.stream.dataset_code import Unmade
-from energon_bridge.task_encoder.current import BATCH, CACHE, SAMPLE
+from energon_bridge.task_encoder.current import BATCH, CACHE, DELIVERING, SAMPLE
 from energon_bridge.task_encoder.deferred import decode_deferred
 
 _ENCODE, _BATCH, _POST, _SELECT, _PACK, _GROUP, _COOK = 1, 2, 3, 4, 5, 6, 7
@@ -128,7 +132,8 @@ class UserCode:
         SAMPLE.set((leaf_key, index, epoch))
         self.now.hook = "postencode_sample"
         seed_everything(fold(leaf_key, _POST, index, epoch, output))
-        encoded = self.encoder.postencode_sample(sample)
+        with _delivering():
+            encoded = self.encoder.postencode_sample(sample)
         if isinstance(encoded, GeneratorType):
             raise FatalSampleError(
                 f"postencode_sample of {type(self.encoder).__name__} must return one sample; let preencode_sample "
@@ -149,7 +154,8 @@ class UserCode:
         """Return the rows that a pack becomes; the numbers are those of its first sample."""
         self.now.hook, self.now.sample = "pack_selected_samples", samples
         seed_everything(fold(leaf_key, _PACK, index, epoch, output))
-        rows = _listed(self.encoder.pack_selected_samples(samples))
+        with _delivering() if self.posts else contextlib.nullcontext():
+            rows = _listed(self.encoder.pack_selected_samples(samples))
         self.now.rest()
         return rows
 
@@ -173,11 +179,21 @@ class UserCode:
         if self._batches:
             seed_everything(fold(leaf_key, _BATCH, index, epoch, output))
         BATCH.set(number)
-        raw = _listed(self.encoder.batch(samples))
-        now.hook = "encode_batch"
-        batches = [out for batch in raw for out in _listed(self.encoder.encode_batch(batch))]
+        with _delivering() if self.posts else contextlib.nullcontext():
+            raw = _listed(self.encoder.batch(samples))
+            now.hook = "encode_batch"
+            batches = [out for batch in raw for out in _listed(self.encoder.encode_batch(batch))]
         now.hook, now.sample = "", None
         return batches
+
+
+@contextlib.contextmanager
+def _delivering() -> Iterator[None]:
+    token = DELIVERING.set(True)
+    try:
+        yield
+    finally:
+        DELIVERING.reset(token)
 
 
 def _hook(encoder: Any, name: str) -> Any:

@@ -34,6 +34,7 @@ import numpy as np
 import torch
 
 from energon_bridge.errors import ConfigurationError, DecodeError
+from energon_bridge.task_encoder.current import DELIVERING
 from energon_bridge.task_encoder.deferred import DeferredImage
 from energon_bridge.task_encoder.images import (
     IMAGE_EXTENSIONS,
@@ -89,7 +90,7 @@ class SampleDecoder:
             data = _run("gz", gzip.decompress, part_name, data)
         extension = name.rpartition(".")[2]
         if extension.lower() in IMAGE_EXTENSIONS or (self.guess_content and guess_image_extension(data)):
-            if self.defer_images:
+            if self.defer_images and not DELIVERING.get():
                 return DeferredImage(bytes(data), self._form, part_name)
             return decode_image(data, self._form, part=part_name)
         codec = _CODECS.get(extension)
