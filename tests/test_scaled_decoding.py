@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,9 @@ from energon_bridge import (
     get_savable_loader,
     get_train_dataset,
 )
+from energon_bridge.prepare import parse_patterns, prepare_dataset, render_dataset_yaml
 from energon_bridge.task_encoder.images import IMAGE_FORMS
-from energon_bridge.testing import create_captioning_test_dataset
+from energon_bridge.testing import create_captioning_test_dataset, write_shard
 
 
 def encoded(width: int, height: int, *, mode: str = "RGB", codec: str = "JPEG") -> bytes:
@@ -95,6 +97,23 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("scaled") / "images"
     create_captioning_test_dataset(folder, num_train=24, num_val=0, image_size=8)
     return folder
+
+
+@pytest.mark.parametrize("form", ["torchrgb8", "torchrgb"])
+def test_a_batch_has_the_scaled_pixels(tmp_path: Path, form: str) -> None:
+    sources = {f"{n:02d}": encoded(64 + n % 2, 48) for n in range(12)}  # two sizes, which come out as one and another
+    write_shard(tmp_path / "s.tar", {key: {"jpg": jpeg, "txt": b""} for key, jpeg in sources.items()})
+    yaml = render_dataset_yaml("CaptioningSample", {"image": "jpg", "caption": "txt"})
+    prepare_dataset(tmp_path, split=parse_patterns(["train:.*"]), dataset_yaml=yaml, key_index=False)
+    encoder = DefaultTaskEncoder()
+    encoder.decoder = SampleDecoder(image_decode=form, image_target=(12, 16))
+    config = WorkerConfig(rank=0, world_size=1, num_workers=0)
+    dataset = get_train_dataset(tmp_path, batch_size=4, task_encoder=encoder, worker_config=config)
+    for batch in islice(get_savable_loader(dataset), 8):
+        for key, image in zip(batch.__key__, batch.image, strict=True):
+            alone = encoder.decoder.decode("jpg", sources[key])
+            assert alone.shape == (3, 12, 16 + int(key) % 2)
+            np.testing.assert_array_equal(image[:, :, : alone.shape[2]], alone)
 
 
 def loader_of(data: Path, target: Any) -> Any:
