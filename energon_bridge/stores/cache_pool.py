@@ -1,8 +1,8 @@
 """`FileStoreCachePool`: files that are needed later are copied to a folder near by, in the background.
 
-Each process that uses a pool has a folder of its own below the pool's (`own_folder`), so that processes share nothing,
+Each process that uses a pool has a folder of its own below the pool's (`own_folder`), so that processes share no file,
 and a process that is killed leaves nothing for another to read; the next one to come clears it away. The bytes are
-those of the store, decoded when they are got. Limits hold for each process (`kept`).
+those of the store, decoded when they are got. Limits hold for all processes of the host together (`room`).
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ class FileStoreCachePool(CachePool):
     Args:
         parent_cache_dir: Folder below which each process makes its own; default: the folder for temporary files.
         num_workers: Threads that copy, in each process.
-        max_cache_size_gbytes: Limit of each process, in 10^9 bytes; what finds no room is read when it is got.
-        max_cache_count: Limit of the number of files of each process.
+        max_cache_size_gbytes: Limit of all of a user's processes of this host that keep files below the folder, in 10^9
+            bytes; what finds no room is read when it is got.
+        max_cache_count: Limit of the number of their files.
         method: "raw", the bytes as they are stored. (megatron-energon's "pickle" is refused: reading a pickle runs the
             code in it.)
 
@@ -125,7 +126,7 @@ class FileStoreCachePool(CachePool):
         with self._lock:
             if self._pid != os.getpid():
                 if self._files is not None:
-                    self._files.folder.leave()
+                    self._files.room.leave()
                 self._files = files = own_files(self._parent, **self._limits)
                 self._pid = os.getpid()
                 if files is not None:
@@ -174,6 +175,6 @@ class _DataLazy(_KeptLazy):
         if data is None:
             raise LoaderError(
                 f"{self._entry.name}: data given to to_cache is gone: the pool was closed, or its folder "
-                f"{self._files.folder.path} deleted, or this is another process"
+                f"{self._files.room.folder.path} deleted, or this is another process"
             )
         return from_bytes(data) if self._shell is None else self._shell.with_data(data).when_got(), None
