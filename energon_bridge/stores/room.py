@@ -1,10 +1,10 @@
 """How much the processes of a host keep below one folder, all together: who asks gets room while a limit allows it.
 
-`energon_cache_HOST.USER.total` holds two integers of 8 bytes, little-endian: bytes and files of all processes. The lock
-file of each process's own folder (`own_folder`) holds its share in the same form. Both change only under the lock of the
-total, which the kernel frees when a process dies. Invariant: the share of a process is never less than what it keeps;
-the total is that of all shares, but for a process that was killed between its two writes, until the shares are next
-added up, which happens whenever a process comes, goes, or clears away the folder of a dead one.
+`energon_cache_HOST.USER.total` holds two integers of 8 bytes, little-endian: bytes and files of all processes. The
+lock file of each process's own folder (`own_folder`) holds its share in the same form. Both change only under the
+lock of the total, which the kernel frees when a process dies. Invariant: the share of a process is never less than
+what it keeps; the total is that of all shares, but for a process that was killed between its two writes, until the
+shares are next added up, which happens whenever a process comes, goes, or clears away the folder of a dead one.
 
 The files of a dead process take room until somebody clears them away: the next process that comes, or one that finds no
 room. Where the file system knows no locks, each process counts its own only.
