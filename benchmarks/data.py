@@ -3,6 +3,7 @@
     caption   256 x 256 JPEG (14-30 kB) + txt + json
     large     640 x 480 JPEG + txt + json
     text      400 B of json
+    interleaved  crude: one to four 256 x 256 JPEGs (0.jpg, 1.jpg, …) and json with a text for each
 
 The images are smooth noise with some grain, which gives JPEGs the size of photographs. A few hundred different ones are
 drawn and repeated: what a decoder does depends on the kind of picture and not on having seen it before.
@@ -36,7 +37,7 @@ class Kind:
 
     name: str
     sample_type: str
-    field_map: dict[str, str]
+    field_map: dict[str, str] | None  # None: crude
     part: str
     image_size: tuple[int, int] | None
     samples_per_shard: int
@@ -69,6 +70,14 @@ KINDS = {
             image_size=None,
             samples_per_shard=10_000,
         ),
+        Kind(
+            name="interleaved",
+            sample_type="CrudeWebdataset",
+            field_map=None,
+            part="jpg",
+            image_size=(256, 256),
+            samples_per_shard=250,
+        ),
     )
 }
 
@@ -98,7 +107,12 @@ def samples(kind: Kind, count: int) -> Iterator[tuple[str, dict[str, bytes]]]:
         images = [jpeg(generator, kind.image_size) for _ in range(min(count, DIFFERENT_IMAGES))]
     for index in range(count):
         caption = " ".join(chooser.choices(WORDS, k=12))
-        if images:
+        if kind.field_map is None:
+            chosen = chooser.choices(images, k=chooser.randint(1, 4))
+            texts = [" ".join(chooser.choices(WORDS, k=30)) for _ in chosen]
+            parts = {f"{number}.jpg": image for number, image in enumerate(chosen)}
+            parts["json"] = json.dumps({"index": index, "texts": texts}).encode()
+        elif images:
             record = json.dumps({"index": index, "caption": caption, "license": "none"})
             parts = {"jpg": chooser.choice(images), "txt": caption.encode(), "json": record.encode()}
         else:

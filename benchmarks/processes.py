@@ -70,7 +70,8 @@ def prepare_command(system: System, folder: Path, kind: Kind, workers: int) -> l
         *(system.python, "-c", f"from {system.cli} import main; main()"),
         *("prepare", str(folder), "--non-interactive", "--no-progress", "--force-overwrite"),
         *("--num-workers", str(workers), "--split-ratio", "1,0,0"),
-        *("--sample-type", kind.sample_type, "--field-map", json.dumps(kind.field_map)),
+        *("--sample-type", kind.sample_type),
+        *(() if kind.field_map is None else ("--field-map", json.dumps(kind.field_map))),
     ]
 
 

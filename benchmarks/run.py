@@ -1,7 +1,8 @@
 """Runs the benchmarks: `python benchmarks/run.py`, or `scripts/bench`, which also makes the environment.
 
-It writes its data once (about 1 GB below --cache), makes the environment of the rivals with scripts/rival-env, measures
-every system at every point in fresh processes, the systems in random order within a repetition, and prints tables.
+It writes its data once (about 1.3 GB below --cache), makes the environment of the rivals with scripts/rival-env,
+measures every system at every point in fresh processes, the systems in random order within a repetition, and prints
+tables.
 
     python benchmarks/run.py                         everything, about half an hour on two cores
     python benchmarks/run.py --seconds 1 --repetitions 1 --scale 0.05        does it work?
@@ -34,17 +35,27 @@ sys.path.insert(
 from benchmarks import data, mixes, report, videos  # noqa: E402
 from benchmarks.processes import System, call, ensure_prepared, measure, systems, time_prepare  # noqa: E402
 from benchmarks.systems.measure import Job  # noqa: E402
+from benchmarks.systems.same_api import PACKING_BUFFER  # noqa: E402
 
-COUNTS = {"caption": 20_000, "large": 4_000, "text": 200_000}
-POINTS = ("text/raw", "caption/raw", "caption/uint8", "caption/float", "caption/packed", "large/uint8", "large/float")
+COUNTS = {"caption": 20_000, "large": 4_000, "text": 200_000, "interleaved": 4_000}
+POINTS = (
+    *("text/raw", "caption/raw", "caption/uint8", "caption/float", "caption/packed", "interleaved/cooked"),
+    *("large/uint8", "large/float", "large/resized", "large/scaled"),
+)
 CHECKPOINT_POINTS = ("text/raw", "caption/uint8")
 PARTS = ("throughput", "checkpoint", "prepare", "mixes", "video")
 FRAMES = 8
 PREPARED_KINDS = ("text",)
 SYSTEMS = ("ours", "energon", "webdataset", "simplejpeg")
-MODES = {"webdataset": ("raw", "uint8", "float"), "simplejpeg": ("uint8", "float")}
+MODES = {
+    "energon": ("raw", "uint8", "float", "packed", "cooked", "resized"),
+    "webdataset": ("raw", "uint8", "float"),
+    "simplejpeg": ("uint8", "float"),
+}
 """What a system can do, of those that cannot do all; the codec alone has no workers, its threads use all cores."""
 SAVABLE = ("ours", "energon")
+LANES = 24
+"""Of a run of ours, unless it is told otherwise."""
 VERSIONS = {
     "ours": "import energon_bridge as e, torch as t; print('energon_bridge', e.__version__, '\\ntorch', t.__version__)",
     "energon": "from importlib.metadata import version; print('megatron-energon', version('megatron-energon'))",
@@ -143,6 +154,8 @@ class Bench:
             slice_size=self.options.slice,
             seconds=self.options.seconds,
             warmup_seconds=self.options.warmup,
+            # Every lane of ours fills a packing buffer before it delivers: each must have gone through its first one.
+            warmup_batches=LANES * (PACKING_BUFFER // self.options.batch_size + 1) if mode == "packed" else 0,
             **more,
         )
 

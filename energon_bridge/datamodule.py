@@ -28,6 +28,7 @@ from energon_bridge.loader.position import OnMismatch
 from energon_bridge.loader.savable import SavableDataLoader
 from energon_bridge.loader.spec import DatasetSpec
 from energon_bridge.replica import Exchange, Replica, StageKeys, make_replica, open_loader
+from energon_bridge.stores import CachePool
 from energon_bridge.task_encoder.conversation import MultiModalSampleConfig
 from energon_bridge.task_encoder.multimodal import MultiModalTaskEncoder
 from energon_bridge.topology import WorkerConfig, check_data_parallel, data_parallel_group
@@ -90,6 +91,7 @@ class EnergonMultiModalDataModule(_Base):
         feeding: Who loads where several ranks train on the same batches: `all` of them, by themselves, or one, which
             will `broadcast` to the others of its replica. Then all processes must ask for the data alike.
         stage_keys: With `broadcast`: the fields of a batch that each pipeline stage gets; None: all fields.
+        cache_pool: Keeps files near that cookers and hooks need later, of training and of validation.
         **kwargs: Further arguments of `get_train_dataset`, checked by name.
 
     Attributes:
@@ -130,6 +132,7 @@ class EnergonMultiModalDataModule(_Base):
         on_mismatch: OnMismatch = "refuse",
         feeding: Feeding = "all",
         stage_keys: StageKeys | None = None,
+        cache_pool: CachePool | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__()
@@ -159,6 +162,7 @@ class EnergonMultiModalDataModule(_Base):
         self.on_mismatch = on_mismatch
         self.feeding = feeding
         self.stage_keys = stage_keys
+        self.cache_pool = cache_pool
         self.dataset_kwargs = kwargs
         self.task_encoder = task_encoder or MultiModalTaskEncoder(
             tokenizer, image_processor, multimodal_sample_config, decoder_seq_length or seq_length
@@ -312,7 +316,8 @@ class EnergonMultiModalDataModule(_Base):
         """Open the loader of a split."""
         worker_config = self._build_worker_config(num_workers, split)
         on_mismatch = self.on_mismatch if split == "train" else "refuse"
-        return get_savable_loader(self.datasets_provider(worker_config, split), on_mismatch=on_mismatch)
+        dataset = self.datasets_provider(worker_config, split)
+        return get_savable_loader(dataset, on_mismatch=on_mismatch, cache_pool=self.cache_pool)
 
     def _epoch_length(self, loader: Any) -> int | None:
         """Return the length of an epoch where a Lightning trainer is attached.

@@ -5,9 +5,20 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from itertools import islice
 from pathlib import Path
 
+import pytest
+
+import energon_bridge
+from energon_bridge.prepare import parse_patterns, prepare_dataset, render_dataset_yaml
+
 REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPOSITORY))
+
+from benchmarks import data  # noqa: E402
+from benchmarks.systems.measure import Job, consume  # noqa: E402
+from benchmarks.systems.same_api import PACK, SIDE, open_loader, touch  # noqa: E402
 
 
 def test_every_part_runs(tmp_path):
@@ -49,3 +60,50 @@ def test_every_part_runs(tmp_path):
     ):
         assert title in result.stdout
     assert str(tmp_path) not in result.stdout  # the tables go into docs/: no paths of the machine
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """One small dataset of each kind that the modes below read."""
+    cache = tmp_path_factory.mktemp("bench")
+    found = {}
+    for name in ("caption", "large", "interleaved"):
+        kind = data.KINDS[name]
+        found[name] = data.make(cache, kind, 16 if name == "large" else 64)
+        yaml = render_dataset_yaml(kind.sample_type, kind.field_map)
+        prepare_dataset(found[name], split=parse_patterns(["train:.*"]), dataset_yaml=yaml, key_index=False)
+    return found
+
+
+def loader_of(folder: Path, mode: str, **more):
+    settings = {"batch_size": 8, "shuffle_buffer_size": 10, "slice_size": 10, "seconds": 0, "warmup_seconds": 0}
+    job = Job(task="throughput", path=str(folder), mode=mode, part="jpg", workers=0, **settings | more)
+    return iter(open_loader(energon_bridge, job))
+
+
+@pytest.mark.parametrize("mode", ["resized", "scaled"])
+def test_declared_and_undeclared_sizes_give_the_same_shapes(folders, mode):
+    batch = next(loader_of(folders["large"], mode))
+    assert len(touch(batch)) == 8
+    assert batch.image.shape == (8, SIDE, SIDE, 3)
+
+
+def test_an_interleaved_batch_has_all_images_and_texts(folders):
+    for batch in islice(loader_of(folders["interleaved"], "cooked"), 3):
+        assert len(touch(batch)) == 8
+        for sequence in batch.sequence:
+            assert 2 <= len(sequence) <= 8
+            assert [tuple(image.shape) for image in sequence[::2]] == [(3, 256, 256)] * (len(sequence) // 2)
+            assert all(isinstance(text, str) for text in sequence[1::2])
+
+
+def test_a_packed_batch_has_as_many_images_as_others(folders):
+    batch = next(loader_of(folders["caption"], "packed"))
+    assert batch.image.shape == (8 // PACK, PACK, 3, 256, 256)
+    assert len(touch(batch)) == 8
+
+
+def test_a_warm_up_lasts_for_its_batches():
+    batches = iter(range(10))
+    assert consume(batches, lambda batch: [""] * 3, 0, least=4)[0] == 12
+    assert next(batches) == 4

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from energon_bridge import EnergonMultiModalDataModule, WorkerConfig
+from energon_bridge import EnergonMultiModalDataModule, NoCachePool, WorkerConfig
 from energon_bridge.dataloader import EnergonDataloader
 from energon_bridge.errors import ConfigurationError, UnknownArgumentError
 from energon_bridge.task_encoder.base import DefaultTaskEncoder
@@ -176,6 +176,25 @@ def test_validation_has_its_own_encoder_and_workers(dataset: Path) -> None:
     assert module(dataset, num_workers=2).num_val_workers == 2
 
 
+class SeesCache(DefaultTaskEncoder):
+    """Notes which pool its hooks see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[int] = set()
+
+    def encode_sample(self, sample: Any) -> Any:
+        self.seen.add(id(self.cache))
+        return sample
+
+
+@pytest.mark.parametrize("loader", ["train_dataloader", "val_dataloader"])
+def test_the_cache_pool_reaches_the_hooks_of_both_loaders(dataset: Path, loader: str) -> None:
+    pool, encoder = NoCachePool(), SeesCache()
+    next(iter(getattr(module(dataset, task_encoder=encoder, cache_pool=pool), loader)()))
+    assert encoder.seen == {id(pool)}
+
+
 def test_only_two_splits_are_provided(dataset: Path) -> None:
     with pytest.raises(ConfigurationError, match="'train' or 'val', got 'test'"):
         module(dataset).datasets_provider(WorkerConfig(num_workers=0), "test")  # type: ignore[arg-type]
@@ -190,6 +209,7 @@ def test_only_two_splits_are_provided(dataset: Path) -> None:
         ({"paralel_shard_iters": 4}, "parallel_shard_iters"),
         ({"batch_size": 4}, "micro_batch_size"),
         ({"num_worker": 4}, "num_workers"),
+        ({"cache_pol": NoCachePool()}, "cache_pool"),
     ],
 )
 def test_unknown_arguments_are_refused_with_the_nearest_name(

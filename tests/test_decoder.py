@@ -193,6 +193,7 @@ def test_config_is_plain():
         "video_decode_audio": True,
         "guess_content": False,
         "defer_images": False,
+        "image_target": None,
     }
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import shutil
+from contextlib import closing
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -15,10 +17,15 @@ from PIL import Image
 
 from energon_bridge import (
     CaptioningSample,
+    Cooker,
     DecodeError,
     DefaultTaskEncoder,
     DeferredImage,
+    FileStoreCachePool,
     SampleDecoder,
+    TextSample,
+    basic_sample_keys,
+    cooker,
     get_savable_loader,
     get_train_dataset,
 )
@@ -140,3 +147,62 @@ def test_without_packing_they_are_decoded_before_the_last_hook(data: Path) -> No
     spec = get_train_dataset(data, worker_config=config_of(1, 0), batch_size=2, task_encoder=Sizes())
     batch = next(iter(get_savable_loader(spec)))
     assert batch.image.shape == (2, 3, 8, 8)
+
+
+@cooker(need_cache=True, need_primary=True)
+def cook_four_ways(sample: dict[str, Any], primary: Any, cache: Any) -> dict[str, Any]:
+    """Leave an image in a field, in a lazy file, in a lazy value, and in its store."""
+    kept = cache.to_cache(sample["png"], "kept")
+    assert isinstance(kept.get(), type(sample["png"]))  # before delivery it is what was given
+    return basic_sample_keys(sample) | {
+        "field": sample["png"],
+        "file": cache.get_lazy(primary, ".png"),
+        "kept": kept,
+        "store": primary,
+    }
+
+
+class FourWays(DefaultTaskEncoder):
+    """Gets each image as late as can be."""
+
+    cookers = (Cooker(cook_four_ways),)
+
+    def __init__(self, defer: bool) -> None:
+        super().__init__()
+        self.decoder = SampleDecoder(image_decode="torchrgb8", defer_images=defer)
+
+    def postencode_sample(self, sample: Any) -> Any:
+        images = [sample["field"], sample["file"].get(), sample["kept"].get(), sample["store"].get(".png")]
+        assert [type(image) for image in images] == [torch.Tensor] * 4
+        return TextSample(**basic_sample_keys(sample), text=str([image.sum().item() for image in images]))
+
+    def select_samples_to_pack(self, samples: list[Any]) -> list[list[Any]]:
+        return [[sample] for sample in samples]
+
+    def pack_selected_samples(self, samples: list[Any]) -> Any:
+        return samples[0]
+
+
+@pytest.mark.parametrize("packing_buffer_size", [None, 5])
+def test_images_are_the_same_from_fields_caches_and_stores(
+    data: Path, tmp_path: Path, packing_buffer_size: int | None
+) -> None:
+    crude = tmp_path / "crude"
+    shutil.copytree(data, crude)
+    (crude / ".nv-meta" / "dataset.yaml").write_bytes(render_dataset_yaml("CrudeWebdataset", None))
+    found = []
+    for defer in (False, True):
+        for pool in (None, FileStoreCachePool(parent_cache_dir=tmp_path / "cache")):
+            spec = get_train_dataset(
+                crude,
+                worker_config=config_of(1, 0),
+                batch_size=2,
+                task_encoder=FourWays(defer),
+                packing_buffer_size=packing_buffer_size,
+            )
+            with closing(get_savable_loader(spec, cache_pool=pool)) as loader:
+                found.append([text for batch in islice(loader, 12) for text in batch.text])
+            if pool is not None:
+                pool.close()
+    assert len(set(found[0])) > 12
+    assert found == [found[0]] * 4

@@ -31,9 +31,12 @@ class Job:
 
     Attributes:
         task: `throughput`, `save`, `restore` or `start`.
-        mode: `raw` (bytes as they are), `uint8` or `float` (decoded CHW images), `packed` (uint8, four in a pack).
+        mode: `raw` (bytes as they are), `uint8` or `float` (decoded CHW images), `packed` (uint8, four in a pack),
+            `resized` (uint8, 224 x 224, by the encoder), `scaled` (the same, declared to the decoder before), `cooked`
+            (crude samples of several images and texts, as lists of uint8 images and strings).
         part: the part of a sample that carries the payload, `jpg` or `json`.
         state_file: where `save` writes the state and `restore` finds it.
+        warmup_batches: taken before the measured ones, however long it takes.
     """
 
     task: str
@@ -46,6 +49,7 @@ class Job:
     slice_size: int
     seconds: float
     warmup_seconds: float
+    warmup_batches: int = 0
     consumed_batches: int = 0
     state_file: str = ""
 
@@ -80,12 +84,13 @@ def cpu_seconds() -> float:
     return used + ticks / os.sysconf("SC_CLK_TCK")
 
 
-def consume(batches: Iterator[Any], touch: Touch, seconds: float) -> tuple[int, float]:
-    """Take batches for at least the given time; return the samples seen and the time it took."""
-    samples = 0
+def consume(batches: Iterator[Any], touch: Touch, seconds: float, least: int = 0) -> tuple[int, float]:
+    """Take batches for at least the given time, and at least so many; return the samples seen and the time it took."""
+    samples = taken = 0
     start = time.perf_counter()
-    while (elapsed := time.perf_counter() - start) < seconds:
+    while (elapsed := time.perf_counter() - start) < seconds or taken < least:
         samples += len(touch(next(batches)))
+        taken += 1
     return samples, elapsed
 
 
@@ -95,7 +100,7 @@ def throughput(job: Job, open_loader: Callable[[Job], Any], touch: Touch) -> dic
     batches = iter(loader)
     touch(next(batches))
     first = time.perf_counter() - start
-    consume(batches, touch, job.warmup_seconds)
+    consume(batches, touch, job.warmup_seconds, job.warmup_batches)
     cpu = cpu_seconds()
     samples, elapsed = consume(batches, touch, job.seconds)
     cpu = cpu_seconds() - cpu

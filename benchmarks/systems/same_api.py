@@ -8,17 +8,26 @@ from typing import Any
 from benchmarks.systems.measure import Job, main
 
 NAMES = (
-    *("DefaultTaskEncoder", "SampleDecoder", "WorkerConfig"),
-    *("get_loader", "get_savable_loader", "get_train_dataset"),
+    *("Cooker", "DefaultTaskEncoder", "InterleavedSample", "SampleDecoder", "WorkerConfig"),
+    *("basic_sample_keys", "get_loader", "get_savable_loader", "get_train_dataset", "stateless"),
 )
-IMAGE_FORMS = {"uint8": "torchrgb8", "float": "torchrgb", "packed": "torchrgb8"}
+IMAGE_FORMS = {
+    "uint8": "torchrgb8",
+    "float": "torchrgb",
+    "packed": "torchrgb8",
+    "cooked": "torchrgb8",
+    "resized": "rgb8",
+    "scaled": "rgb8",
+}
 PACK = 4
 """Images in a pack of the mode `packed`; a batch has as many images as in the other modes."""
 PACKING_BUFFER = 100
+SIDE = 224
+"""Height and width of the images of the modes `resized` and `scaled`."""
 
 
 def touch(batch: Any) -> list[str]:
-    payload = batch.image if hasattr(batch, "image") else batch.text
+    payload = next(getattr(batch, name) for name in ("image", "text", "sequence") if hasattr(batch, name))
     assert len(payload) == len(batch.__key__)
     assert len(batch.__sources__) >= len(payload)
     return [key for keys in batch.__key__ for key in keys.split(" ")]
@@ -41,26 +50,55 @@ class Packing:
         )
 
 
+class Resizing:
+    """Makes images of the size that a model takes."""
+
+    def encode_sample(self, sample: Any) -> Any:
+        import torch
+        from PIL import Image
+
+        image = Image.fromarray(sample.image).resize((SIDE, SIDE), Image.Resampling.BICUBIC)
+        sample.image = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).view(SIDE, SIDE, 3)
+        return sample
+
+
+def cooking(package: ModuleType) -> type:
+    """Return what cooks samples of several images and texts, in the words of a package."""
+
+    def cook(sample: dict[str, Any]) -> Any:
+        sequence: list[Any] = []
+        for number, text in enumerate(sample["json"]["texts"]):
+            sequence += sample[f"{number}.jpg"], text
+        return package.InterleavedSample(**package.basic_sample_keys(sample), sequence=sequence)
+
+    return type("Cooking", (), {"cookers": [package.Cooker(package.stateless(cook))]})
+
+
+def open_loader(package: ModuleType, job: Job) -> Any:
+    """Return the loader of a job, made by a package that has the interface of megatron-energon."""
+    decoder = None
+    if job.mode in IMAGE_FORMS:
+        more = {"image_target": SIDE} if job.mode == "scaled" else {}
+        decoder = package.SampleDecoder(image_decode=IMAGE_FORMS[job.mode], **more)
+    packed = job.mode == "packed"
+    own = {"packed": Packing, "resized": Resizing, "scaled": Resizing, "cooked": cooking(package)}.get(job.mode)
+    bases = (*([own] if own else []), package.DefaultTaskEncoder)
+    encoder = type("Encoder", bases, {"decoder": decoder})
+    dataset = package.get_train_dataset(
+        job.path,
+        batch_size=job.batch_size // PACK if packed else job.batch_size,
+        packing_buffer_size=PACKING_BUFFER if packed else None,
+        shuffle_buffer_size=job.shuffle_buffer_size,
+        max_samples_per_sequence=job.slice_size,
+        task_encoder=encoder(),
+        worker_config=package.WorkerConfig(rank=0, world_size=1, num_workers=job.workers),
+    )
+    # the plain loader is the rival's faster one; saving needs the other
+    return package.get_loader(dataset) if job.task == "throughput" else package.get_savable_loader(dataset)
+
+
 def run(package: ModuleType) -> None:
     """Do the job of the command line with a package that has the interface of megatron-energon."""
     for name in NAMES:  # a package may import on first use; imports are not what is measured
         getattr(package, name)
-
-    def open_loader(job: Job) -> Any:
-        decoder = package.SampleDecoder(image_decode=IMAGE_FORMS[job.mode]) if job.mode in IMAGE_FORMS else None
-        packed = job.mode == "packed"
-        bases = (*([Packing] if packed else []), package.DefaultTaskEncoder)
-        encoder = type("Encoder", bases, {"decoder": decoder})
-        dataset = package.get_train_dataset(
-            job.path,
-            batch_size=job.batch_size // PACK if packed else job.batch_size,
-            packing_buffer_size=PACKING_BUFFER if packed else None,
-            shuffle_buffer_size=job.shuffle_buffer_size,
-            max_samples_per_sequence=job.slice_size,
-            task_encoder=encoder(),
-            worker_config=package.WorkerConfig(rank=0, world_size=1, num_workers=job.workers),
-        )
-        # the plain loader is the rival's faster one; saving needs the other
-        return package.get_loader(dataset) if job.task == "throughput" else package.get_savable_loader(dataset)
-
-    main(open_loader, touch)
+    main(lambda job: open_loader(package, job), touch)

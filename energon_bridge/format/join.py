@@ -17,6 +17,7 @@ import numpy as np
 
 from energon_bridge.format.dataset import PreparedDataset
 from energon_bridge.rng import IntArray
+from energon_bridge.samples import CrudeSample
 
 Nonmatch = Literal["error", "skip", "none"]
 
@@ -47,6 +48,16 @@ class JoinedDataset:
     def shard_names(self) -> tuple[str, ...]:
         """The shards of the primary."""
         return self.parts[0].dataset.shard_names
+
+    @property
+    def is_crude(self) -> bool:
+        """Whether a sample of one of its datasets has no type, so that what the joiner makes may have none."""
+        return any(issubclass(part.dataset.sample_type, CrudeSample) for part in self.parts)
+
+    @property
+    def subflavors(self) -> dict[str, Any]:
+        """Those of the primary, by which cookers are chosen."""
+        return self.parts[0].dataset.subflavors
 
     @property
     def num_samples(self) -> int:

@@ -6,7 +6,7 @@ Built-in types only, so that it loads with `torch.load` and its defaults, as JSO
      "kind": "train" | "passes" | "finite", "num_lanes": L, "microbatches": m0,
      "epoch": passes that are done,          # of a finite stream; m0 counts in the pass
      "epoch_steps": steps delivered of the virtual epoch,
-     "settings": {name: value, ...},         # everything that the order depends on but the leaves
+     "settings": {name: value, ...},         # all that the stream depends on but the leaves
      "weights": [[global draw, [weight, ...]], ...],     # what `set_weights` changed
      "leaves": {"identities": [str, ...], "paths": text, "split_parts": text, "shares": text, "num_samples": column,
                 "subsets": text, "counts": {name: column, ...}, "parked": how many of them, at the end},
@@ -63,6 +63,9 @@ _SETTING_ERRORS: dict[str, type[SettingMismatchError]] = {
     "batch_size": BatchSizeMismatchError,
     "max_samples_per_sequence": SliceSizeMismatchError,
 }
+
+_AFFECTED = {"image_target": "how images are decoded"}
+"""What a setting changes, if not the order."""
 
 _HELD = ("held_rows", "held_members")
 _LONG_COLUMN = 4096
@@ -298,8 +301,9 @@ def check_fits(document: State, kind: str, settings: State, leaves: list[State],
             of_the_mix.append(f"~ {name}: {then} is {now} now")
             continue
         raise _SETTING_ERRORS.get(name, SettingMismatchError)(
-            f"the state was saved with {name}={then!r}, this run has {name}={now!r}: the order of samples depends "
-            f"on it; set {name}={then!r} to resume, or start a new run"
+            f"the state was saved with {name}={then!r}, this run has {name}={now!r}: "
+            f"{_AFFECTED.get(name, 'the order of samples')} depends on it; set {name}={then!r} to resume, or start a "
+            "new run"
         )
     if difference and not adapt:
         raise DatasetMismatchError(

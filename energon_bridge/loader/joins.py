@@ -8,10 +8,11 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 
+from energon_bridge.errors import MetadataError
 from energon_bridge.format.dataset import PreparedDataset
 from energon_bridge.format.join import JoinedDataset, JoinPart, joined_dataset
 from energon_bridge.format.join_index import open_index
-from energon_bridge.mix import JoinRef, LeafRef, resolve_joiner, user_cache
+from energon_bridge.mix import AuxRef, JoinRef, LeafRef, resolve_joiner, user_cache
 
 _PARALLEL_SAMPLES = 50_000
 _MAX_WORKERS = 16
@@ -39,6 +40,26 @@ def open_join(join: JoinRef, open_part: Callable[[LeafRef], PreparedDataset], *,
         shard_counts=index.shard_counts,
         checksum=index.checksum,
     )
+
+
+def aux_of_join(join: JoinRef, dataset: JoinedDataset) -> dict[str, AuxRef]:
+    """Return the stores that the entries of a join name, for the cooker of its samples.
+
+    Raises:
+        MetadataError: Two entries mean different stores by one name.
+    """
+    found: dict[str, AuxRef] = {}
+    for entry in join.entries:
+        for name, ref in entry.leaf.aux.items():
+            if found.setdefault(name, ref) != ref:
+                raise MetadataError(
+                    f"{join.where}: two entries of the join have an auxiliary store {name!r}: {found[name].path} and "
+                    f"{ref.path}. One cooker is given them all; give them different names."
+                )
+    if found and not dataset.is_crude:  # Energon accepts this
+        _log.warning("%s: `aux` has no effect: no dataset of the join is crude, so nothing is cooked.", join.where)
+        return {}
+    return found
 
 
 def join_parts(join: JoinRef, open_part: Callable[[LeafRef], PreparedDataset]) -> tuple[JoinPart, ...]:

@@ -16,7 +16,7 @@ from energon_bridge.format.dataset import PreparedDataset
 from energon_bridge.format.join import JoinedDataset
 from energon_bridge.format.jsonl import JsonlDataset
 from energon_bridge.loader.aux import aux_fingerprint
-from energon_bridge.loader.joins import open_join
+from energon_bridge.loader.joins import aux_of_join, open_join
 from energon_bridge.mix import AuxRef, DatasetOpener, JoinRef, Mix, combine_multipliers, evaluate_subset
 from energon_bridge.rng import IntArray
 from energon_bridge.samples import CrudeSample
@@ -107,6 +107,7 @@ def open_leaves(mix: Mix, opener: DatasetOpener, *, shuffle_epochs: int | None) 
         aux: Mapping[str, AuxRef] = {}
         if isinstance(ref, JoinRef):
             dataset = open_join(ref, opener.open, trust=opener.trust_remote_code)
+            aux = aux_of_join(ref, dataset)
         else:
             dataset = opener.open(ref)
             if ref.subflavors:

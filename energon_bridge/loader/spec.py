@@ -187,6 +187,9 @@ class DatasetSpec:
             }
             if self.mode == "weights" and self.mix.is_scheduled:
                 settings["schedule"] = self.weights.fingerprint()
+        target = getattr(self.task_encoder.decoder, "image_target", None)
+        if target is not None:  # no matter of order but of pixels, which nobody would see change
+            settings["image_target"] = list(target)
         # A pass has one order, whoever delivers it.
         cut = 1 if self.finite else lanes
         leaves = tuple(self._leaf(leaf, cut, seed) for leaf in self.ordered)

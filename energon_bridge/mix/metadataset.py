@@ -70,7 +70,7 @@ _REFERENCE_KEYS = _COMMON_KEYS | {"path", "aux", "subset"}
 _JOIN_KEYS = _COMMON_KEYS | {"join", "joiner", "subset"}
 _V1_KEYS = _COMMON_KEYS | {"path", "weight", "subflavor"}
 _ENTRY_KEYS = _REFERENCE_KEYS | {"nonmatch"}
-_WITHOUT_EFFECT = ("aux", "subset", "shuffle_over_epochs_multiplier")  # in an entry of a join
+_WITHOUT_EFFECT = ("subset", "shuffle_over_epochs_multiplier")  # in an entry of a join
 _STRUCTURE_KEYS = {
     "path": _REFERENCE_KEYS,
     "join": _JOIN_KEYS,

@@ -146,6 +146,23 @@ class Sample(_Record):
 class CrudeSample(dict[str, Any]):
     """A sample without a type: its decoded parts by name, and the meta fields that are known."""
 
+    @classmethod
+    def from_joined(cls, *samples: CrudeSample | None, **named: Any) -> Self:
+        """Make one crude sample of several: the parts of all, those of later ones first, or the named samples whole.
+
+        Key, restore key and subflavors are the primary's, which comes first. A dataset that has no matching sample
+        stands as None. Raises TypeError for samples that have a type, unless they have names.
+        """
+        if named:
+            return cls(named)
+        typed = [type(sample).__name__ for sample in samples if not isinstance(sample, dict | None)]
+        if typed:
+            raise TypeError(f"only crude samples have parts that can be put together, found {', '.join(typed)}")
+        joined: dict[str, Any] = {}
+        for sample in samples:
+            joined |= {name: part for name, part in (sample or {}).items() if name not in joined or name[:2] != "__"}
+        return cls(joined)
+
 
 @edataclass
 class Batch(_Record):

@@ -7,7 +7,7 @@ moment, never changes what a lazy gives; only when and from where it is read.
 
 from __future__ import annotations
 
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, runtime_checkable
 
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.samples import SourceInfo
@@ -42,6 +42,21 @@ class Lazy:
             "a lazy file was left in a batch or sample that leaves the process: get it before, in postencode_sample or "
             "encode_sample"
         )
+
+
+@runtime_checkable
+class Encoded(Protocol):
+    """Data that is encoded and can say what it is got as, such as a deferred image."""
+
+    data: bytes
+
+    def with_data(self, data: bytes) -> Encoded:
+        """Return the same of other bytes."""
+        ...
+
+    def when_got(self) -> Any:
+        """Return what stands for it where it is got: itself, or what it is decoded to."""
+        ...
 
 
 class CachePool(Protocol):
@@ -84,7 +99,7 @@ class HeldLazy(Lazy):
 
     def read(self) -> tuple[Any, SourceInfo | None]:
         """Return the data."""
-        return self._data, None
+        return self._data.when_got() if isinstance(self._data, Encoded) else self._data, None
 
 
 class NoCachePool(CachePool):

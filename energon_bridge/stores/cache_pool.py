@@ -1,8 +1,8 @@
 """`FileStoreCachePool`: files that are needed later are copied to a folder near by, in the background.
 
-Each process that uses a pool has a folder of its own below the pool's (`own_folder`), so that processes share nothing,
+Each process that uses a pool has a folder of its own below the pool's (`own_folder`), so that processes share no file,
 and a process that is killed leaves nothing for another to read; the next one to come clears it away. The bytes are
-those of the store, decoded when they are got. Limits hold for each process (`kept`).
+those of the store, decoded when they are got. Limits hold for all processes of the host together (`room`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Literal
 from energon_bridge.errors import ConfigurationError, LoaderError
 from energon_bridge.samples import SourceInfo
 from energon_bridge.stores.base import FileStore
-from energon_bridge.stores.cache import CachePool, HeldLazy, Lazy, NoCachePool
+from energon_bridge.stores.cache import CachePool, Encoded, HeldLazy, Lazy, NoCachePool
 from energon_bridge.stores.kept import KeptFile, KeptFiles, own_files
 from energon_bridge.stores.plain_data import from_bytes, to_bytes
 
@@ -32,8 +32,9 @@ class FileStoreCachePool(CachePool):
     Args:
         parent_cache_dir: Folder below which each process makes its own; default: the folder for temporary files.
         num_workers: Threads that copy, in each process.
-        max_cache_size_gbytes: Limit of each process, in 10^9 bytes; what finds no room is read when it is got.
-        max_cache_count: Limit of the number of files of each process.
+        max_cache_size_gbytes: Limit of all of a user's processes of this host that keep files below the folder, in 10^9
+            bytes; what finds no room is read when it is got.
+        max_cache_count: Limit of the number of their files.
         method: "raw", the bytes as they are stored. (megatron-energon's "pickle" is refused: reading a pickle runs the
             code in it.)
 
@@ -88,12 +89,13 @@ class FileStoreCachePool(CachePool):
     def to_cache(self, data: Any, name: str) -> Lazy:
         """Write data away and return what stands for it; kept in memory where there is no room.
 
-        Numbers, texts, bytes, tensors, arrays, and lists, tuples and dicts of them are written. Anything else stays in
-        memory, and is warned of once.
+        Numbers, texts, bytes, tensors, arrays, and lists, tuples and dicts of them are written, and deferred images.
+        Anything else stays in memory, and is warned of once.
         """
         files = self._here()
         try:
-            entry = None if files is None else files.put(to_bytes(data), name)
+            plain = data.data if isinstance(data, Encoded) else to_bytes(data)
+            entry = None if files is None else files.put(plain, name)
         except TypeError as error:
             entry = None
             if str(error) not in self._said:
@@ -106,7 +108,7 @@ class FileStoreCachePool(CachePool):
                 )
         if files is None or entry is None:
             return HeldLazy(data)
-        return _DataLazy(self, files, entry)
+        return _DataLazy(self, files, entry, data.with_data(b"") if isinstance(data, Encoded) else None)
 
     def close(self) -> None:
         """Delete what this process keeps; what is asked for later is kept anew."""
@@ -124,7 +126,7 @@ class FileStoreCachePool(CachePool):
         with self._lock:
             if self._pid != os.getpid():
                 if self._files is not None:
-                    self._files.folder.leave()
+                    self._files.room.leave()
                 self._files = files = own_files(self._parent, **self._limits)
                 self._pid = os.getpid()
                 if files is not None:
@@ -162,13 +164,17 @@ class _FileLazy(_KeptLazy):
 
 
 class _DataLazy(_KeptLazy):
-    """Data that was written away."""
+    """Data that was written away; `shell` is what it is without its bytes, where it was encoded."""
+
+    def __init__(self, pool: FileStoreCachePool, files: KeptFiles, entry: KeptFile, shell: Encoded | None) -> None:
+        super().__init__(pool, files, entry)
+        self._shell = shell
 
     def read(self) -> tuple[Any, SourceInfo | None]:
         data = self._files.read(self._entry) if self._files.pid == os.getpid() else None
         if data is None:
             raise LoaderError(
                 f"{self._entry.name}: data given to to_cache is gone: the pool was closed, or its folder "
-                f"{self._files.folder.path} deleted, or this is another process"
+                f"{self._files.room.folder.path} deleted, or this is another process"
             )
-        return from_bytes(data), None
+        return from_bytes(data) if self._shell is None else self._shell.with_data(data).when_got(), None

@@ -1,9 +1,9 @@
 """The files that one process keeps in its cache folder, within limits of bytes and number.
 
 A file that is asked for waits in a queue; threads read it from its store and write it to the folder, as long as there
-is room. Who needs it earlier, or finds no room, reads the store directly. Invariants: no file is in the table before
-all of it is written; bytes and numbers are reserved before they are used and given back when the last one who asked for
-the file lets go of it, which also deletes it.
+is room (`room`: the limits are those of all processes of the host). Who needs it earlier, or finds no room, reads the
+store directly. Invariants: no file is in the table before all of it is written; room is taken before it is used and
+given back after the last one who asked for the file has let go of it, which also deletes it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from enum import Enum
 from energon_bridge.errors import StorageError
 from energon_bridge.samples import SourceInfo
 from energon_bridge.stores.base import FileStore
-from energon_bridge.stores.own_folder import OwnFolder
+from energon_bridge.stores.room import Room
 
 _THREADS = "energon-cache"
 _PATIENCE_SECONDS = 0.5
@@ -57,17 +57,12 @@ class KeptFiles:
 
     Attributes:
         pid: The process that they belong to.
-        size: Bytes reserved.
-        count: Files reserved.
+        room: What they take of the limits, and their folder.
     """
 
     def __init__(self, parent: str, *, num_workers: int, max_bytes: int, max_count: int) -> None:
         self.pid = os.getpid()
-        self.folder = OwnFolder(parent)
-        self.size = 0
-        self.count = 0
-        self._max_bytes = max_bytes
-        self._max_count = max_count
+        self.room = Room(parent, max_bytes=max_bytes, max_count=max_count)
         self._num_workers = num_workers
         self._threads = ThreadPoolExecutor(num_workers, _THREADS)
         self._running = 0
@@ -145,7 +140,7 @@ class KeptFiles:
         # On one of the threads themselves it cannot wait for its own end.
         wait = not threading.current_thread().name.startswith(_THREADS)
         self._threads.shutdown(wait=wait, cancel_futures=True)
-        self.folder.remove()
+        self.room.close()
 
     # With the lock held ----------------------------------------------------------------------------------------------
 
@@ -166,10 +161,9 @@ class KeptFiles:
         entry.state = _State.DIRECT
         if self._closed:
             return
-        self.size -= entry.size
-        self.count -= 1
         with contextlib.suppress(FileNotFoundError):  # one that could not be written
             os.unlink(entry.path)
+        self.room.give_back(entry.size)
 
     def _start(self) -> None:
         """Let threads fetch waiting files while there is room."""
@@ -179,8 +173,7 @@ class KeptFiles:
             self._waiting
             and not self._closed
             and self._running < self._num_workers
-            and self.count + self._running < self._max_count
-            and self.size < self._max_bytes
+            and self.room.has_room(self._running)
         ):
             entry = self._waiting.popleft()
             if entry.references and entry.state is _State.WAITING:
@@ -210,13 +203,10 @@ class KeptFiles:
     def _write(self, entry: KeptFile, data: bytes) -> bool:
         """Reserve room for a file and write it; say whether it is kept."""
         with self._changed:
-            fits = self.size + len(data) <= self._max_bytes and self.count < self._max_count
-            if self._closed or not entry.references or not fits:
+            if self._closed or not entry.references or not self.room.take(len(data)):
                 return False
-            self.size += len(data)
-            self.count += 1
             entry.size = len(data)
-            entry.path = os.path.join(self.folder.path, str(next(self._numbers)))
+            entry.path = os.path.join(self.room.folder.path, str(next(self._numbers)))
         try:
             with open(entry.path, "wb") as file:
                 file.write(data)

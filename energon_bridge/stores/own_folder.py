@@ -13,6 +13,7 @@ import re
 import secrets
 import shutil
 import socket
+from collections.abc import Iterator
 
 from energon_bridge.errors import StorageError
 
@@ -26,20 +27,26 @@ _LOCK = ".lock"
 
 
 class OwnFolder:
-    """A new folder below `parent`; raises StorageError if none can be made there."""
+    """A new folder below `parent`; raises StorageError if none can be made there.
+
+    Attributes:
+        path: The folder.
+        prefix: Path with which those of all processes of this host begin.
+        descriptor: Of the lock file, whose content is others' (`room`).
+    """
 
     def __init__(self, parent: str) -> None:
-        prefix = f"{_PREFIX}{re.sub('[^A-Za-z0-9.-]', '-', socket.gethostname())}_"
+        self.prefix = os.path.join(parent, f"{_PREFIX}{re.sub('[^A-Za-z0-9.-]', '-', socket.gethostname())}_")
         try:
             os.makedirs(parent, exist_ok=True)
-            _remove_stale(parent, prefix)
+            remove_stale(self.prefix)
             while True:
-                self.path = os.path.join(parent, f"{prefix}{os.getpid()}_{secrets.token_hex(8)}")
+                self.path = f"{self.prefix}{os.getpid()}_{secrets.token_hex(8)}"
                 flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC
-                self._descriptor = os.open(self.path + _LOCK, flags, 0o600)
-                if _lock(self._descriptor) is not False and _is_still(self._descriptor, self.path + _LOCK):
+                self.descriptor = os.open(self.path + _LOCK, flags, 0o600)
+                if _lock(self.descriptor) is not False and is_still(self.descriptor, self.path + _LOCK):
                     break
-                os.close(self._descriptor)  # another process took the new file for that of a dead one
+                os.close(self.descriptor)  # another process took the new file for that of a dead one
             os.mkdir(self.path, 0o700)
         except OSError as error:
             raise StorageError(f"{parent}: cannot make a folder for cached files: {error}") from error
@@ -47,25 +54,30 @@ class OwnFolder:
     def remove(self) -> None:
         """Remove the folder with all that is in it."""
         _remove(self.path)
-        os.close(self._descriptor)
+        os.close(self.descriptor)
 
     def leave(self) -> None:
         """Let go of the folder in a child process, which was forked with it; it stays its owner's."""
-        os.close(self._descriptor)
+        os.close(self.descriptor)
 
 
-def _remove_stale(parent: str, prefix: str) -> None:
+def lock_files(prefix: str) -> list[str]:
+    """Return the lock files of this host's processes."""
+    parent, start = os.path.split(prefix)
+    with os.scandir(parent) as entries:
+        return [entry.path for entry in entries if entry.name.startswith(start) and entry.name.endswith(_LOCK)]
+
+
+def remove_stale(prefix: str) -> None:
     """Remove the folders of this host's dead processes."""
-    for entry in os.scandir(parent):
-        if not (entry.name.startswith(prefix) and entry.name.endswith(_LOCK)):
-            continue
+    for path in lock_files(prefix):
         try:
-            descriptor = os.open(entry.path, os.O_RDWR | os.O_CLOEXEC)
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except OSError:
             continue  # gone meanwhile, or another user's
         try:
-            if _lock(descriptor) and _is_still(descriptor, entry.path):
-                _remove(entry.path[: -len(_LOCK)])
+            if _lock(descriptor) and is_still(descriptor, path):
+                _remove(path[: -len(_LOCK)])
         finally:
             os.close(descriptor)
 
@@ -90,7 +102,22 @@ def _lock(descriptor: int) -> bool | None:
     return None
 
 
-def _is_still(descriptor: int, path: str) -> bool:
+@contextlib.contextmanager
+def locked(descriptor: int) -> Iterator[None]:
+    """Hold the lock of a file, once it is free. Raises OSError where the file system has no locks."""
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+
+
+def can_lock(descriptor: int) -> bool:
+    """Whether there are locks on the file system of a file; one that is locked already stays so."""
+    return _lock(descriptor) is not None
+
+
+def is_still(descriptor: int, path: str) -> bool:
     """Whether the path still names the file that is open."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(path))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from energon_bridge.errors import NoCookerError
+from energon_bridge.errors import FatalSampleError, NoCookerError
 from energon_bridge.format.dataset import PreparedDataset
 from energon_bridge.format.join import JoinedDataset
 from energon_bridge.format.jsonl import is_jsonl
@@ -30,22 +30,32 @@ Cook = Callable[[CrudeSample], Any]
 
 
 def cooker_of(encoder: Any, dataset: PreparedDataset | JoinedDataset) -> Cooker[Any] | None:
-    """Return what cooks the samples of a dataset; None for typed ones, joins, and encoders without cookers.
+    """Return what cooks the samples of a dataset; None for typed ones, and encoders without cookers.
+
+    Of a join it cooks the samples that its joiner leaves crude: dicts, where one of the datasets is crude.
 
     Raises:
         NoCookerError: None of the encoder's cookers takes them.
     """
     cookers = getattr(encoder, "cookers", ())
-    if not cookers or isinstance(dataset, JoinedDataset) or not issubclass(dataset.sample_type, CrudeSample):
+    if not cookers or not _is_crude(dataset):
         return None
     found = matching_cooker(cookers, dataset.subflavors)
-    if found is None:
-        known = "; ".join(f"{one.name} for {dict(one.has_subflavors or {})}" for one in cookers)
-        raise NoCookerError(
-            f"{dataset.path}: no cooker of {type(encoder).__name__} takes its samples, whose subflavors are "
-            f"{dataset.subflavors}. There are: {known}. Give the dataset the subflavors of one of them, or add a cooker"
-        )
+    if found is None and not isinstance(dataset, JoinedDataset):
+        raise NoCookerError(_no_cooker(encoder, dataset))
     return found
+
+
+def _is_crude(dataset: PreparedDataset | JoinedDataset) -> bool:
+    return dataset.is_crude if isinstance(dataset, JoinedDataset) else issubclass(dataset.sample_type, CrudeSample)
+
+
+def _no_cooker(encoder: Any, dataset: PreparedDataset | JoinedDataset) -> str:
+    known = "; ".join(f"{one.name} for {dict(one.has_subflavors or {})}" for one in encoder.cookers)
+    return (
+        f"{dataset.path}: no cooker of {type(encoder).__name__} takes its samples, whose subflavors are "
+        f"{dataset.subflavors}. There are: {known}. Give the dataset the subflavors of one of them, or add a cooker"
+    )
 
 
 def check_cooker(encoder: Any, dataset: PreparedDataset | JoinedDataset, aux: Mapping[str, AuxRef]) -> None:
@@ -86,16 +96,34 @@ def cook_of(
 ) -> Cook | None:
     """Return what makes samples of a leaf's crude ones, None where they stay as they are."""
     found = cooker_of(encoder, dataset)
+    joined = isinstance(dataset, JoinedDataset)
     if found is None:
+        if joined and _is_crude(dataset) and len(getattr(encoder, "cookers", ())):
+            return partial(_refuse_crude, message=_no_cooker(encoder, dataset))
         return None
     given = {name: stores.open(ref) for name, ref in aux.items()}
     if found.needs_primary:
-        given[PRIMARY] = stores.open(AuxRef(path=dataset.path))
+        path = dataset.parts[0].dataset.path if isinstance(dataset, JoinedDataset) else dataset.path
+        given[PRIMARY] = stores.open(AuxRef(path=path))
     hook = getattr(encoder, "cook_crude_sample", None)
-    if hook is None:
-        return partial(cook_sample, of=found, stores=given, cache=cache)
+    cook: Cook = partial(cook_sample, of=found, stores=given, cache=cache)
+    if hook is not None:
+        cook = partial(_by_hook, hook, found, given)
+    return partial(_if_crude, cook) if joined else cook
 
-    def cook(sample: CrudeSample) -> Any:
-        return hook(sample, found, given)
 
-    return cook
+def _by_hook(hook: Callable[..., Any], of: Cooker[Any], stores: dict[str, FileStore], sample: CrudeSample) -> Any:
+    return hook(sample, of, stores)
+
+
+def _if_crude(cook: Cook, sample: Any) -> Any:
+    """Cook what a joiner has left crude."""
+    if not isinstance(sample, dict):
+        return sample
+    return cook(sample if isinstance(sample, CrudeSample) else CrudeSample(sample))
+
+
+def _refuse_crude(sample: Any, message: str) -> Any:
+    if isinstance(sample, dict):
+        raise FatalSampleError(message)
+    return sample

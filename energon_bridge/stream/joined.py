@@ -1,12 +1,13 @@
 """Reading a join: each row's bytes from all its datasets, and one sample made of theirs.
 
 The datasets are read and turned into samples one after the other, each by what reads a dataset on its own, so that
-neighbours are one read in each of them.
+neighbours are one read in each of them. The joiner is user code, and runs with the hooks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -18,9 +19,10 @@ from energon_bridge.rng import IntArray
 from energon_bridge.samples import META_FIELDS, SourceInfo
 from energon_bridge.samples.slabs import Slab
 from energon_bridge.stream.activity import Activities
+from energon_bridge.stream.dataset_code import JOINER, Begin, Unmade, values_of
 from energon_bridge.stream.reader import LeafReader, RoundBuffer
 from energon_bridge.stream.report import Place
-from energon_bridge.stream.values import EXCLUDED, Columns, Problem, RestoreKey, Values
+from energon_bridge.stream.values import EXCLUDED, Columns, Problem, RestoreKey
 
 RawRow = tuple[Any, ...]
 """The bytes (a memoryview) that each dataset of a join has for a row, None where it has no sample for it."""
@@ -74,12 +76,14 @@ class JoinValues:
         self._dataset = dataset
         self._reader = reader
         self._names = dataset.names
-        self._values = [Values(identity, part.dataset, decoder, activities) for part in dataset.parts]
+        self._values = [
+            values_of(identity, part.dataset, decoder, activities, number) for number, part in enumerate(dataset.parts)
+        ]
 
     def load(
         self, buffer: RoundBuffer, low: int, high: int, *, ahead: bool, slots: Sequence[tuple[Slab, int]] = ()
     ) -> Columns:
-        """Return for each draw [low, high) of a round its key, and its sample or the `Problem` in its place.
+        """Return for each draw [low, high) of a round its key, and an `Unmade` or the `Problem` in its place.
 
         The `slots` are left empty: which of the images of a row would go there, only the joiner knows.
         """
@@ -104,20 +108,22 @@ class JoinValues:
             for row, sample in zip(among, made, strict=True):
                 column[row] = sample
             columns.append(column)
-        now.dataset, now.key, now.hook = self._dataset, "", "joiner"
-        samples = [self._joined(parts, key) for *parts, key in zip(*columns, keys, strict=True)]
+        samples = [Unmade(partial(self._joined, parts, key)) for *parts, key in zip(*columns, keys, strict=True)]
         now.rest()
         return keys, samples, [sum(len(raw) for raw in row if raw is not None) for row in raws]
 
-    def _joined(self, parts: list[Any], key: RestoreKey) -> Any:
+    def _joined(self, parts: list[Any], key: RestoreKey, begin: Begin) -> Any:
+        _, row, epoch, _ = key
         for number, part in enumerate(parts):
+            if type(part) is Unmade:
+                part = parts[number] = part.make(begin)
             if part is EXCLUDED:
                 return part
             if type(part) is Problem:
-                note = f"row {key[1]} of a join, {self._name(number)}"
+                note = f"row {row} of a join, {self._name(number)}"
                 return Problem(part.error, part.hook, part.place._replace(note=note))
-        self._activities.mine().index = key[1]
         try:
+            begin("joiner", self._dataset, row, str(parts[0]["__key__"]), (JOINER, row, epoch))
             joiner = self._dataset.joiner
             sample = joiner(*parts) if self._names is None else joiner(**dict(zip(self._names, parts, strict=True)))
             return _completed(sample, parts, key)
@@ -127,8 +133,8 @@ class JoinValues:
             of = ", ".join(_of(part) for part in parts if part is not None)
             first: SourceInfo = parts[0]["__sources__"][0]
             of_key = str(parts[0]["__key__"])
-            note = f"row {key[1]}, joining {of}"
-            return Problem(error, "joiner", Place(self._dataset.path, first.shard_name, key[1], of_key, (), note))
+            note = f"row {row}, joining {of}"
+            return Problem(error, "joiner", Place(self._dataset.path, first.shard_name, row, of_key, (), note))
 
     def name_of(self, raw: RawRow, index: int) -> tuple[str, tuple[str, ...]]:
         """Return key and parts of a row's sample in the primary."""
@@ -150,6 +156,7 @@ def _completed(sample: Any, parts: list[Any], key: RestoreKey) -> Any:
     if own.get("__subflavors__") is None:
         meta["__subflavors__"] = parts[0]["__subflavors__"]
     if is_dict:
+        own.setdefault("__key__", parts[0]["__key__"])
         own.update(meta)
     else:
         for name, value in meta.items():

@@ -17,6 +17,7 @@ from energon_bridge.plan.leaf import LeafOrder
 from energon_bridge.rng import fold
 from energon_bridge.stream.activity import Activities
 from energon_bridge.stream.cooking import Cook
+from energon_bridge.stream.dataset_code import values_of
 from energon_bridge.stream.joined import JoinReader, JoinValues
 from energon_bridge.stream.lines import LineValues
 from energon_bridge.stream.reader import LeafReader, Reader, RoundBuffer
@@ -53,7 +54,7 @@ class LeafSource:
             is_lines = isinstance(dataset, JsonlDataset)
             unread_from = None if is_lines else getattr(decoder, "unread_from", None)
             self.reader = LeafReader(dataset, tolerant=tolerant, unread_from=unread_from)
-            values = LineValues if is_lines else Values
+            values = LineValues if is_lines else values_of
             self.values = values(leaf.identity, dataset, decoder, activities)
         self.user_key = fold(leaf.order.key, _USER_CODE)
 

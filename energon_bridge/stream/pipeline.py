@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 
-from energon_bridge.errors import DecodeError, SkipSample
+from energon_bridge.errors import DecodeError, FatalSampleError, SkipSample
 from energon_bridge.samples.slabs import SLABS, Slab, SlabPool
 from energon_bridge.stream.activity import Activities
 from energon_bridge.stream.budget import Budget
 from energon_bridge.stream.cooking import StorePool, cook_of, cooker_of
+from energon_bridge.stream.dataset_code import Unmade, has_code
 from energon_bridge.stream.leaf import Cursor, Leaf, LeafSource
 from energon_bridge.stream.policy import Judge
 from energon_bridge.stream.reader import RoundBuffer
@@ -63,8 +64,8 @@ class Pipeline:
         self.leaves = leaves
         self.settings = settings
         self.rows = settings.batch_size or 1
-        cooks = any(cooker_of(settings.encoder, leaf.dataset) is not None for leaf in leaves)
-        self.code = UserCode(settings.encoder, packs=settings.packing_buffer_size is not None, cooks=cooks)
+        makes = any(has_code(leaf.dataset) or cooker_of(settings.encoder, leaf.dataset) for leaf in leaves)
+        self.code = UserCode(settings.encoder, packs=settings.packing_buffer_size is not None, makes=makes)
         self._stores = StorePool(settings.encoder.decoder)
         self.judge = Judge(settings.policy, settings.encoder)
         self.activities = Activities()
@@ -179,14 +180,19 @@ class Pipeline:
 
         With `again`, what the hooks themselves count has been counted before.
         """
+        identity, index, epoch, _ = key
+        source = self.source(leaf)
+        if type(sample) is Unmade:
+            try:
+                sample = self.code.make(sample, source.user_key, index, epoch)
+            except FatalSampleError as error:
+                self.failed(error, [(leaf, index)], counts)
         if type(sample) is Problem:
             if sample.error is None:
                 counts.of(leaf)[_EXCLUDED] += 1
             else:
                 self.failed(sample.error, [(leaf, key[1])], counts, hook=sample.hook, place=sample.place)
             return []
-        identity, index, epoch, _ = key
-        source = self.source(leaf)
         try:
             encoded = self.code.encode(sample, source.user_key, index, epoch, source.cook)
             self.take_tally(leaf, counts, again=again)

@@ -1,8 +1,12 @@
 """Where user code runs: the hooks of a task encoder, under keyed randomness.
 
-Around a hook that is not the package's own, the global generators of `random`, numpy and torch are seeded from a key
-of the draw (or of the microbatch), so that encoding a sample again gives the same result in any process. Where no user
-hook runs nothing is seeded. In the training process the generators are put back after each microbatch.
+Around a hook that is not the package's own, and around code that comes with a dataset (`dataset_code`), the global
+generators of `random`, numpy and torch are seeded from a key of the draw (or of the microbatch), so that encoding a
+sample again gives the same result in any process. Where no user code runs nothing is seeded. In the training process
+the generators are put back after each microbatch.
+
+From `postencode_sample` on user code sees no deferred images: those in fields have been decoded, and what it gets from
+stores and caches is decoded as it is got (`current.DELIVERING`).
 
 Each hook leaves a note of itself and its sample in an `Activity`, for those who name what failed or hangs.
 """
@@ -12,7 +16,8 @@ from __future__ import annotations
 import contextlib
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from types import GeneratorType
 from typing import Any
 
@@ -23,11 +28,12 @@ from energon_bridge.errors import ConfigurationError, FatalSampleError
 from energon_bridge.rng import fold
 from energon_bridge.stores import CachePool
 from energon_bridge.stream.activity import Activity
-from energon_bridge.task_encoder.current import BATCH, CACHE, LAST, SAMPLE, tallying
+from energon_bridge.stream.dataset_code import Unmade
+from energon_bridge.task_encoder.current import BATCH, CACHE, DELIVERING, LAST, SAMPLE, tallying
 from energon_bridge.task_encoder.deferred import decode_deferred
 
 _ENCODE, _BATCH, _POST, _SELECT, _PACK, _GROUP, _COOK = 1, 2, 3, 4, 5, 6, 7
-_LOADING = ("read", "decode", "field_map", "sample_loader", "joiner", "cook_crude_sample")
+_LOADING = ("read", "decode", "field_map", "part_filter", "sample_loader", "joiner", "cook_crude_sample")
 
 
 class UserCode:
@@ -36,7 +42,7 @@ class UserCode:
     Args:
         encoder: The task encoder.
         packs: Whether it packs.
-        cooks: Whether it cooks samples of a leaf.
+        makes: Whether it cooks samples of a leaf, or a leaf brings code of its own.
 
     Attributes:
         encodes: Whether code of the user's sees every sample that is drawn.
@@ -50,7 +56,7 @@ class UserCode:
         ConfigurationError: Hooks are overridden that exclude each other.
     """
 
-    def __init__(self, encoder: Any, *, packs: bool = False, cooks: bool = False) -> None:
+    def __init__(self, encoder: Any, *, packs: bool = False, makes: bool = False) -> None:
         self.encoder = encoder
         self._packs = packs
         pre, self.posts = (not is_default(_hook(encoder, f"{name}encode_sample")) for name in ("pre", "post"))
@@ -68,7 +74,7 @@ class UserCode:
                     )
         self._first = encoder.encode_sample if encodes else _hook(encoder, "preencode_sample")
         self._pre = encodes or pre
-        self.encodes = self._pre or (self.posts and not packs) or cooks
+        self.encodes = self._pre or (self.posts and not packs) or makes
         self.groups = not is_default(_hook(encoder, "batch_group_criterion"))
         self._batches = not (is_default(encoder.batch) and is_default(encoder.encode_batch))
         self.now = Activity()
@@ -80,6 +86,18 @@ class UserCode:
     def present(self) -> bool:
         """Whether any hook is not the package's own."""
         return self.encodes or self._batches or self._packs or self.groups
+
+    def make(self, sample: Unmade, leaf_key: int, index: int, epoch: int) -> Any:
+        """Return what code that comes with a dataset makes of a draw, or the `Problem` in its place."""
+        SAMPLE.set((leaf_key, index, epoch))
+        made = sample.make(partial(self._begin, leaf_key))
+        self.now.rest()
+        return made
+
+    def _begin(self, leaf_key: int, hook: str, dataset: Any, index: int, key: str, words: Iterable[int]) -> None:
+        now = self.now
+        now.dataset, now.index, now.key, now.hook = dataset, index, key, hook
+        seed_everything(fold(leaf_key, *words))
 
     def encode(
         self, sample: Any, leaf_key: int, index: int, epoch: int, cook: Callable[[Any], Any] | None = None
@@ -121,7 +139,8 @@ class UserCode:
             self.tally.clear()
         self.now.hook = "postencode_sample"
         seed_everything(fold(leaf_key, _POST, index, epoch, output))
-        encoded = self.encoder.postencode_sample(sample)
+        with _delivering():
+            encoded = self.encoder.postencode_sample(sample)
         if isinstance(encoded, GeneratorType):
             raise FatalSampleError(
                 f"postencode_sample of {type(self.encoder).__name__} must return one sample; let preencode_sample "
@@ -149,7 +168,8 @@ class UserCode:
         """Return the rows that a pack becomes; the numbers are those of its first sample."""
         self.now.hook, self.now.sample = "pack_selected_samples", samples
         seed_everything(fold(leaf_key, _PACK, index, epoch, output))
-        rows = _listed(self.encoder.pack_selected_samples(samples))
+        with _delivering() if self.posts else contextlib.nullcontext():
+            rows = _listed(self.encoder.pack_selected_samples(samples))
         self.now.rest()
         return rows
 
@@ -173,11 +193,21 @@ class UserCode:
         if self._batches:
             seed_everything(fold(leaf_key, _BATCH, index, epoch, output))
         BATCH.set(number)
-        raw = _listed(self.encoder.batch(samples))
-        now.hook = "encode_batch"
-        batches = [out for batch in raw for out in _listed(self.encoder.encode_batch(batch))]
+        with _delivering() if self.posts else contextlib.nullcontext():
+            raw = _listed(self.encoder.batch(samples))
+            now.hook = "encode_batch"
+            batches = [out for batch in raw for out in _listed(self.encoder.encode_batch(batch))]
         now.hook, now.sample = "", None
         return batches
+
+
+@contextlib.contextmanager
+def _delivering() -> Iterator[None]:
+    token = DELIVERING.set(True)
+    try:
+        yield
+    finally:
+        DELIVERING.reset(token)
 
 
 def _hook(encoder: Any, name: str) -> Any:

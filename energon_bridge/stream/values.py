@@ -1,4 +1,7 @@
-"""Bytes of a sample become a typed sample: parse the tar members, decode the parts, map them to fields."""
+"""Bytes of a sample become a typed sample: parse the tar members, decode the parts, map them to fields.
+
+Code that comes with a dataset is for `dataset_code`.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ Columns = tuple[list[RestoreKey], list[Any], list[int]]
 """Of consecutive draws the restore keys, the samples or `Problem`s, and the sizes in bytes."""
 
 
-_NO_PARTS: dict[str, memoryview] = {}
+NO_PARTS: dict[str, memoryview] = {}
 
 
 class Problem:
@@ -55,9 +58,6 @@ class Values:
         self._decode = None if decoder is None else decoder.decode
         self._keeps: Any = getattr(decoder, "keeps_unread", None)
         self._parts = dataset.part_filter if isinstance(dataset.part_filter, frozenset) else None
-        self._accept = dataset.part_filter if callable(dataset.part_filter) else None
-        self._crude = dataset.field_map is None and dataset.sample_loader is None
-        self._makes = "field_map" if dataset.sample_loader is None else "sample_loader"
 
     def load(
         self, buffer: RoundBuffer, low: int, high: int, *, ahead: bool, slots: Sequence[tuple[Slab, int]] = ()
@@ -94,7 +94,7 @@ class Values:
         now = self._activities.mine()
         now.dataset, now.hook = dataset, "decode"
         for raw, index, shard, restore_key in zip(raws, indices, shards, restore_keys, strict=True):
-            key, hook, parts = "", "read", _NO_PARTS
+            key, hook, parts = "", "read", NO_PARTS
             try:
                 key, parts = self._parse(raw, wanted)
                 now.index, now.key, hook = index, key, "decode"
@@ -102,8 +102,6 @@ class Values:
                     out.append(EXCLUDED)
                     continue
                 values: dict[str, Any]
-                if self._accept is not None:
-                    parts = {name: data for name, data in parts.items() if self._accept(name)}
                 if decode is None:
                     values = {name: bytes(data) for name, data in parts.items()}
                 else:
@@ -111,7 +109,7 @@ class Values:
                         SLOT.set(slots[len(out)])
                     values = {name: decode(name, data) for name, data in parts.items()}
                 source = SourceInfo(path, index, names[shard], tuple([f"{key}.{name}" for name in parts]))
-                hook = self._makes
+                hook = "field_map"
                 out.append(self._sample(key, restore_key, source, values))
             except FatalSampleError:
                 raise
@@ -136,7 +134,7 @@ class Values:
     def _sample(self, key: str, restore_key: RestoreKey, source: SourceInfo, values: dict[str, Any]) -> Any:
         dataset = self._dataset
         subflavors = dict(dataset.subflavors)
-        if self._crude:
+        if dataset.field_map is None:
             meta = {
                 "__key__": key,
                 "__shard__": source.shard_name,
@@ -145,13 +143,7 @@ class Values:
                 "__sources__": (source,),
             }
             return CrudeSample(meta | values)
-        if dataset.sample_loader is not None:
-            self._activities.mine().hook = "sample_loader"
-            meta = {"__key__": key, "__restore_key__": restore_key, "__sources__": (source,)}
-            values = dataset.sample_loader(values | meta | {"__shard__": source.shard_name})
-            self._activities.mine().hook = "decode"
-        else:
-            values = dataset.field_map(values)
+        values = dataset.field_map(values)
         if "__key__" in values:
             key = values.pop("__key__")
         return dataset.sample_type(

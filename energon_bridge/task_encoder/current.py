@@ -18,6 +18,8 @@ SAMPLE: ContextVar[tuple[int, ...]] = ContextVar("energon_bridge_sample")
 """Keys of the draw whose sample a hook has."""
 BATCH: ContextVar[int] = ContextVar("energon_bridge_batch")
 """Number of the microbatch in the global sequence."""
+DELIVERING: ContextVar[bool] = ContextVar("energon_bridge_delivering", default=False)
+"""Whether samples are about to be delivered, after which nothing stays deferred."""
 CACHE: ContextVar[CachePool] = ContextVar("energon_bridge_cache")
 """The cache pool of the loader."""
 LAST: ContextVar[bool] = ContextVar("energon_bridge_last_buffer", default=False)

@@ -25,7 +25,7 @@ import json
 import logging
 import struct
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from types import ModuleType
@@ -38,10 +38,11 @@ from energon_bridge.av import AV_EXTENSIONS, AVDecoder
 from energon_bridge.errors import ConfigurationError, DecodeError
 from energon_bridge.format.media_kinds import HEAD_BYTES, kind_by_head
 from energon_bridge.storage.ranges import ByteRange
+from energon_bridge.task_encoder.current import DELIVERING
 from energon_bridge.task_encoder.deferred import DeferredImage
 from energon_bridge.task_encoder.images import (
     IMAGE_EXTENSIONS,
-    IMAGE_FORMS,
+    ImageForm,
     decode_image,
     guess_image_extension,
     image_form,
@@ -60,7 +61,9 @@ class SampleDecoder:
     first bytes, whatever its part is called; with `defer_images` it is a `DeferredImage`, decoded when it is needed.
     Videos and sound are an `AVDecoder`, decoded when and where it is asked; `torch` decodes all of it at once into an
     `AVData` (the sound of videos with `video_decode_audio`), and `pyav` opens it for the user to read and to close.
-    Raises ConfigurationError for a form that does not exist.
+    `image_target` declares that images need be no larger than so many pixels, or `(height, width)`: JPEGs are then
+    decoded at 1/2, 1/4 or 1/8 of their size where that is not smaller, which gives other pixels.
+    Raises ConfigurationError for a form that does not exist, or a size that is none.
     """
 
     image_decode: str = "torchrgb"
@@ -68,6 +71,8 @@ class SampleDecoder:
     video_decode_audio: bool = False
     guess_content: bool = False
     defer_images: bool = False
+    image_target: int | tuple[int, int] | None = None
+    _form: ImageForm = field(init=False, repr=False, compare=False)
 
     @property
     def unread_from(self) -> int | None:
@@ -79,7 +84,9 @@ class SampleDecoder:
         return self.av_decode == "AVDecoder" and part_name.rpartition(".")[2].lower() in AV_EXTENSIONS
 
     def __post_init__(self) -> None:
-        image_form(self.image_decode)
+        form = image_form(self.image_decode, self.image_target)
+        object.__setattr__(self, "_form", form)
+        object.__setattr__(self, "image_target", form.target)
         if self.av_decode not in AV_FORMS:
             raise ConfigurationError(f"there is no av_decode {self.av_decode!r}; known: {', '.join(AV_FORMS)}")
 
@@ -107,10 +114,9 @@ class SampleDecoder:
             raw = _run("gz", gzip.decompress, part_name, raw)
         extension = name.rpartition(".")[2]
         if extension.lower() in IMAGE_EXTENSIONS or (self.guess_content and guess_image_extension(raw)):
-            form = IMAGE_FORMS[self.image_decode]
-            if self.defer_images:
-                return DeferredImage(bytes(raw), form, part_name)
-            return decode_image(raw, form, part=part_name)
+            if self.defer_images and not DELIVERING.get():
+                return DeferredImage(bytes(raw), self._form, part_name)
+            return decode_image(raw, self._form, part=part_name)
         if extension.lower() in AV_EXTENSIONS or (self.guess_content and kind_by_head(bytes(raw[:HEAD_BYTES])) == "av"):
             return self._av(bytes(raw), part_name)
         codec = _CODECS.get(extension)
@@ -124,7 +130,7 @@ class SampleDecoder:
         return decoder.get_frames(self.video_decode_audio) if self.av_decode == "torch" else decoder.open_container()
 
     def config(self) -> dict[str, Any]:
-        """Return the settings as plain values, for logs."""
+        """Return the settings as plain values, for logs; `image_target` also stands in the state of a run."""
         return {
             "type": type(self).__qualname__,
             "image_decode": self.image_decode,
@@ -132,6 +138,7 @@ class SampleDecoder:
             "video_decode_audio": self.video_decode_audio,
             "guess_content": self.guess_content,
             "defer_images": self.defer_images,
+            "image_target": self.image_target,
         }
 
 

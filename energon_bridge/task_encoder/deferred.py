@@ -2,20 +2,22 @@
 
 Around packing most of what is drawn is far from being delivered. A deferred image keeps the encoded bytes and knows its
 size from their header, which is what a packer needs; `get` decodes. Where an encoder has `postencode_sample`, the
-engine decodes what is still deferred in a sample's fields right before it, all of a pack at once and on its threads.
+engine decodes what is still deferred in a sample's fields right before it, all of a pack at once and on its threads;
+what the hook itself gets from stores and lazies is decoded too, so that it never sees a deferred image.
 """
 
 from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from typing import Any
 
 from PIL import Image, UnidentifiedImageError
 
 from energon_bridge.errors import DecodeError
+from energon_bridge.task_encoder.current import DELIVERING
 from energon_bridge.task_encoder.images import ImageForm, decode_image
 
 
@@ -51,6 +53,14 @@ class DeferredImage:
     def get(self) -> Any:
         """Return the pixels, decoded anew at each call. Raises DecodeError."""
         return decode_image(self.data, self.form, part=self.part)
+
+    def with_data(self, data: bytes) -> DeferredImage:
+        """Return an image of the same form and name of other bytes."""
+        return replace(self, data=data)
+
+    def when_got(self) -> Any:
+        """Return what a lazy gives for it: the pixels where samples are about to be delivered. Raises DecodeError."""
+        return self.get() if DELIVERING.get() else self
 
     def __repr__(self) -> str:
         return f"DeferredImage({self.part!r}, {len(self.data)} bytes)"

@@ -8,13 +8,18 @@ without complaint, is Pillow's to decode or to refuse.
 Shapes: grey (height, width); colour (height, width, channels) in numpy, (channels, height, width) in torch. The colour
 tensor is a view over the decoder's memory, because a contiguous copy would cost a quarter of the decode. Floats are
 the bytes divided by 255, exactly.
+
+A form may have a target size. A JPEG is then decoded at 1/2, 1/4 or 1/8 of its size, by computing fewer pixels from
+its DCT blocks, as long as neither side falls below the target's; what comes out is as a rule larger than the target,
+and for the encoder to resize. (libjpeg's other scales, such as 5/8, gain little or nothing.) Other formats, and JPEGs
+too small for it, come in full size.
 """
 
 from __future__ import annotations
 
 import io
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from importlib.util import find_spec
 from typing import Any, Literal
@@ -37,6 +42,7 @@ class ImageForm:
     container: Literal["numpy", "torch", "pil"]
     mode: Mode
     scaled: bool = False  # float32 in [0, 1] instead of uint8
+    target: tuple[int, int] | None = None  # height and width that are enough
 
 
 def _forms() -> dict[str, ImageForm]:
@@ -74,13 +80,23 @@ _SCRATCH: ContextVar[np.ndarray | None] = ContextVar("energon_bridge_scratch", d
 _TURBO_COLORSPACES = frozenset({"YCbCr", "RGB", "Gray"})
 
 
-def image_form(name: str) -> ImageForm:
-    """Return the form of that name; raises ConfigurationError, naming the nearest match, if there is none."""
+def image_form(name: str, target: int | tuple[int, int] | None = None) -> ImageForm:
+    """Return the form of that name, for images of which a size (height and width, or both at once) is enough.
+
+    Raises ConfigurationError, naming the nearest match, if there is no such form, or if the size is none.
+    """
     if name in IMAGE_FORMS:
-        return IMAGE_FORMS[name]
+        return IMAGE_FORMS[name] if target is None else replace(IMAGE_FORMS[name], target=_size(target))
     near = get_close_matches(name, IMAGE_FORMS, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     raise ConfigurationError(f"there is no image form {name!r}; {hint}Known forms: {', '.join(IMAGE_FORMS)}")
+
+
+def _size(target: int | tuple[int, int]) -> tuple[int, int]:
+    sides = (target, target) if isinstance(target, int) else tuple(target)
+    if len(sides) == 2 and all(isinstance(side, int) and not isinstance(side, bool) and side > 0 for side in sides):
+        return sides[0], sides[1]
+    raise ConfigurationError(f"image_target must be pixels, or (height, width), both at least 1; got {target!r}")
 
 
 def guess_image_extension(data: bytes | bytearray | memoryview) -> str | None:
@@ -111,13 +127,13 @@ def decode_image(data: bytes | bytearray | memoryview, form: ImageForm, *, part:
     """Decode one image into the form asked for. Raises DecodeError, naming `part` and the codec's complaint."""
     try:
         if form.container == "pil":
-            return _pillow_image(data, form.mode)
+            return _pillow_image(data, form)
         if SLOT.get() is not None and form.container == "torch" and (tensor := _in_slab(data, form)) is not None:
             return tensor
-        pixels = _turbo_pixels(data, form.mode)
+        pixels = _turbo_pixels(data, form)
         if pixels is None:
             # np.array, not asarray: what Pillow lends is read-only
-            pixels = np.array(_pillow_image(data, form.mode))
+            pixels = np.array(_pillow_image(data, form))
     except MemoryError:
         raise
     except UnidentifiedImageError as error:
@@ -131,8 +147,11 @@ def _refusal(part: str, data: bytes | bytearray | memoryview, reason: str) -> De
     return DecodeError(f"part {part!r} ({len(data)} bytes) cannot be decoded as an image: {reason}")
 
 
-def _turbo_header(data: bytes | bytearray | memoryview) -> tuple[int, int, str] | None:
-    """Return height, width and colour space of an ordinary JPEG; None where Pillow has to decide."""
+def _turbo_header(data: bytes | bytearray | memoryview, form: ImageForm) -> tuple[dict[str, int], str] | None:
+    """Return how an ordinary JPEG is decoded, and its colour space; None where Pillow has to decide.
+
+    How: the arguments that ask libjpeg-turbo for the scale, which are the height and width that come out.
+    """
     if data[:3] != b"\xff\xd8\xff":
         return None
     try:
@@ -142,23 +161,24 @@ def _turbo_header(data: bytes | bytearray | memoryview) -> tuple[int, int, str] 
     # A bomb is Pillow's to warn of or to refuse, by the limit that the user may have set there.
     if colorspace not in _TURBO_COLORSPACES or height * width > (Image.MAX_IMAGE_PIXELS or float("inf")):
         return None
-    return height, width, colorspace
+    return _scaled(height, width, form.target), colorspace
 
 
 def _in_slab(data: bytes | bytearray | memoryview, form: ImageForm) -> torch.Tensor | None:
     """Decode an ordinary colour JPEG into its row of a slab, if it has one that fits."""
-    header = _turbo_header(data)
+    header = _turbo_header(data, form)
     if header is None or form.mode == "L":
         return None
-    row = row_for((*header[:2], len(form.mode)), np.float32 if form.scaled else np.uint8)
+    size, _ = header
+    row = row_for((*size.values(), len(form.mode)), np.float32 if form.scaled else np.uint8)
     if row is None:
         return None
     try:
         if form.scaled:
-            pixels = simplejpeg.decode_jpeg(data, form.mode, buffer=_scratch(row.numel()))
+            pixels = simplejpeg.decode_jpeg(data, form.mode, buffer=_scratch(row.numel()), **size)
             np.divide(pixels, _FULL, out=row.numpy())
         else:
-            simplejpeg.decode_jpeg(data, form.mode, buffer=row.numpy())
+            simplejpeg.decode_jpeg(data, form.mode, buffer=row.numpy(), **size)
     except ValueError:
         return None
     return row.permute(2, 0, 1)
@@ -173,26 +193,37 @@ def _scratch(size: int) -> np.ndarray:
     return memory
 
 
-def _turbo_pixels(data: bytes | bytearray | memoryview, mode: Mode) -> np.ndarray | None:
+def _turbo_pixels(data: bytes | bytearray | memoryview, form: ImageForm) -> np.ndarray | None:
     """Decode an ordinary JPEG; return None where Pillow has to decide."""
-    header = _turbo_header(data)
+    header = _turbo_header(data, form)
     if header is None:
         return None
-    height, width, colorspace = header
+    size, colorspace = header
     try:
-        if mode != "L":
-            return simplejpeg.decode_jpeg(data, mode)
+        if form.mode != "L":
+            return simplejpeg.decode_jpeg(data, form.mode, **size)
         if colorspace == "Gray":
-            return simplejpeg.decode_jpeg(data, "GRAY").reshape(height, width)
+            return simplejpeg.decode_jpeg(data, "GRAY", **size)[..., 0]
         # The file's own luma differs from what Pillow computes from RGB.
-        return np.array(Image.fromarray(simplejpeg.decode_jpeg(data, "RGB")).convert("L"))
+        return np.array(Image.fromarray(simplejpeg.decode_jpeg(data, "RGB", **size)).convert("L"))
     except ValueError:  # also for oddities that do not matter, such as stray bytes between markers
         return None
 
 
-def _pillow_image(data: bytes | bytearray | memoryview, mode: Mode) -> Image.Image:
+def _scaled(height: int, width: int, target: tuple[int, int] | None) -> dict[str, int]:
+    """Return what asks libjpeg-turbo for the smallest scale that Pillow's `draft` would choose."""
+    scale = 1
+    if target is not None:
+        fits = (scale for scale in (8, 4, 2) if height >= scale * target[0] and width >= scale * target[1])
+        scale = next(fits, 1)
+    return {"min_height": -(-height // scale), "min_width": -(-width // scale)}
+
+
+def _pillow_image(data: bytes | bytearray | memoryview, form: ImageForm) -> Image.Image:
     with io.BytesIO(data) as stream, Image.open(stream, formats=_PILLOW_FORMATS) as image:
-        return image.convert(mode)
+        if form.target is not None and image.format == "JPEG":
+            image.draft(None, form.target[::-1])
+        return image.convert(form.mode)
 
 
 def _in_form(pixels: np.ndarray, form: ImageForm) -> Any:

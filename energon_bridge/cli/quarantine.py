@@ -1,0 +1,87 @@
+"""`energon quarantine show FILE…`: which samples failed in a run, and where. No dataset is opened."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import click
+
+from energon_bridge.cli.output import number, print_json, print_table
+from energon_bridge.stream.quarantine import QuarantinedSample, quarantine_excludes, read_quarantine
+
+
+@click.group("quarantine")
+def command() -> None:
+    """Show the samples that failed, from the quarantine files of runs (`ErrorPolicy(quarantine=FILE)`)."""
+
+
+@command.command("show")
+@click.argument("files", nargs=-1, required=True, metavar="FILE...")
+@click.option("--limit", default=50, show_default=True, type=click.IntRange(min=0), help="Failures to name.")
+@click.option("--excludes", is_flag=True, help="Print entries for `exclude` of each dataset's split.yaml instead.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, all of it.")
+def show(files: tuple[str, ...], limit: int, excludes: bool, as_json: bool) -> None:
+    """Count failures by dataset, hook and error, and name the samples.
+
+    Each FILE stands for those of its ranks too. A failure of a pack or microbatch is named by its first sample.
+    """
+    found = _read(files)
+    if excludes:
+        _print_excludes(found, as_json=as_json)
+        return
+    kinds = Counter[tuple[str, str, str]]()
+    samples = Counter[tuple[str, str, str]]()
+    for one in found:
+        kind = one.dataset, one.hook, one.error
+        kinds[kind] += 1
+        samples[kind] += one.size
+    counted = [(*kind, count, samples[kind]) for kind, count in sorted(kinds.items())]
+    if as_json:
+        names = ("dataset", "hook", "error", "count", "samples")
+        print_json(
+            {
+                "kinds": [dict(zip(names, row, strict=True)) for row in counted],
+                "failures": [_plain(one) for one in found],
+            }
+        )
+        return
+    print_table(
+        ("dataset", "hook", "error", "failures", "samples"),
+        [(*kind, number(count), number(samples)) for *kind, count, samples in counted],
+        left=3,
+    )
+    print_table(
+        ("dataset", "shard", "key", "hook", "error", "sample", "with others"),
+        [_row(one) for one in found[:limit]],
+        left=5,
+    )
+    if len(found) > limit:
+        click.echo(f"{len(found) - limit:,} more: --limit {len(found)} names them all.")
+
+
+def _read(files: Iterable[str]) -> list[QuarantinedSample]:
+    """Return the failures of several files, each once."""
+    found = {(one.dataset, one.index, one.hook): one for file in files for one in read_quarantine(file)}
+    return sorted(found.values(), key=lambda one: (one.dataset, one.index, one.hook))
+
+
+def _row(one: QuarantinedSample) -> Sequence[str]:
+    others = number(one.size - 1) if one.size > 1 else "-"
+    return one.dataset, one.shard, one.key or "-", one.hook, f"{one.error}: {one.message}", str(one.index), others
+
+
+def _plain(one: QuarantinedSample) -> dict[str, Any]:
+    members = [dict(zip(("dataset", "shard", "index", "key"), place, strict=False)) for place in one.members]
+    return asdict(one) | {"members": members}
+
+
+def _print_excludes(found: Sequence[QuarantinedSample], *, as_json: bool) -> None:
+    entries = quarantine_excludes(found)
+    if as_json:
+        print_json(entries)
+        return
+    for dataset, names in entries.items():
+        click.echo(f"{dataset}:\n" + "\n".join(f"  - {name}" for name in names))

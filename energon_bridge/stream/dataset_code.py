@@ -1,0 +1,163 @@
+"""Code that comes with a dataset: `sample_loader` and `part_filter` functions, which run where hooks run.
+
+Threads that load read and decode; what is left for user code is an `Unmade`, which the thread that runs the hooks
+makes, with the global generators seeded before each function. So a function may draw, and gives the same on any
+topology.
+
+A `part_filter` is asked once in a process for each name of a part, with generators that are seeded from the name: what
+it says of a name cannot depend on when it is asked. Only samples with a name that is new are decoded late.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+from energon_bridge.errors import FatalSampleError
+from energon_bridge.format.dataset import PreparedDataset
+from energon_bridge.format.join import JoinedDataset
+from energon_bridge.format.tar import parse_sample
+from energon_bridge.rng import key_of
+from energon_bridge.samples import SourceInfo
+from energon_bridge.samples.slabs import SLOT, Slab
+from energon_bridge.stream.activity import Activities
+from energon_bridge.stream.reader import Unreadable
+from energon_bridge.stream.report import Place
+from energon_bridge.stream.values import EXCLUDED, NO_PARTS, Problem, RestoreKey, Values
+
+LOADER, FILTER, JOINER = 8, 9, 10
+"""First words of the keys that seed these functions; those of the hooks are below (`user_code`)."""
+_MOST_NAMES = 10_000
+
+
+class Begin(Protocol):
+    """Notes which function runs next, on which sample, and seeds the generators from words and the leaf's key."""
+
+    def __call__(self, hook: str, dataset: Any, index: int, key: str, words: Iterable[int]) -> None: ...
+
+
+class Unmade:
+    """A draw whose sample user code has still to make: `make` returns it, or the `Problem` in its place."""
+
+    __slots__ = ("make",)
+
+    def __init__(self, make: Callable[[Begin], Any]) -> None:
+        self.make = make
+
+
+class CodeValues(Values):
+    """Makes samples of a leaf whose dataset has code; `number` is that of the dataset in a join."""
+
+    def __init__(self, identity: str, dataset: Any, decoder: Any, activities: Activities, number: int = 0) -> None:
+        super().__init__(identity, dataset, decoder, activities)
+        self._number = number
+        self._accept = dataset.part_filter if callable(dataset.part_filter) else None
+        self._accepted: dict[str, bool] = {}
+
+    def make(
+        self,
+        raws: Sequence[Any],
+        indices: Sequence[int],
+        shards: Sequence[int],
+        restore_keys: Sequence[RestoreKey],
+        slots: Sequence[tuple[Slab, int]] = (),
+    ) -> list[Any]:
+        """Return for the bytes of each sample what `Values.make` does, or an `Unmade`."""
+        now = self._activities.mine()
+        now.dataset, now.hook = self._dataset, "decode"
+        out: list[Any] = []
+        for one in zip(raws, indices, shards, restore_keys, strict=True):
+            if slots:
+                SLOT.set(slots[len(out)])
+            out.append(self._read(*one))
+        if slots:
+            SLOT.set(None)
+        return out
+
+    def _read(self, raw: Any, index: int, shard: int, restore_key: RestoreKey, begin: Begin | None = None) -> Any:
+        dataset, now = self._dataset, self._activities.mine()
+        key, hook, parts = "", "read", NO_PARTS
+        name = dataset.shard_names[shard]
+        try:
+            key, parts = parse_sample(raw, parts=self._parts)
+            if dataset.excluded and (name, key) in dataset.excluded:
+                return EXCLUDED
+            if self._accept is not None:
+                accepted: Mapping[str, bool] = self._accepted
+                if not accepted.keys() >= parts.keys():
+                    if begin is None:
+                        return Unmade(partial(self._read, raw, index, shard, restore_key))
+                    hook = "part_filter"
+                    accepted = self._ask(parts, begin, index, key)
+                parts = {part: data for part, data in parts.items() if accepted[part]}
+            hook = "decode"
+            if begin is None:
+                now.index, now.key = index, key
+            else:
+                begin(hook, dataset, index, key, ())
+            decode = self._decode or _as_bytes
+            values = {part: decode(part, data) for part, data in parts.items()}
+            source = SourceInfo(dataset.path, index, name, tuple([f"{key}.{part}" for part in parts]))
+            if dataset.sample_loader is None:
+                return self._sample(key, restore_key, source, values)
+        except FatalSampleError:
+            raise
+        except Exception as error:  # the policy of the stream decides what becomes of it
+            error = raw.error if type(raw) is Unreadable else error
+            return Problem(error, hook, Place(dataset.path, name, index, key, tuple(parts)))
+        load = partial(self._load, key, index, restore_key, source, values)
+        return Unmade(load) if begin is None else load(begin)
+
+    def _load(
+        self,
+        key: str,
+        index: int,
+        restore_key: RestoreKey,
+        source: SourceInfo,
+        values: dict[str, Any],
+        begin: Begin,
+    ) -> Any:
+        dataset = self._dataset
+        _, draw, epoch, _ = restore_key  # in a join the number of the row
+        meta = {"__key__": key, "__restore_key__": restore_key, "__sources__": (source,)}
+        try:
+            begin("sample_loader", dataset, index, key, (LOADER, draw, epoch, self._number))
+            made = dict(dataset.sample_loader(values | meta | {"__shard__": source.shard_name}))
+            meta["__key__"] = made.pop("__key__", key)
+            return dataset.sample_type(**meta, __subflavors__=dict(dataset.subflavors), **made)
+        except FatalSampleError:
+            raise
+        except Exception as error:  # the policy of the stream decides what becomes of it
+            place = Place(dataset.path, source.shard_name, index, key, tuple(values))
+            return Problem(error, "sample_loader", place)
+
+    def _ask(self, parts: Iterable[str], begin: Begin, index: int, key: str) -> Mapping[str, bool]:
+        """Return what the filter says of some names."""
+        assert self._accept is not None
+        said = {}
+        for name in parts:
+            if name not in self._accepted:
+                begin("part_filter", self._dataset, index, key, (FILTER, key_of("part", name), self._number))
+                said[name] = bool(self._accept(name))
+                if len(self._accepted) < _MOST_NAMES:
+                    self._accepted[name] = said[name]
+            else:
+                said[name] = self._accepted[name]
+        return said
+
+
+def _as_bytes(_: str, data: memoryview) -> bytes:
+    return bytes(data)
+
+
+def has_code(dataset: PreparedDataset | JoinedDataset) -> bool:
+    """Whether making samples of a dataset runs user code: its own, or a joiner."""
+    return isinstance(dataset, JoinedDataset) or dataset.sample_loader is not None or callable(dataset.part_filter)
+
+
+def values_of(identity: str, dataset: PreparedDataset, decoder: Any, activities: Activities, number: int = 0) -> Values:
+    """Return what makes samples of a dataset; `number` is that of the dataset in a join."""
+    if has_code(dataset):
+        return CodeValues(identity, dataset, decoder, activities, number)
+    return Values(identity, dataset, decoder, activities)
