@@ -15,6 +15,7 @@ from energon_bridge import datasets
 from energon_bridge.compat.finder import trusted
 from energon_bridge.compat.refused import not_provided
 from energon_bridge.compat.worker import error_policy
+from energon_bridge.compat.wrapped import RepeatedLoader, make_loader
 from energon_bridge.loader.leaves import OpenLeaf
 from energon_bridge.loader.savable import SavableDataLoader
 from energon_bridge.loader.spec import DatasetSpec
@@ -47,14 +48,14 @@ def get_val_datasets(path: Any, **kwargs: Any) -> list[tuple[DatasetSpec, OpenLe
     return datasets.get_val_datasets(_source(path), **_validation(kwargs))
 
 
-def get_savable_loader(dataset: Any, **kwargs: Any) -> SavableDataLoader:
-    """Return a loader whose position can be saved and restored."""
-    return datasets.get_savable_loader(_source(dataset), **kwargs)
+def get_savable_loader(dataset: Any, **kwargs: Any) -> SavableDataLoader | RepeatedLoader:
+    """Return a loader whose position can be saved and restored (but of a repeated validation, which starts anew)."""
+    return make_loader(_source(dataset), **kwargs)
 
 
-def get_loader(dataset: Any, **kwargs: Any) -> SavableDataLoader:
+def get_loader(dataset: Any, **kwargs: Any) -> SavableDataLoader | RepeatedLoader:
     """Return a loader."""
-    return datasets.get_loader(_source(dataset), **kwargs)
+    return make_loader(_source(dataset), **kwargs)
 
 
 def _source(path: Any) -> Any:

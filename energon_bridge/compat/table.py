@@ -59,6 +59,7 @@ _ADAPTERS = {
         "prepare_filesystem_dataset",
         "prepare_metadataset",
     ),
+    "wrapped": ("EpochizeDataset", "LimitDataset", "RepeatDataset"),
     "records": (
         "DataclassForkMixin",
         "ExtendableDataclassMixin",
