@@ -27,6 +27,7 @@ from energon_bridge import (
     ImageToken,
     MultiModalSampleConfig,
     MultiModalTaskEncoder,
+    WorkerConfig,
     get_train_dataset,
     get_val_dataset,
 )
@@ -79,12 +80,13 @@ def make_encoder() -> MultiModalTaskEncoder:
 
 def make_trainer(data: Path, arguments: TrainingArguments) -> EnergonTrainer:
     """Return a trainer over a dataset of captions; it sets the ranks itself."""
-    encoder = make_encoder()
+    # As many lanes on any number of processes, although the dataset may be tiny; for large ones the default is right.
+    common = {"task_encoder": make_encoder(), "worker_config": WorkerConfig(num_workers=2, num_lanes=4)}
     return EnergonTrainer(
         model=make_model(),
         args=arguments,
-        train_dataset=get_train_dataset(data, batch_size=2, shuffle_buffer_size=16, task_encoder=encoder),
-        eval_dataset=get_val_dataset(data, batch_size=4, task_encoder=encoder),
+        train_dataset=get_train_dataset(data, batch_size=2, shuffle_buffer_size=16, **common),
+        eval_dataset=get_val_dataset(data, batch_size=4, **common),
     )
 
 
@@ -109,8 +111,9 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, float]]:
         logging_steps=1,
         save_steps=3,
         eval_strategy="steps",
-        eval_steps=4,
+        eval_steps=3,
         report_to=[],
+        use_cpu=not torch.cuda.is_available(),
         disable_tqdm=True,
         seed=0,
     )

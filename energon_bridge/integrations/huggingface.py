@@ -69,16 +69,25 @@ def model_inputs(batch: Any) -> Inputs:
 
 
 def _multimodal_inputs(batch: Any) -> Inputs:
-    labels = torch.full_like(batch.tokens, IGNORED_LABEL)
+    """Return the arguments of a batch in which the label of a position is the token after it.
+
+    Such sequences end before their last token, which is a label only. Where a row as long as the batch learns it, all
+    rows get one more place (token 0, not attended to), so that it is learned here too.
+    """
     learned = torch.where(batch.loss_mask > 0, batch.labels, IGNORED_LABEL)
-    labels[:, 1:] = learned[:, :-1]  # the label of a position is the token after it; what follows the cut has none
-    inputs = {"input_ids": batch.tokens, "labels": labels, **batch.visual_inputs}
+    tokens, mask, positions = batch.tokens, batch.attention_mask, batch.position_ids
+    if bool((learned[:, -1] != IGNORED_LABEL).any()):
+        place = tokens.new_zeros(len(tokens), 1)
+        tokens, mask, positions = (torch.cat([column, place], dim=1) for column in (tokens, mask, positions))
+    labels = torch.full_like(tokens, IGNORED_LABEL)
+    labels[:, 1:] = learned[:, : tokens.shape[1] - 1]
+    inputs = {"input_ids": tokens, "labels": labels, **batch.visual_inputs}
     if batch.pixel_values is not None:
         inputs["pixel_values"] = batch.pixel_values
     if batch.cu_seqlens is None:
-        inputs["attention_mask"] = batch.attention_mask
+        inputs["attention_mask"] = mask
     else:  # of packs the positions say which tokens see which
-        inputs |= {"position_ids": batch.position_ids, "use_cache": False}
+        inputs |= {"position_ids": positions, "use_cache": False}
     return inputs
 
 
