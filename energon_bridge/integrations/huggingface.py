@@ -220,7 +220,13 @@ class EnergonTrainer(Trainer):
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate as transformers does, and put the mean over tokens in place of the mean over batches."""
         self._eval_sums.zero_()
-        output = super().evaluation_loop(*args, **kwargs)
+        averages = self.args.average_tokens_across_devices
+        # Otherwise the loss of a batch is a share of a mean over the batches of all processes, not its own mean.
+        self.args.average_tokens_across_devices = False
+        try:
+            output = super().evaluation_loop(*args, **kwargs)
+        finally:
+            self.args.average_tokens_across_devices = averages
         sums = self.accelerator.reduce(self._eval_sums.to(self.args.device), reduction="sum").tolist()
         name = f"{kwargs.get('metric_key_prefix', 'eval')}_loss"
         if name in output.metrics:
