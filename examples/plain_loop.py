@@ -3,8 +3,8 @@
     python examples/plain_loop.py --data /data/captions --output run --max-steps 8
     python examples/plain_loop.py --data /data/captions --output run --max-steps 16 --resume
 
-Without --data it makes a small dataset. `torchrun --nproc-per-node 2 examples/plain_loop.py …` runs it on two processes,
-and a run may be resumed on another number of them: a step is always four microbatches, however many load them.
+Without --data it makes a small dataset. `torchrun --nproc-per-node 2 examples/plain_loop.py …` runs it on two
+processes, and a run may be resumed on another number of them: a step is always four microbatches.
 The model tells the mean colour of a picture from its caption.
 """
 

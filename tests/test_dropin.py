@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -170,3 +171,19 @@ def test_a_sample_loader_sees_the_same_samples(data: Path, run_with_rival: Progr
     assert run_with_ours("visual_questions.py", data / "questions") == run_with_rival(
         "visual_questions.py", data / "questions"
     )
+
+
+# Of the calls in the documents one of each kind; ENERGON_LONG_TESTS=1 runs all.
+DOCUMENTED = "basic_usage or multimodal_example or training_loop or blending or library or tutorial_2 or tutorial_5"
+
+
+def test_the_published_introductions_run_under_their_own_module_name() -> None:
+    documents = Path(__file__).with_name("test_source_documents.py")
+    chosen = [] if os.environ.get("ENERGON_LONG_TESTS") else ["-k", DOCUMENTED]
+    command = [sys.executable, "-m", "energon_bridge.compat", "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    environment = {**os.environ, "ENERGON_MODULE": "megatron.energon"}
+    result = subprocess.run(
+        [*command, str(documents), *chosen], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert result.returncode == 0, result.stdout[-4000:]
+    assert "passed" in result.stdout

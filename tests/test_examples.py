@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch._dynamo  # optimizers import it: once here, not in every process that is forked
 from forked import become_rank, free_port, run_forked
 
 from energon_bridge.testing import create_captioning_test_dataset
@@ -28,6 +30,7 @@ def plain_loop(folder: Path, steps: int, *options: str, processes: int = 1) -> l
         create_captioning_test_dataset(data)
 
     def process(rank: int) -> list[float]:
+        torch.set_num_threads(1)
         if processes > 1:
             become_rank(rank, processes, port)
         return load("plain_loop").main(
