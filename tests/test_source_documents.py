@@ -28,11 +28,10 @@ from energon_bridge.cli.main import main
 from energon_bridge.samples import sample_type_names
 from energon_bridge.testing import create_captioning_test_dataset
 
-MODULE = os.environ.get("ENERGON_MODULE", "energon_bridge")
-api: Any = importlib.import_module(MODULE)
+api: Any = importlib.import_module(os.environ.get("ENERGON_MODULE", "energon_bridge"))
 Blender, CaptioningSample, WorkerConfig = api.Blender, api.CaptioningSample, api.WorkerConfig
 EnergonDataloader, EnergonMultiModalDataModule = api.EnergonDataloader, api.EnergonMultiModalDataModule
-cyclic_iter, get_loader, get_savable_loader = api.cyclic_iter, api.get_loader, api.get_savable_loader
+get_loader, get_savable_loader, cyclic_iter = api.get_loader, api.get_savable_loader, api.cyclic_iter
 get_train_dataset, get_val_dataset = api.get_train_dataset, api.get_val_dataset
 
 NUM_TRAIN = 64
@@ -323,7 +322,7 @@ def test_tutorial_5_saving_and_restoring(source: str, path: str, opened: list[An
     from energon_bridge.compat import install; install()
     import torch
     from itertools import islice
-    from {MODULE} import WorkerConfig, get_savable_loader, get_train_dataset
+    from {api.__name__} import WorkerConfig, get_savable_loader, get_train_dataset
 
     ds = get_train_dataset(
         {source!r},
