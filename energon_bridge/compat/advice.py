@@ -45,8 +45,6 @@ ADVICE = {
     "WebdatasetMeta": "energon_bridge.format.open_dataset reads the metadata of a dataset",
     "ImageDecoderType": "annotate with str; SampleDecoder refuses a form that does not exist",
     "AVDecoderType": "annotate with str; SampleDecoder refuses a form that does not exist",
-    "AVData": "decode videos in the task encoder, from the bytes of the part",
-    "AVDecoder": "decode videos in the task encoder, from the bytes of the part",
     "DEFAULT_DECODER": "make an energon_bridge.SampleDecoder()",
     "FeatureBatcher": "annotate with Callable[[list], Any]",
     "MediaMetadataType": "a store's get_media_metadata returns an ImageMetadata or an AVMetadata",
@@ -61,7 +59,7 @@ ADVICE = {
 }
 
 MODULE_ADVICE = {
-    "av": "decode videos in the task encoder, from the bytes of the part",
+    "av": "use energon_bridge.av.AVDecoder, which SampleDecoder makes of videos and sound",
     "cli": "run the command `energon`",
     "dataset_config": "get_train_dataset reads dataset.yaml",
     "deprecation": "use the standard warnings module",

@@ -16,7 +16,7 @@ from energon_bridge.compat.advice import ADVICE, MODULE_ADVICE
 from energon_bridge.compat.refused import refused_class, refused_function, state_class
 from energon_bridge.compat.surface import VERSION, modules
 
-Kind = Literal["ours", "adapter", "value", "state", "refused", "video", "type variable"]
+Kind = Literal["ours", "adapter", "value", "state", "refused", "type variable"]
 
 _OURS = "energon_bridge"
 _HERE = "energon_bridge.compat"
@@ -122,8 +122,6 @@ def describe(name: str, module: str) -> Entry:
     """
     if name in _VALUES:
         return Entry(kind="value", target=repr(_VALUES[name]))
-    if module.partition(".")[0] == "av" or name in ("AVData", "AVDecoder"):
-        return Entry(kind="video", target=f"energon_bridge.av:{name}", advice=MODULE_ADVICE["av"])
     if name in _STATES:
         return Entry(kind="state", advice=_STATE_ADVICE)
     if name in _ADAPTER_OF:
@@ -159,8 +157,6 @@ def resolve(name: str, module: str) -> Any:
         return TypeVar(name)  # as each of those modules makes its own
     if entry.kind == "state":
         return _state(name)
-    if entry.kind == "video":
-        return _video(entry, name)
     if entry.kind == "refused":
         return _refuse(name, entry.advice)
     target, _, attribute = entry.target.partition(":")
@@ -186,14 +182,6 @@ def _factory(name: str, base: type) -> type:
     return type(name, (base,), {"__module__": base.__module__, "__doc__": base.__doc__, **known})
 
 
-def _video(entry: Entry, name: str) -> Any:
-    target, _, attribute = entry.target.partition(":")
-    try:
-        return getattr(import_module(target), attribute)
-    except (ImportError, AttributeError):
-        return _refuse(name, entry.advice)
-
-
 @cache
 def _state(name: str) -> type:
     return state_class(name, next(module for module, names in modules().items() if name in names))
@@ -211,7 +199,6 @@ _MEANING = {
     "value": "{target}",
     "state": "{advice}",
     "refused": "NotProvidedError: {advice}",
-    "video": "`{target}`, where it is there",
     "type variable": "a type variable",
 }
 
