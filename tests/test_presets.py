@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +80,21 @@ def test_the_chat_template_of_a_preset_places_images(folders: dict[str, Path], p
     shown = "a <|vision_start|><|image_pad|><|vision_end|> b"
     assert text == f"<|im_start|>user\n{shown}<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
+
+
+def test_the_template_of_the_processor_goes_before_that_of_the_tokenizer(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(folders["tiny-qwen2.5-vl"], folder)
+    tokenizer = load(folder).tokenizer
+    text_only = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    (folder / "chat_template.jinja").unlink()
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": text_only}))
+    assert load(folder).tokenizer.chat_template == text_only
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": tokenizer.chat_template}))
+    assert load(folder).tokenizer.chat_template == tokenizer.chat_template
 
 
 def test_a_preset_keeps_its_tokenizer(folders: dict[str, Path]) -> None:

@@ -8,7 +8,7 @@ trained on conversations rendered by it (`ChatTemplateTaskEncoder`); any other o
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -22,7 +22,7 @@ from energon_bridge.task_encoder.families import (
     ChatSample,
     ChatTemplateTaskEncoder,
     Family,
-    family_of,
+    QwenFamily,
 )
 from energon_bridge.task_encoder.families.prepared import PreparedSample
 from energon_bridge.task_encoder.multimodal import MultiModalBatch, MultiModalSample, MultiModalTaskEncoder
@@ -30,9 +30,6 @@ from energon_bridge.task_encoder.packing import SAMPLES, Packer
 from energon_bridge.training.config import DataConfig
 from energon_bridge.training.conversations import COOKERS, encode_chat
 from energon_bridge.training.presets import ModelBundle
-
-CHAT_FAMILIES = frozenset({"llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"})
-"""Models, by the `model_type` of their configuration, for which conversations can be rendered."""
 
 CHAT_TEMPLATES: Mapping[str, str] = MappingProxyType(
     {"llava": LLAVA_TEMPLATE, "chatml": CHATML_TEMPLATE, "qwen-vl": QWEN_VL_TEMPLATE}
@@ -84,14 +81,14 @@ def training_task_encoder(config: DataConfig, bundle: ModelBundle) -> MultiModal
         ConfigurationError: The settings do not fit the model.
     """
     template = chat_template(config.chat_template)
-    known = bundle.model.config.model_type in CHAT_FAMILIES
-    if known and (template is not None or getattr(bundle.tokenizer, "chat_template", None) is not None):
-        return _chat_encoder(config, bundle, template)
+    family = bundle.family
+    if family is not None and (template is not None or getattr(bundle.tokenizer, "chat_template", None) is not None):
+        return _chat_encoder(config, bundle, family, template)
     for name in ("chat_template", *_CHAT_ONLY):
         if getattr(config, name) is not None:
             why = (
                 f"models of type {bundle.model.config.model_type!r} are trained without a chat template"
-                if not known
+                if family is None
                 else "there is no chat template: set data.chat_template too"
             )
             raise ConfigurationError(f"data.{name}={getattr(config, name)!r} has no effect here: {why}")
@@ -122,7 +119,9 @@ def chat_template(name: str | None) -> str | None:
         ) from error
 
 
-def _chat_encoder(config: DataConfig, bundle: ModelBundle, template: str | None) -> ChatTemplateTaskEncoder:
+def _chat_encoder(
+    config: DataConfig, bundle: ModelBundle, family: Family, template: str | None
+) -> ChatTemplateTaskEncoder:
     if config.shuffle_images and bundle.image_tokens is None:
         raise ConfigurationError(
             "data.shuffle_images=true exchanges images, but those of this model take different numbers of tokens"
@@ -130,7 +129,7 @@ def _chat_encoder(config: DataConfig, bundle: ModelBundle, template: str | None)
     kind = ShuffledImagesChatEncoder if config.shuffle_images else ChatTemplateTaskEncoder
     encoder = kind(
         bundle.tokenizer,
-        _family(config, bundle),
+        _bounded(family, config),
         ChatConfig(
             seq_length=config.seq_length,
             chat_template=template,
@@ -143,18 +142,17 @@ def _chat_encoder(config: DataConfig, bundle: ModelBundle, template: str | None)
     return encoder
 
 
-def _family(config: DataConfig, bundle: ModelBundle) -> Family:
-    """Return the family of a model, with the bounds of the configuration for its images."""
-    family = family_of(bundle.model.config, bundle.tokenizer, bundle.image_processor)
-    bounds = {"min_pixels": config.min_pixels, "max_pixels": config.max_pixels}
-    given = {name: value for name, value in bounds.items() if value is not None}
-    for name, value in given.items():
-        if name not in {field.name for field in fields(family)}:
-            raise ConfigurationError(
-                f"data.{name}={value}: all images of models of type {bundle.model.config.model_type!r} have the same "
-                f"size, that of {type(bundle.image_processor).__name__}; set data.{name}=null"
-            )
-    return replace(family, **given)  # type: ignore[arg-type]
+def _bounded(family: Family, config: DataConfig) -> Family:
+    """Return a family with the bounds of the configuration for its images."""
+    if config.min_pixels is None and config.max_pixels is None:
+        return family
+    if not isinstance(family, QwenFamily):
+        name = "max_pixels" if config.min_pixels is None else "min_pixels"
+        raise ConfigurationError(
+            f"data.{name}={getattr(config, name)}: all images of this model have the same size, that of its image "
+            f"processor; set data.{name}=null"
+        )
+    return replace(family, min_pixels=config.min_pixels, max_pixels=config.max_pixels)
 
 
 def _packer(config: DataConfig) -> Packer[Any]:

@@ -17,10 +17,15 @@ from typing import Any
 
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.task_encoder.conversation import ImageToken, MultiModalSampleConfig
+from energon_bridge.task_encoder.families import Family
+from energon_bridge.task_encoder.families.pretrained import load_pretrained
 from energon_bridge.training.config import ModelConfig
 from energon_bridge.training.tiny_models import PRESETS
 
 _IMAGE = "<image>"
+
+CHAT_FAMILIES = frozenset({"llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"})
+"""Models, by the `model_type` of their configuration, for which conversations can be rendered by a chat template."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,7 +33,7 @@ class ModelBundle:
     """A model with what turns samples into its inputs.
 
     `image_token_id` stands for an image in the token sequence, `image_tokens` times per image; None where that
-    depends on the image.
+    depends on the image. `family` says what a model of a known family makes of images and videos; None for others.
     """
 
     model: Any
@@ -36,6 +41,7 @@ class ModelBundle:
     image_processor: Any
     image_token_id: int
     image_tokens: int | None
+    family: Family | None = None
 
     @property
     def sample_config(self) -> MultiModalSampleConfig:
@@ -95,6 +101,11 @@ def load_model(
         config = AutoConfig.from_pretrained(name_or_path)
         tokenizer = AutoTokenizer.from_pretrained(name_or_path)
         image_processor = AutoImageProcessor.from_pretrained(name_or_path, backend="pil")
+        family = None
+        if config.model_type in CHAT_FAMILIES:
+            # The template of the processor knows images; that of the tokenizer may be the language model's.
+            pretrained = load_pretrained(name_or_path)
+            family, tokenizer.chat_template = pretrained.family, pretrained.chat_template or tokenizer.chat_template
         if init == "random":
             model = AutoModelForImageTextToText.from_config(config, **options)
         else:
@@ -115,6 +126,7 @@ def load_model(
         image_processor=image_processor,
         image_token_id=_image_token_id(config, tokenizer),
         image_tokens=image_tokens_per_image or _image_tokens(config),
+        family=family,
     )
 
 
