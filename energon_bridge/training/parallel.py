@@ -29,13 +29,18 @@ class ParallelConfig:
     pp: int = 1
     cp: int = 1
 
+    @property
+    def replica_size(self) -> int:
+        """Return the processes that one replica of the model takes."""
+        return self.tp * self.pp * self.cp
+
     def data_parallel_size(self, world_size: int) -> int:
         """Return the number of replicas that `world_size` processes make.
 
         Raises:
             ConfigurationError: Some processes would be left over.
         """
-        replica = self.tp * self.pp * self.cp
+        replica = self.replica_size
         if world_size % replica:
             lower = world_size // replica * replica
             usable = f"{lower} or {lower + replica}" if lower else str(replica)
