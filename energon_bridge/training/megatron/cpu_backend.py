@@ -36,8 +36,9 @@ def cpu_backend() -> Iterator[None]:
         ):
             stack.enter_context(_replaced(megatron_random, name, answer))
         stack.enter_context(warnings.catch_warnings())
-        # megatron-core looks for gradients on views too; the mode makes the warning come from here.
-        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+        # Warnings about megatron-core's and torch's own calls, which the mode makes look like ours.
+        for message in ("The .grad attribute of a Tensor that is not a leaf", "Please use DTensor instead"):
+            warnings.filterwarnings("ignore", message=message)
         stack.enter_context(_CudaToCpu())
         yield
 
