@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from forked import become_rank, free_port, run_forked
+from megatron.core import parallel_state
+from transformers import AutoTokenizer, CLIPImageProcessorPil, LlavaForConditionalGeneration
 
 from energon_bridge.dataloader import EnergonDataloader
 from energon_bridge.training.config import RunConfig
@@ -18,6 +20,8 @@ from energon_bridge.training.progress import read_losses
 from energon_bridge.training.run import RunResult
 
 ROOT = Path(__file__).parent.parent
+IMPORTED = (AutoTokenizer, CLIPImageProcessorPil, LlavaForConditionalGeneration)
+"""What every rank would import on its first use, which takes seconds: here, once for all of them."""
 
 
 def configuration(dataset: Path, run_dir: Path, *overrides: str, base: str = "smoke.yaml") -> RunConfig:
@@ -53,7 +57,8 @@ def train(
     assert all(keys == replicas[dp] for _, dp, keys in answers)
     accumulate = config.accumulate(config.parallel.data_parallel_size(count))
     steps = {dp: [keys[i : i + accumulate] for i in range(0, len(keys), accumulate)] for dp, keys in replicas.items()}
-    batches = [sorted(key for part in step for keys in part for key in keys) for step in zip(*steps.values(), strict=True)]
+    parts = zip(*steps.values(), strict=True)
+    batches = [sorted(key for part in step for keys in part for key in keys) for step in parts]
     return [result for result, _, _ in answers], batches
 
 
@@ -64,7 +69,7 @@ def record_keys() -> list[tuple[int, list[str]]]:
 
     def recorded(self: EnergonDataloader) -> Any:
         batch = original(self)
-        seen.append((self.loader.config.dp_rank, list(batch.__key__)))
+        seen.append((parallel_state.get_data_parallel_rank(), list(batch.__key__)))
         return batch
 
     EnergonDataloader.__next__ = recorded  # type: ignore[method-assign]
