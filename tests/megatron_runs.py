@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -43,6 +44,7 @@ def train(
     port = free_port()
 
     def start(rank: int) -> tuple[RunResult, int, list[list[str]]]:
+        gc.freeze()  # collections of megatron-core's need not look at what was imported
         become_rank(rank, count, port)
         logging.disable(logging.WARNING)
         seen = record_keys()
