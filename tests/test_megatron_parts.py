@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.training.config import DataConfig, ModelConfig, RunConfig, TrainConfig
@@ -39,9 +38,7 @@ def test_context_ranks_share_the_tokens_and_the_work(size: int, piece: int) -> N
     assert len({int((part + 1).sum()) for part in parts}) == 1
 
 
-@given(
-    lengths=st.lists(st.integers(1, 6), min_size=1, max_size=4), size=st.integers(1, 3), packed=st.booleans()
-)
+@given(lengths=st.lists(st.integers(1, 6), min_size=1, max_size=4), size=st.integers(1, 3), packed=st.booleans())
 def test_a_token_sees_its_sample_up_to_itself(lengths: list[int], size: int, packed: bool) -> None:
     spare = -sum(lengths) % (2 * size)
     samples = [number for number, length in enumerate(lengths) for _ in range(length)] + [len(lengths) - 1] * spare

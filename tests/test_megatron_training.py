@@ -39,7 +39,12 @@ def uninterrupted(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> tu
     """Return a run at tp2 x pp2 x dp2 that nobody disturbed, and its global batches."""
     run_dir = tmp_path_factory.mktemp("uninterrupted") / "run"
     config = configuration(
-        dataset, run_dir, "data.global_batch_size=8", f"train.max_steps={MAX_STEPS}", f"checkpoint.interval={SAVED}", *WHOLE
+        dataset,
+        run_dir,
+        "data.global_batch_size=8",
+        f"train.max_steps={MAX_STEPS}",
+        f"checkpoint.interval={SAVED}",
+        *WHOLE,
     )
     results, batches = train(config, 8)
     assert [(result.step, result.stopped) for result in results] == [(MAX_STEPS, False)] * 8
@@ -71,7 +76,9 @@ def test_a_run_goes_on_as_it_would_have(
     layout: tuple[str, ...],
 ) -> None:
     run, batches = uninterrupted
-    config = continued(run, tmp_path, SAVED, dataset, "validation.generate=false", "validation.limit_batches=1", *layout)
+    config = continued(
+        run, tmp_path, SAVED, dataset, "validation.generate=false", "validation.limit_batches=1", *layout
+    )
     _, following = train(config, count, resume=True)
     assert following == batches[SAVED:]
     losses, expected = hexes(config), hexes(run)

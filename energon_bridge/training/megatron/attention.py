@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 
-class SharedAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has no types
+class SharedAttention(MegatronModule):
     """A `core_attention` for the layer specs of megatron-core."""
 
     def __init__(

@@ -70,7 +70,9 @@ def save_checkpoint(training: Training, folder: Path, step: int, data: dict[str,
             shutil.rmtree(leftover)
         part.mkdir(parents=True)
     dist.barrier()
-    dist_checkpointing.save(_parts(training, is_loading=False), str(part), SynchronousSave(), content_metadata=_SHARDING)
+    dist_checkpointing.save(
+        _parts(training, is_loading=False), str(part), SynchronousSave(), content_metadata=_SHARDING
+    )
     if training.ranks.main:
         torch.save({"step": step, "data": data}, part / _RUN)
         _finish(part, target)

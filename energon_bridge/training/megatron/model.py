@@ -30,7 +30,7 @@ _VOCABULARY_MULTIPLE = 128
 """Vocabularies are filled up to a multiple of this, whatever tp is: checkpoints then fit every tp."""
 
 
-class Llava(LLaVAModel):  # type: ignore[misc]  # megatron-core has no types
+class Llava(LLaVAModel):
     """A vision tower, a projector and a language model; the last pipeline stage returns losses or logits."""
 
     model_type = ModelType.encoder_or_decoder

@@ -64,7 +64,8 @@ class Progress:
         if self.ranks.main:
             elapsed = max(1e-9, time.perf_counter() - self._started)
             logger.info(
-                "step %d/%d  loss %.4f  lr %.2e  grad norm %.2f  %.0f samples/s  %.0f ms/step  waiting for data %.1f %%",
+                "step %d/%d  loss %.4f  lr %.2e  grad norm %.2f  %.0f samples/s  %.0f ms/step  "
+                "waiting for data %.1f %%",
                 step,
                 self.max_steps,
                 loss,

@@ -85,9 +85,7 @@ def _build(config: RunConfig, bundle: ModelBundle, ranks: Ranks) -> Training:
             f"model.preset={config.model.preset}: trainer=megatron needs a fixed number of tokens per image, and this "
             "model's depends on the image"
         )
-    llava = build_model(
-        config, ranks.groups, vocab_size=len(bundle.tokenizer), image_token_id=bundle.image_token_id
-    )
+    llava = build_model(config, ranks.groups, vocab_size=len(bundle.tokenizer), image_token_id=bundle.image_token_id)
     return prepare_training(llava, config, ranks)
 
 

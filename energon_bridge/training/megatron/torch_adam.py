@@ -1,7 +1,7 @@
 """megatron-core's distributed optimizer over torch's AdamW: the state that it takes for granted.
 
-Where neither Apex nor TransformerEngine is installed, megatron-core falls back to torch's AdamW, whose state has a count
-of steps for each parameter. It saves and restores these counts apart from the rest, but cannot do either before the
+Where neither Apex nor TransformerEngine is installed, megatron-core falls back to torch's AdamW, whose state counts
+the steps of each parameter. It saves and restores these counts apart from the rest, but cannot do either before the
 first step, looks for them among the tensors of a checkpoint, and gives all parameters one and the same count.
 """
 

@@ -15,11 +15,11 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
-from torch.distributed import checkpoint
-from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save
 
 
-class SynchronousSave(TorchDistSaveShardedStrategy):  # type: ignore[misc]  # megatron-core has no types
+class SynchronousSave(TorchDistSaveShardedStrategy):
     """Save the parts of all ranks, one file each."""
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class SynchronousSave(TorchDistSaveShardedStrategy):  # type: ignore[misc]  # me
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
         """Write; all ranks must call this."""
         parts, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
-        checkpoint.save(
+        save(
             mcore_to_pyt_state_dict(parts, False),
             storage_writer=FileSystemWriter(checkpoint_dir, single_file_per_rank=True, sync_files=True),
             planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),

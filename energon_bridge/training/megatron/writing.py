@@ -30,9 +30,7 @@ def write_answers(training: Training, bundle: ModelBundle, batch: MultiModalBatc
     prompts = batch.tokens[:, :width].clone()
     prompts[torch.arange(width) >= lengths[:, None]] = tokenizer.pad_token_id
     pixels = {} if batch.pixel_values is None else {"pixel_values": batch.pixel_values}
-    pixels = visible_images(
-        pixels, batch, prompts, image_token_id=bundle.image_token_id, per_image=bundle.image_tokens
-    )
+    pixels = visible_images(pixels, batch, prompts, image_token_id=bundle.image_token_id, per_image=bundle.image_tokens)
     device = training.ranks.device
     tokens = torch.nn.functional.pad(prompts, (0, longest), value=tokenizer.pad_token_id).to(device)
     lengths = lengths.to(device)
