@@ -1,16 +1,15 @@
 #!/usr/bin/env bash
-# Train on this node, or on this one together with others, and start again after a failure:
+# Train on this node, or on this one together with others:
 #
 #   scripts/launch/torchrun.sh configs/digits_tiny_llava_megatron.yaml data.path=data/digits
 #
-# Start the same on every node. From the environment:
-#   NPROC        processes per node (default: the GPUs, or 2 without one)
-#   NNODES       nodes, or MIN:MAX of them (default 1): after a failure the run goes on with those that are left, from
-#                its latest checkpoint, as long as global_batch_size can be shared by them
-#   RDZV         host:port of one of the nodes, where they meet; needed for more than one
-#   RUN_ID       what the nodes of one run have in common (default: the configuration's name)
-#   MAX_RESTARTS failures until it gives up (default 3)
-# The run folder must be on a file system that all nodes share.
+# The run goes on from the latest checkpoint of its folder, if there is one. From the environment:
+#   NPROC        processes per node (default: one for each GPU, or 2 without one). Several numbers, "8 4 2", are tried in
+#                turn: where the run fails with one of them, it goes on with the next
+#   NNODES       nodes (default 1). On more, start the same on each, with
+#   NODE_RANK    0, 1, ... and
+#   MASTER_ADDR  the name of node 0. The run folder must be on a file system that all nodes share
+#   MASTER_PORT  (default 29500)
 set -euo pipefail
 if [ $# -lt 1 ]; then
     sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "$0" >&2
@@ -19,15 +18,30 @@ fi
 config="$1"
 shift
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
-nnodes="${NNODES:-1}"
 if [ -z "${NPROC:-}" ]; then
     NPROC="$(nvidia-smi --list-gpus 2>/dev/null | wc -l)"
     [ "$NPROC" -gt 0 ] || NPROC=2
 fi
-rendezvous=(--standalone)
-if [ "$nnodes" != 1 ]; then
-    : "${RDZV:?NNODES=$nnodes needs RDZV=host:port, where the nodes meet}"
-    rendezvous=(--rdzv-backend=c10d --rdzv-endpoint="$RDZV" --rdzv-id="${RUN_ID:-$(basename "$config")}")
+meeting=(--standalone)
+if [ "${NNODES:-1}" != 1 ]; then
+    : "${MASTER_ADDR:?NNODES=$NNODES needs MASTER_ADDR, the name of node 0}" "${NODE_RANK:?and NODE_RANK, from 0 on}"
+    meeting=(--nnodes="$NNODES" --node-rank="$NODE_RANK")
+    meeting+=(--master-addr="$MASTER_ADDR" --master-port="${MASTER_PORT:-29500}")
 fi
-exec python -m torch.distributed.run "${rendezvous[@]}" --nnodes="$nnodes" --nproc-per-node="$NPROC" \
-    --max-restarts="${MAX_RESTARTS:-3}" "$root/scripts/pretrain_vlm.py" --config "$config" --resume "$@"
+code=0
+stopped=0
+trap 'stopped=1; kill -TERM "$child"' TERM
+for processes in $NPROC; do
+    python -m torch.distributed.run "${meeting[@]}" --nproc-per-node="$processes" \
+        "$root/scripts/pretrain_vlm.py" --config "$config" --resume "$@" &
+    child=$!
+    code=0
+    wait "$child" || code=$?
+    if [ "$stopped" -eq 1 ]; then
+        wait "$child" || true # until the run has saved
+        exit 143
+    fi
+    [ "$code" -ne 0 ] || exit 0
+    echo "the run failed with $processes processes (exit code $code)" >&2
+done
+exit "$code"
