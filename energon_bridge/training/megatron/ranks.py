@@ -67,7 +67,7 @@ def connected_ranks(config: RunConfig) -> Iterator[Ranks]:
             stack.enter_context(cpu_backend())
         backend = "nccl" if device.type == "cuda" else "gloo"
         if world_size == 1 and "MASTER_ADDR" not in os.environ:
-            dist.init_process_group(backend, store=dist.TCPStore("127.0.0.1", 0, 1, True), rank=0, world_size=1)
+            dist.init_process_group(backend, init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
         else:
             dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=_TIMEOUT)
         stack.callback(dist.destroy_process_group)
