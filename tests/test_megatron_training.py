@@ -90,6 +90,27 @@ def test_a_run_goes_on_as_it_would_have(
     assert values == pytest.approx({step: wanted[step] for step in values}, rel=1e-4)
 
 
+def test_a_checkpoint_of_another_model_is_refused(
+    dataset: Path, tmp_path: Path, uninterrupted: tuple[RunConfig, list[list[str]]]
+) -> None:
+    config = continued(uninterrupted[0], tmp_path, SAVED, dataset, "model.hidden_size=32", "model.num_layers=4")
+    with pytest.raises(
+        AssertionError, match=r"ConfigurationError: .*another model: model\.hidden_size=32 \(there: 16\)"
+    ):
+        train(config, 1, resume=True)
+
+
+def test_half_precision_goes_on_as_it_would_have(dataset: Path, tmp_path: Path) -> None:
+    settings = ("train.precision=bf16-mixed", "validation.generate=false", "checkpoint.interval=2", "train.max_steps=3")
+    config = configuration(dataset, tmp_path / "run", *settings)
+    train(config, 1)
+    expected = hexes(config)
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-0000003")
+    train(config, 1, resume=True)
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 4
+    assert hexes(config) == expected
+
+
 def test_the_answers_are_those_of_any_layout(
     dataset: Path, tmp_path: Path, uninterrupted: tuple[RunConfig, list[list[str]]]
 ) -> None:
@@ -108,9 +129,9 @@ def test_a_run_that_is_asked_to_leave_saves_and_goes_on_with_fewer_ranks(
 ) -> None:
     settings = ("data.global_batch_size=8", f"train.max_steps={MAX_STEPS}", "validation.generate=false")
     config = configuration(dataset, tmp_path / "run", "checkpoint.interval=0", *settings)
-    results, first = train(config, 4, disturb=after_step(1, signal.SIGTERM))
+    results, first = train(config, 2, disturb=after_step(1, 1, signal.SIGTERM))
     assert {(result.step, result.stopped) for result in results} == {(1, True)}
-    results, second = train(config, 2, resume=True)
+    results, second = train(config, 1, resume=True)
     assert {(result.step, result.stopped) for result in results} == {(MAX_STEPS, False)}
     assert first + second == uninterrupted[1]
     assert list(read_losses(tmp_path / "run" / "metrics.jsonl")) == list(range(1, MAX_STEPS + 1))
@@ -122,13 +143,13 @@ def test_a_run_that_loses_a_rank_goes_on_from_its_last_checkpoint(
     settings = ("data.global_batch_size=8", f"train.max_steps={MAX_STEPS}", "validation.generate=false")
     config = configuration(dataset, tmp_path / "run", f"checkpoint.interval={SAVED}", *settings)
     with pytest.raises(AssertionError, match=rf"rank 3: no result, exit status -{int(signal.SIGKILL)}"):
-        train(config, 4, disturb=after_step(SAVED + 1, signal.SIGKILL))
+        train(config, 4, disturb=after_step(SAVED + 1, 3, signal.SIGKILL))
     results, batches = train(config, 2, resume=True)
     assert [result.step for result in results] == [MAX_STEPS] * 2
     assert batches == uninterrupted[1][SAVED:]
 
 
-def after_step(step: int, number: signal.Signals) -> Callable[[int], None]:
+def after_step(step: int, disturbed: int, number: signal.Signals) -> Callable[[int], None]:
     """Return what lets one rank get a signal after a step, as a scheduler sends it: not to all ranks at once."""
 
     def disturb(rank: int) -> None:
@@ -136,7 +157,7 @@ def after_step(step: int, number: signal.Signals) -> Callable[[int], None]:
 
         def train_step(training: Training, batches: Sequence[MultiModalBatch], before: int) -> tuple[Tensor, float]:
             answer = original(training, batches, before)
-            if (rank, before + 1) == (3, step):
+            if (rank, before + 1) == (disturbed, step):
                 os.kill(os.getpid(), number)
             return answer
 

@@ -3,7 +3,7 @@
 They are folders `RUN/checkpoints/step-0000200`::
 
     *.distcp, .metadata, common.pt, metadata.json   model and optimizer, in megatron-core's distributed format
-    run.pt                                          step, state of the data of all ranks, names of the model's sizes
+    run.pt                                          step, state of the data of all ranks, the sizes of the model
     complete.json                                   the name and size of every other file; written last
 
 A checkpoint is written to `.step-0000200.part`, flushed to the disk and renamed; so a folder of the final name without
@@ -74,7 +74,7 @@ def save_checkpoint(training: Training, folder: Path, step: int, data: dict[str,
         _parts(training, is_loading=False), str(part), SynchronousSave(), content_metadata=_SHARDING
     )
     if training.ranks.main:
-        torch.save({"step": step, "data": data}, part / _RUN)
+        torch.save({"step": step, "data": data, "model": _sizes(training)}, part / _RUN)
         _finish(part, target)
         for old in complete_checkpoints(folder)[:-keep] if keep else []:
             shutil.rmtree(old)
@@ -87,18 +87,24 @@ def load_checkpoint(training: Training, path: Path) -> tuple[int, dict[str, Any]
     Raises:
         ConfigurationError: The model has other sizes than the one in the checkpoint.
     """
-    parts = _parts(training, is_loading=True)
-    try:
-        state = dist_checkpointing.load(parts, str(path))
-    except (dist_checkpointing.core.CheckpointingException, RuntimeError, ValueError, KeyError) as error:
+    run = torch.load(path / _RUN, weights_only=True)
+    sizes = _sizes(training)
+    if different := [name for name in sizes if run["model"].get(name) != sizes[name]]:
+        told = ", ".join(f"{name}={sizes[name]} (there: {run['model'].get(name)})" for name in different)
         raise ConfigurationError(
-            f"the checkpoint {path} does not fit this model: {error}. Its sizes (model.*) must be those that it was "
-            "written with; tp, pp, cp and the number of processes may change"
-        ) from error
+            f"the checkpoint {path} is of another model: {told}. Set model.* as it was when the run began; tp, pp, cp "
+            "and the number of processes may change"
+        )
+    state = dist_checkpointing.load(_parts(training, is_loading=True), str(path))
     training.part.load_state_dict(state["model"])
     training.optimizer.load_state_dict(state["optimizer"])
-    run = torch.load(path / _RUN, weights_only=True)
     return int(run["step"]), run["data"]
+
+
+def _sizes(training: Training) -> dict[str, str | int]:
+    model = training.config.model
+    names = ("preset", "hidden_size", "num_layers", "num_heads", "image_size", "patch_size")
+    return {f"model.{name}": getattr(model, name) for name in names}
 
 
 def _parts(training: Training, *, is_loading: bool) -> dict[str, Any]:
