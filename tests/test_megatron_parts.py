@@ -72,7 +72,11 @@ def test_processes_that_would_be_left_over_are_refused(world: int, parallel: Par
     ("changes", "words"),
     [
         ({"trainer": "deepspeed"}, r"trainer must be 'lightning' or 'megatron', got 'deepspeed'"),
-        ({"trainer": "lightning", "parallel": ParallelConfig(tp=2)}, r"trainer=lightning does not do: set trainer=meg"),
+        (
+            {"trainer": "lightning", "parallel": ParallelConfig(tp=2)},
+            r"with trainer=lightning none do: set trainer=megatron",
+        ),
+        ({"parallel": ParallelConfig(feeding="some")}, r"parallel\.feeding must be 'all' or 'broadcast', got 'some'"),
         ({"parallel": ParallelConfig(tp=0)}, r"parallel\.tp must be at least 1, got 0"),
         ({"parallel": ParallelConfig(tp=3)}, r"model\.num_heads=4 cannot be shared by 3 tensor-parallel ranks"),
         ({"parallel": ParallelConfig(pp=4)}, r"model\.num_layers=2 cannot be shared by 4 pipeline stages"),

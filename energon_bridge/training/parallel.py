@@ -23,11 +23,13 @@ class ParallelConfig:
         tp: Tensor-parallel ranks: each has a share of the heads and of the columns of every layer.
         pp: Pipeline stages: each has a share of the language model's layers.
         cp: Context-parallel ranks: each has a share of the tokens of every sequence.
+        feeding: `all` ranks of a replica load its batches, or one of them does and will `broadcast` them.
     """
 
     tp: int = 1
     pp: int = 1
     cp: int = 1
+    feeding: str = "all"
 
     @property
     def replica_size(self) -> int:
@@ -62,11 +64,14 @@ def check_parallel(config: RunConfig) -> None:
     for name in ("tp", "pp", "cp"):
         if (value := getattr(parallel, name)) < 1:
             raise ConfigurationError(f"parallel.{name} must be at least 1, got {value}")
+    if parallel.feeding not in ("all", "broadcast"):
+        raise ConfigurationError(f"parallel.feeding must be 'all' or 'broadcast', got {parallel.feeding!r}")
     if config.trainer != "megatron":
         if parallel != ParallelConfig():
             raise ConfigurationError(
-                f"parallel.tp={parallel.tp} parallel.pp={parallel.pp} parallel.cp={parallel.cp} share a model among "
-                f"processes, which trainer={config.trainer} does not do: set trainer=megatron, or all three to 1"
+                f"parallel.tp={parallel.tp} parallel.pp={parallel.pp} parallel.cp={parallel.cp} "
+                f"parallel.feeding={parallel.feeding} are about models that processes share, and with "
+                f"trainer={config.trainer} none do: set trainer=megatron, or leave parallel out"
             )
         return
     if model.name_or_path is not None:
