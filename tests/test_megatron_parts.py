@@ -19,23 +19,16 @@ pytest.importorskip("megatron.core")
 from conversations import conversations_dataset
 from megatron_runs import configuration, train
 
+from energon_bridge.integrations.context_parallel import zigzag_indices
 from energon_bridge.testing import create_captioning_test_dataset
 from energon_bridge.training.generation import read_predictions
-from energon_bridge.training.megatron.attention import seen_tokens, tokens_of_rank
+from energon_bridge.training.megatron.attention import seen_tokens
 from energon_bridge.training.megatron.checkpoints import complete_checkpoints
 from energon_bridge.training.megatron.cpu_backend import cpu_backend
 from energon_bridge.training.megatron.ranks import launched_rank
 from energon_bridge.training.progress import read_losses
 
 # Sharing out ---------------------------------------------------------------------------------------------------------
-
-
-@given(size=st.integers(1, 5), piece=st.integers(1, 4))
-def test_context_ranks_share_the_tokens_and_the_work(size: int, piece: int) -> None:
-    length = 2 * size * piece
-    parts = [tokens_of_rank(length, rank, size) for rank in range(size)]
-    assert sorted(torch.cat(parts).tolist()) == list(range(length))
-    assert len({int((part + 1).sum()) for part in parts}) == 1
 
 
 @given(lengths=st.lists(st.integers(1, 6), min_size=1, max_size=4), size=st.integers(1, 3), packed=st.booleans())
@@ -46,8 +39,8 @@ def test_a_token_sees_its_sample_up_to_itself(lengths: list[int], size: int, pac
         samples = [0] * len(samples)
     positions = torch.tensor([[samples[:place].count(sample) for place, sample in enumerate(samples)]])
     for rank in range(size):
-        own = tokens_of_rank(len(samples), rank, size).tolist()
-        keys = torch.cat([tokens_of_rank(len(samples), peer, size) for peer in range(size)]).tolist()
+        own = zigzag_indices(len(samples), rank=rank, size=size).tolist()
+        keys = torch.cat([zigzag_indices(len(samples), rank=peer, size=size) for peer in range(size)]).tolist()
         seen = seen_tokens(positions, packed=packed, rank=rank, size=size)
         if seen is None:
             assert (size, packed) == (1, False)

@@ -1,9 +1,9 @@
 """Attention of the language model: causal, kept inside the samples of packs, over the tokens of all context ranks.
 
 megatron-core's own local attention knows neither packs nor context parallelism; both come with TransformerEngine, which
-needs a GPU. This one is torch's `scaled_dot_product_attention`. Under context parallelism rank r of n has the pieces r
-and 2n - 1 - r of every sequence, cut into 2n (so that all ranks have as many earlier tokens to look at), and asks the
-keys and values of all ranks: they are gathered in every layer, and their gradients scattered back.
+needs a GPU. This one is torch's `scaled_dot_product_attention`. Under context parallelism a rank has the tokens of
+`zigzag_indices`, as megatron-core's rotary embeddings expect, and asks the keys and values of all ranks: they are
+gathered in every layer, and their gradients scattered back.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+
+from energon_bridge.integrations.context_parallel import zigzag_indices
 
 
 class SharedAttention(MegatronModule):
@@ -53,15 +55,6 @@ class SharedAttention(MegatronModule):
         return out.permute(2, 0, 1, 3).flatten(2)
 
 
-def tokens_of_rank(length: int, rank: int, size: int, device: torch.device | None = None) -> Tensor:
-    """Return the positions of a context-parallel rank's tokens, int64 (length / size,).
-
-    `length` must be a multiple of 2 * size. The layout is megatron-core's, whose rotary embeddings follow it.
-    """
-    pieces = torch.arange(length, device=device).view(2 * size, -1)
-    return pieces[[rank, 2 * size - 1 - rank]].flatten()
-
-
 def seen_tokens(position_ids: Tensor, *, packed: bool, rank: int, size: int) -> Tensor | None:
     """Return which tokens of a row see which.
 
@@ -78,8 +71,8 @@ def seen_tokens(position_ids: Tensor, *, packed: bool, rank: int, size: int) -> 
     if size == 1 and not packed:
         return None
     length, device = position_ids.shape[1], position_ids.device
-    own = tokens_of_rank(length, rank, size, device)
-    gathered = torch.cat([tokens_of_rank(length, peer, size, device) for peer in range(size)])
+    parts = [zigzag_indices(length, rank=peer, size=size).to(device) for peer in range(size)]
+    own, gathered = parts[rank], torch.cat(parts)
     seen = (gathered <= own[:, None]).unsqueeze(0)
     if packed:
         samples = torch.eq(position_ids, 0).cumsum(dim=1)

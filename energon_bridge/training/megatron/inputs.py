@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from energon_bridge.integrations.context_parallel import zigzag_indices
 from energon_bridge.task_encoder.multimodal import MultiModalBatch
-from energon_bridge.training.megatron.attention import seen_tokens, tokens_of_rank
+from energon_bridge.training.megatron.attention import seen_tokens
 from energon_bridge.training.megatron.ranks import Ranks
 
 
@@ -63,7 +64,7 @@ def writing_inputs(tokens: Tensor, pixel_values: Tensor | None, ranks: Ranks) ->
 def own_tokens(tokens: Tensor, ranks: Ranks) -> Tensor:
     """Return the positions of the tokens that this context-parallel rank has."""
     group = ranks.groups.cp
-    return tokens_of_rank(tokens.shape[1], group.rank(), group.size(), tokens.device)
+    return zigzag_indices(tokens.shape[1], rank=group.rank(), size=group.size()).to(tokens.device)
 
 
 def _even(values: Tensor, context_parallel: int) -> Tensor:

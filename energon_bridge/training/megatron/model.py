@@ -22,9 +22,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from energon_bridge.errors import ConfigurationError
+from energon_bridge.integrations.context_parallel import zigzag_indices
 from energon_bridge.rng import key_of
 from energon_bridge.training.config import RunConfig
-from energon_bridge.training.megatron.attention import SharedAttention, tokens_of_rank
+from energon_bridge.training.megatron.attention import SharedAttention
 
 _VOCABULARY_MULTIPLE = 128
 """Vocabularies are filled up to a multiple of this, whatever tp is: checkpoints then fit every tp."""
@@ -65,7 +66,8 @@ class Llava(LLaVAModel):
                 embedded = rows.transpose(0, 1)
             cp_group = self.pg_collection.cp
             if cp_group.size() > 1:
-                embedded = embedded[tokens_of_rank(len(embedded), cp_group.rank(), cp_group.size(), tokens.device)]
+                own = zigzag_indices(len(embedded), rank=cp_group.rank(), size=cp_group.size())
+                embedded = embedded[own.to(embedded.device)]
             embedded = embedded.contiguous()
         output: Tensor = self.language_model(
             input_ids=None,
