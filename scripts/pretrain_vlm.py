@@ -42,7 +42,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.dry_run:
             print(training.dry_run(config))
             return 0
-        result = training.run(config, resume=options.resume, overwrite=options.overwrite)
+        if config.trainer == "megatron":
+            # What is not installed, not finished, or soon to be called otherwise in torch.
+            warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
+            warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
+            logging.getLogger("megatron").setLevel(logging.ERROR)
+            from energon_bridge.training.megatron.run import run
+        else:
+            run = training.run
+        result = run(config, resume=options.resume, overwrite=options.overwrite)
     except EnergonError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2

@@ -87,3 +87,23 @@ def test_the_main_job_reads_digits_and_its_control_does_not(
     read = exact_match(read_predictions(tmp_path / "run" / "predictions.jsonl"))
     assert least <= read <= most
     assert result.stdout.splitlines()[-1] == f"validation digits read: {100 * read:.1f} %"
+
+
+@pytest.mark.slow
+def test_the_main_job_reads_digits_with_megatron_core_on_two_processes(digits: Path, tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core")
+    config = ROOT / "configs" / "digits_tiny_llava_megatron.yaml"
+    command = ["bash", str(ROOT / "scripts" / "launch" / "torchrun.sh"), str(config), f"data.path={digits}"]
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    result = subprocess.run(
+        [*command, f"run_dir={tmp_path / 'run'}"],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "PATH": path, "NPROC": "2"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    read = exact_match(read_predictions(tmp_path / "run" / "predictions.jsonl"))
+    assert read >= 0.90
+    assert result.stdout.splitlines()[-1] == f"validation digits read: {100 * read:.1f} %"

@@ -234,7 +234,7 @@ def expected_steps(config: Any, accumulate: int) -> tuple[list[dict[str, torch.T
     from energon_bridge.training import run as training
     from energon_bridge.training.module import VisionLanguageModule
 
-    bundle = training._load_bundle(config, Path(config.run_dir) / "model")
+    bundle = training.load_bundle(config, Path(config.run_dir) / "model")
     module = VisionLanguageModule(bundle, config)
     loader = get_savable_loader(
         training.build_data_module(config, bundle).datasets_provider(config_of(1, 0, num_lanes=LANES), "train")

@@ -294,7 +294,7 @@ def test_two_ranks_train_on_the_same_packs(finished: tuple[RunConfig, Any], data
 
 def test_packed_and_unpacked_validation_have_the_same_loss(finished: tuple[RunConfig, Any], dataset: Path) -> None:
     config, result = finished
-    bundle = training._load_bundle(config, Path(config.run_dir) / "model")
+    bundle = training.load_bundle(config, Path(config.run_dir) / "model")
     state = torch.load(sorted((Path(config.run_dir) / "checkpoints").iterdir())[-1], weights_only=True)
     unpacked = configuration(
         dataset, Path(config.run_dir), "data.packing_buffer_size=null", "data.packing_max_images=null"
@@ -314,7 +314,7 @@ def test_packed_and_unpacked_validation_have_the_same_loss(finished: tuple[RunCo
 def test_packs_keep_to_their_limits(dataset: Path, tmp_path: Path) -> None:
     config = configuration(dataset, tmp_path, "data.packing_max_samples=2", "data.packing_max_images=3")
     training._write_preset(config, tmp_path / "model")
-    bundle = training._load_bundle(config, tmp_path / "model")
+    bundle = training.load_bundle(config, tmp_path / "model")
     data = training.build_data_module(config, bundle)
     batches = [next(data.train_dataloader()) for _ in range(10)]
     data.close()

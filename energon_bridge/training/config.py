@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass, field
 
 from energon_bridge.errors import ConfigurationError
+from energon_bridge.training.parallel import ParallelConfig, check_parallel
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -194,10 +195,12 @@ class RunConfig:
 
     Args:
         run_dir: The folder of the run: resolved configuration, model, checkpoints, metrics, predictions.
+        trainer: `lightning` trains any model of transformers, `megatron` the presets as models of megatron-core.
         seed: Seed of the data order, of the initial weights and of everything random in the model.
     """
 
     run_dir: str = "runs/default"
+    trainer: str = "lightning"
     seed: int = 0
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -205,6 +208,7 @@ class RunConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     def __post_init__(self) -> None:
         positive: dict[str, int | None] = {
@@ -244,6 +248,9 @@ class RunConfig:
             raise ConfigurationError("data.shuffle_images=true needs data.micro_batch_size of at least 2")
         if self.model.init not in ("pretrained", "random"):
             raise ConfigurationError(f"model.init must be 'pretrained' or 'random', got {self.model.init!r}")
+        if self.trainer not in ("lightning", "megatron"):
+            raise ConfigurationError(f"trainer must be 'lightning' or 'megatron', got {self.trainer!r}")
+        check_parallel(self)
 
     def _check_packing(self) -> None:
         data = self.data

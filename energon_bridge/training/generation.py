@@ -57,10 +57,7 @@ def prompts_of(batch: MultiModalBatch, pad_id: int) -> tuple[Tensor, Tensor]:
     Returns:
         Tokens and attention mask, int64 of shape (B, P), P being the longest prompt.
     """
-    # The first label with loss is the first token of the answer; the token it is the label of ends the prompt. A row
-    # without loss has no answer.
-    whole = batch.attention_mask.sum(dim=1)
-    lengths = torch.where(batch.loss_mask.any(dim=1), batch.loss_mask.argmax(dim=1) + 1, whole).tolist()
+    lengths = prompt_lengths(batch).tolist()
     width = max(lengths)
     tokens = batch.tokens.new_full((len(lengths), width), pad_id)
     mask = torch.zeros_like(tokens)
@@ -68,6 +65,14 @@ def prompts_of(batch: MultiModalBatch, pad_id: int) -> tuple[Tensor, Tensor]:
         tokens[row, width - length :] = batch.tokens[row, :length]
         mask[row, width - length :] = 1
     return tokens, mask
+
+
+def prompt_lengths(batch: MultiModalBatch) -> Tensor:
+    """Return how many tokens each row has before its answer, int64 (B,)."""
+    # The first label with loss is the first token of the answer; the token it is the label of ends the prompt. A row
+    # without loss has no answer.
+    whole = batch.attention_mask.sum(dim=1)
+    return torch.where(batch.loss_mask.any(dim=1), batch.loss_mask.argmax(dim=1) + 1, whole)
 
 
 def visible_images(

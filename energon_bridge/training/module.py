@@ -13,7 +13,6 @@ save, and a resumed run draws what the uninterrupted one would have drawn.
 from __future__ import annotations
 
 import inspect
-import math
 from itertools import chain, zip_longest
 from typing import Any
 
@@ -31,6 +30,7 @@ from energon_bridge.training.config import RunConfig
 from energon_bridge.training.generation import Prediction, generate_answers, prompts_of, visible_images
 from energon_bridge.training.packed import check_packing, sequence_inputs, takes_mrope
 from energon_bridge.training.presets import ModelBundle
+from energon_bridge.training.schedule import learning_rate_factor
 
 _SEED_BITS = (1 << 63) - 1
 
@@ -173,13 +173,7 @@ class VisionLanguageModule(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def _learning_rate_factor(self, step: int) -> float:
-        settings = self.config.optimizer
-        if step < settings.warmup_steps:
-            return (step + 1) / (settings.warmup_steps + 1)
-        decay_steps = max(1, self.config.train.max_steps - settings.warmup_steps)
-        progress = min(1.0, (step - settings.warmup_steps) / decay_steps)
-        floor = settings.min_lr / settings.lr
-        return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress))
+        return learning_rate_factor(self.config.optimizer, step, self.config.train.max_steps)
 
     def _token_losses(self, batch: MultiModalBatch) -> tuple[Tensor, Tensor]:
         """Return cross entropies and their weights, both float32 of shape (B, S)."""

@@ -23,14 +23,14 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import yaml
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
 
-from energon_bridge.datamodule import EnergonMultiModalDataModule
+from energon_bridge.datamodule import EnergonMultiModalDataModule, Feeding
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.rng import key_of
 from energon_bridge.training.captions import dataset_captions
@@ -84,8 +84,8 @@ def run(config: RunConfig, *, resume: bool = False, overwrite: bool = False) -> 
     trainer.strategy.setup_environment()
     with _main_rank_first(trainer):
         if trainer.is_global_zero:
-            _prepare_run_dir(config, run_dir, resume=resume, overwrite=overwrite)
-    bundle = _load_bundle(config, run_dir / "model")
+            prepare_run_dir(config, run_dir, resume=resume, overwrite=overwrite)
+    bundle = load_bundle(config, run_dir / "model")
     module = VisionLanguageModule(bundle, config)
     data = build_data_module(config, bundle)
     validates = config.validation.limit_batches != 0
@@ -113,7 +113,7 @@ def dry_run(config: RunConfig) -> str:
     with tempfile.TemporaryDirectory() as folder:
         model_dir = Path(folder) / "model"
         _write_preset(config, model_dir)
-        bundle = _load_bundle(config, model_dir)
+        bundle = load_bundle(config, model_dir)
         data = build_data_module(config, bundle)
         try:
             batch = next(iter(data.train_dataloader()))
@@ -121,12 +121,17 @@ def dry_run(config: RunConfig) -> str:
             data.close()
     parameters = sum(p.numel() for p in bundle.model.parameters())
     shapes = {f: list(getattr(batch, f).shape) for f in ("tokens", "pixel_values") if getattr(batch, f) is not None}
+    if config.trainer == "megatron":
+        facts = {"replica": f"{config.parallel.replica_size} processes", "microbatch": shapes}
+        return f"{dump_config(config)}---\n{yaml.safe_dump(facts, sort_keys=False)}"
     facts = {"model": type(bundle.model).__name__, "parameters": parameters, "microbatch": shapes}
     return f"{dump_config(config)}---\n{yaml.safe_dump(facts, sort_keys=False)}"
 
 
-def build_data_module(config: RunConfig, bundle: ModelBundle) -> EnergonMultiModalDataModule:
-    """Return the data module of a run."""
+def build_data_module(
+    config: RunConfig, bundle: ModelBundle, pg_collection: Any | None = None
+) -> EnergonMultiModalDataModule:
+    """Return the data module of a run; without a collection of process groups, all ranks are data-parallel."""
     settings = asdict(config.data)
     for name in ENCODER_SETTINGS:
         del settings[name]
@@ -135,7 +140,9 @@ def build_data_module(config: RunConfig, bundle: ModelBundle) -> EnergonMultiMod
         image_processor=bundle.image_processor,
         task_encoder=training_task_encoder(config.data, bundle),
         seed=config.seed,
-        masked_microbatches="allow",  # `VisionLanguageModule` weighs by the mask
+        pg_collection=pg_collection,
+        feeding=cast(Feeding, config.parallel.feeding),
+        masked_microbatches="allow",  # both trainers weigh by the mask
         **settings,
     )
 
@@ -196,7 +203,12 @@ def _main_rank_first(trainer: Trainer) -> Iterator[None]:
     trainer.strategy.barrier("main rank first")
 
 
-def _prepare_run_dir(config: RunConfig, run_dir: Path, *, resume: bool, overwrite: bool) -> None:
+def prepare_run_dir(config: RunConfig, run_dir: Path, *, resume: bool, overwrite: bool) -> None:
+    """Write configuration and preset to the run folder, after a look at what is in it.
+
+    Raises:
+        ConfigurationError: It holds a run that is neither to be resumed nor replaced.
+    """
     known = ("checkpoints", "metrics.jsonl", "predictions.jsonl", "model", "config.yaml", "export")
     present = [name for name in known if (run_dir / name).exists()]
     if overwrite and not resume:
@@ -220,7 +232,8 @@ def _write_preset(config: RunConfig, folder: Path) -> None:
         write_preset(config.model, folder, captions)
 
 
-def _load_bundle(config: RunConfig, preset_folder: Path) -> ModelBundle:
+def load_bundle(config: RunConfig, preset_folder: Path) -> ModelBundle:
+    """Load the model of a run with what belongs to it; random weights are drawn from the seed."""
     settings = config.model
     torch.manual_seed(key_of("weights", config.seed) >> 1)
     if settings.name_or_path is None:

@@ -1,0 +1,155 @@
+"""Checkpoints of a megatron-core run: model, optimizer and data together, written whole or not at all.
+
+They are folders `RUN/checkpoints/step-0000200`::
+
+    *.distcp, .metadata, common.pt, metadata.json   model and optimizer, in megatron-core's distributed format
+    run.pt                                          step, state of the data of all ranks, the sizes of the model
+    complete.json                                   the name and size of every other file; written last
+
+A checkpoint is written to `.step-0000200.part`, flushed to the disk and renamed; so a folder of the final name without
+all files that its `complete.json` names was not written by this program, but copied or cut, and is passed over.
+
+The format has whole tensors, whatever ranks wrote their parts: a checkpoint is read on any number of data-parallel
+ranks, and with other tp and pp. Learning rate and random numbers are functions of the step, and have no state.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+
+from energon_bridge.errors import ConfigurationError
+from energon_bridge.training.megatron.ranks import Ranks
+from energon_bridge.training.megatron.step import Training
+from energon_bridge.training.megatron.writer import SynchronousSave
+
+logger = logging.getLogger(__name__)
+
+_MANIFEST, _RUN = "complete.json", "run.pt"
+_SHARDING = {"distrib_optim_sharding_type": "fully_reshardable"}
+
+
+def checkpoint_folder(folder: Path, step: int) -> Path:
+    """Return where the checkpoint of an optimizer step lies."""
+    return folder / f"step-{step:07d}"
+
+
+def complete_checkpoints(folder: Path) -> list[Path]:
+    """Return the complete checkpoints, oldest first; others are named in a warning."""
+    complete = []
+    for path in sorted(folder.glob("step-*")):
+        if missing := _missing(path):
+            logger.warning("passing over %s, which is not a whole checkpoint: %s", path, missing)
+        else:
+            complete.append(path)
+    return complete
+
+
+def save_checkpoint(training: Training, folder: Path, step: int, data: dict[str, Any], *, keep: int) -> None:
+    """Write a checkpoint and remove old ones; all ranks must call this.
+
+    Args:
+        training: What is saved.
+        folder: The folder of the checkpoints.
+        step: Optimizer steps done.
+        data: The state of the data of the whole run.
+        keep: How many of the latest checkpoints stay; 0 keeps all.
+    """
+    target = checkpoint_folder(folder, step)
+    part = target.with_name(f".{target.name}.part")
+    if training.ranks.main:
+        for leftover in folder.glob(".step-*.part"):
+            shutil.rmtree(leftover)
+        part.mkdir(parents=True)
+    dist.barrier()
+    dist_checkpointing.save(
+        _parts(training, is_loading=False), str(part), SynchronousSave(), content_metadata=_SHARDING
+    )
+    if training.ranks.main:
+        torch.save({"step": step, "data": data, "model": _sizes(training)}, part / _RUN)
+        _finish(part, target)
+        for old in complete_checkpoints(folder)[:-keep] if keep else []:
+            shutil.rmtree(old)
+    dist.barrier()
+
+
+def load_checkpoint(training: Training, path: Path) -> tuple[int, dict[str, Any]]:
+    """Continue from a checkpoint; all ranks must call this. Returns its step and the state of its data.
+
+    Raises:
+        ConfigurationError: The model has other sizes than the one in the checkpoint.
+    """
+    run = torch.load(path / _RUN, weights_only=True)
+    sizes = _sizes(training)
+    if different := [name for name in sizes if run["model"].get(name) != sizes[name]]:
+        told = ", ".join(f"{name}={sizes[name]} (there: {run['model'].get(name)})" for name in different)
+        raise ConfigurationError(
+            f"the checkpoint {path} is of another model: {told}. Set model.* as it was when the run began; tp, pp, cp "
+            "and the number of processes may change"
+        )
+    state = dist_checkpointing.load(_parts(training, is_loading=True), str(path))
+    training.part.load_state_dict(state["model"])
+    training.optimizer.load_state_dict(state["optimizer"])
+    return int(run["step"]), run["data"]
+
+
+def _sizes(training: Training) -> dict[str, str | int]:
+    model = training.config.model
+    names = ("preset", "hidden_size", "num_layers", "num_heads", "image_size", "patch_size")
+    return {f"model.{name}": getattr(model, name) for name in names}
+
+
+def _parts(training: Training, *, is_loading: bool) -> dict[str, Any]:
+    model = training.part.sharded_state_dict(metadata=_metadata(training.ranks))
+    optimizer = training.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=_metadata(training.ranks))
+    return {"model": model, "optimizer": optimizer}
+
+
+def _metadata(ranks: Ranks) -> dict[str, Any]:
+    return {**_SHARDING, "dp_cp_group": ranks.groups.dp_cp}
+
+
+def _finish(part: Path, target: Path) -> None:
+    """Flush what was written to the disk, list it, and give it its name."""
+    files = sorted(path for path in part.rglob("*") if path.is_file())
+    for path in files:
+        _flush(path)
+    manifest = part / _MANIFEST
+    manifest.write_text(json.dumps({path.relative_to(part).as_posix(): path.stat().st_size for path in files}))
+    _flush(manifest)
+    _flush(part)
+    if target.exists():  # of a run that went back to an earlier checkpoint
+        shutil.rmtree(target)
+    os.replace(part, target)
+    _flush(target.parent)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _missing(path: Path) -> str | None:
+    """Say what a checkpoint lacks; None if it is whole."""
+    try:
+        listed: dict[str, int] = json.loads((path / _MANIFEST).read_text())
+    except (OSError, ValueError):
+        return f"no readable {_MANIFEST}"
+    for name, size in listed.items():
+        file = path / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if file.stat().st_size != size:
+            return f"{name} has {file.stat().st_size} bytes, expected {size}"
+    return None

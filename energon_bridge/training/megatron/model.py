@@ -1,0 +1,179 @@
+"""The presets of `model.preset` as models of megatron-core: the same sizes, split over tensor and pipeline ranks.
+
+Batches of the `MultiModalTaskEncoder` have one token per image embedding already, where megatron-core's LLaVA expects
+one per image and widens the sequence itself. `Llava` puts the embeddings where those tokens are, so the tokens, labels
+and masks of a batch go in as they came, and every pipeline stage sees sequences of the same length.
+
+Nothing in these models is random after their initialisation: there is no dropout, so no generator state to save.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.multimodal.llava_model import LLaVAModel
+from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_local_spec
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.enums import AttnMaskType, ModelType
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.nn import functional
+
+from energon_bridge.errors import ConfigurationError
+from energon_bridge.integrations.context_parallel import zigzag_indices
+from energon_bridge.rng import key_of
+from energon_bridge.training.config import RunConfig
+from energon_bridge.training.megatron.attention import SharedAttention
+
+_VOCABULARY_MULTIPLE = 128
+"""Vocabularies are filled up to a multiple of this, whatever tp is: checkpoints then fit every tp."""
+
+
+class Llava(LLaVAModel):
+    """A vision tower, a projector and a language model; the last pipeline stage returns losses or logits."""
+
+    model_type = ModelType.encoder_or_decoder
+
+    def forward(
+        self,
+        tokens: Tensor,
+        pixel_values: Tensor | None,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+    ) -> Tensor:
+        """Run this pipeline stage.
+
+        Args:
+            tokens: Shape (B, S), each image token standing for one embedding of its image.
+            pixel_values: Shape (images, 3, H, W), in the order of their tokens; None for none.
+            attention_mask: See `attention.seen_tokens`.
+            labels: Of the tokens of this context-parallel rank, (B, S / cp); None asks for logits.
+
+        Returns:
+            On the last stage cross entropies (B, S / cp), or logits (B, S / cp, vocabulary / tp); hidden states on the
+            others.
+        """
+        embedded = None
+        if self.pre_process:
+            embedded = self.language_model.embedding(input_ids=tokens, position_ids=None)  # (S, B, H)
+            if pixel_values is not None and len(pixel_values):
+                features = self.vision_model(pixel_values)[:, self.vision_model.class_token_len :]
+                features = self.vision_projection(features.transpose(0, 1).contiguous())
+                places = torch.eq(tokens, self.image_token_index).unsqueeze(-1)
+                rows = embedded.transpose(0, 1).masked_scatter(places, features.transpose(0, 1))
+                embedded = rows.transpose(0, 1)
+            cp_group = self.pg_collection.cp
+            if cp_group.size() > 1:
+                own = zigzag_indices(len(embedded), rank=cp_group.rank(), size=cp_group.size())
+                embedded = embedded[own.to(embedded.device)]
+            embedded = embedded.contiguous()
+        output: Tensor = self.language_model(
+            input_ids=None,
+            position_ids=None,
+            attention_mask=attention_mask,
+            decoder_input=embedded,
+            labels=labels,
+        )
+        return output
+
+
+def build_model(config: RunConfig, groups: ProcessGroupCollection, *, vocab_size: int, image_token_id: int) -> Llava:
+    """Return this rank's part of the model.
+
+    The weights are drawn from the seed and the pipeline stage: the same ones for every tp and dp.
+
+    Raises:
+        ConfigurationError: megatron-core has no model of this preset.
+    """
+    if config.model.preset not in ("tiny-llava",):
+        raise ConfigurationError(
+            f"trainer=megatron has no model of model.preset={config.model.preset}; it has: tiny-llava"
+        )
+    stage, stages = groups.pp.rank(), groups.pp.size()
+    torch.manual_seed(key_of("weights", config.seed, stage) >> 1)
+    language_spec = get_gpt_layer_local_spec(normalization="RMSNorm")
+    language_spec.submodules.self_attention.submodules.core_attention = SharedAttention
+    vision_spec = get_vit_layer_with_local_spec()
+    vision_spec.submodules.self_attention.params["attn_mask_type"] = AttnMaskType.no_mask
+    model = config.model
+    language = _language_config(config)
+    llava = Llava(
+        language_transformer_config=language,
+        language_transformer_layer_spec=language_spec,
+        language_vocab_size=-(-vocab_size // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE,
+        language_max_sequence_length=config.data.seq_length,
+        language_position_embedding_type="rope",
+        vision_transformer_config=_vision_config(config),
+        vision_transformer_layer_spec=vision_spec,
+        drop_vision_class_token=True,
+        vision_projection_config=_projection_config(config),
+        vision_projection_layer_spec=language_spec.submodules.mlp.submodules,
+        pre_process=stage == 0,
+        post_process=stage == stages - 1,
+        add_encoder=stage == 0,
+        img_h=model.image_size,
+        img_w=model.image_size,
+        patch_dim=model.patch_size,
+        image_token_index=image_token_id,
+        pg_collection=groups,
+    )
+    # megatron-core refuses this while it builds a model without TransformerEngine; its rotary embeddings need it.
+    language.context_parallel_size = config.parallel.cp
+    return llava
+
+
+def _language_config(config: RunConfig) -> TransformerConfig:
+    return TransformerConfig(
+        **_shared(config),
+        pipeline_model_parallel_size=config.parallel.pp,
+        pipeline_dtype=_parameter_type(config),
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",  # the default one refuses variable lengths, experts or not
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=functional.silu,
+        add_bias_linear=False,
+        calculate_per_token_loss=True,
+    )
+
+
+def _vision_config(config: RunConfig) -> TransformerConfig:
+    vision = TransformerConfig(**_shared(config), activation_func=functional.gelu)
+    # The kind of the megatron-core vision towers that has no norms before and after its layers.
+    vision.vision_model_type = "internvit"
+    return vision
+
+
+def _projection_config(config: RunConfig) -> TransformerConfig:
+    shared: dict[str, Any] = _shared(config) | {"num_layers": 1, "ffn_hidden_size": config.model.hidden_size}
+    return TransformerConfig(**shared, activation_func=functional.gelu)
+
+
+def _shared(config: RunConfig) -> dict[str, Any]:
+    model = config.model
+    return {
+        "num_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "ffn_hidden_size": 2 * model.hidden_size,
+        "num_attention_heads": model.num_heads,
+        "tensor_model_parallel_size": config.parallel.tp,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "params_dtype": _parameter_type(config),
+        "bf16": config.train.precision == "bf16-mixed",
+        # Weights drawn on the CPU, whole, and then cut: equal for every tp.
+        "use_cpu_initialization": True,
+        # The local layers are plain torch; kernels that fuse them come with TransformerEngine and Apex.
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "persist_layer_norm": False,
+        "apply_rope_fusion": False,
+    }
+
+
+def _parameter_type(config: RunConfig) -> torch.dtype:
+    return torch.bfloat16 if config.train.precision == "bf16-mixed" else torch.float32

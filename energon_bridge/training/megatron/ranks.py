@@ -1,0 +1,121 @@
+"""The processes of a run: found in the environment, connected, and grouped into replicas by megatron-core.
+
+torchrun's variables come first, then SLURM's; a process that neither has started is alone.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from energon_bridge.errors import ConfigurationError
+from energon_bridge.rng import key_of
+from energon_bridge.training.config import RunConfig
+
+_TIMEOUT = timedelta(minutes=30)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ranks:
+    """Where this process is in the run."""
+
+    groups: ProcessGroupCollection
+    device: torch.device
+
+    @property
+    def main(self) -> bool:
+        """Whether this is the process that writes and logs."""
+        return dist.get_rank() == 0
+
+    @property
+    def last_stage(self) -> bool:
+        """Whether this process has the last pipeline stage: there the losses and logits are."""
+        return bool(self.groups.pp.rank() == self.groups.pp.size() - 1)
+
+    def from_last_stage(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the last stage's values on all stages; the others pass a tensor of the same shape and type."""
+        if self.groups.pp.size() > 1:
+            source = dist.get_global_rank(self.groups.pp, self.groups.pp.size() - 1)
+            dist.broadcast(values, source, group=self.groups.pp)
+        return values
+
+
+@contextmanager
+def connected_ranks(config: RunConfig) -> Iterator[Ranks]:
+    """Connect the processes of a run and form its groups; take them apart at the end.
+
+    Raises:
+        ConfigurationError: The number of processes does not fit, or CUDA is asked for and not there.
+    """
+    device = _device(config.train.accelerator)
+    rank, world_size = launched_rank(os.environ)
+    config.accumulate(config.parallel.data_parallel_size(world_size))
+    with ExitStack() as stack:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        else:
+            from energon_bridge.training.megatron.cpu_backend import cpu_backend
+
+            stack.enter_context(cpu_backend())
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        if world_size == 1 and "MASTER_ADDR" not in os.environ:
+            dist.init_process_group(backend, init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
+        else:
+            dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=_TIMEOUT)
+        stack.callback(dist.destroy_process_group)
+        parallel = config.parallel
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=parallel.tp,
+            pipeline_model_parallel_size=parallel.pp,
+            context_parallel_size=parallel.cp,
+        )
+        stack.callback(parallel_state.destroy_model_parallel)
+        # megatron-core forks its random states, which must exist, also where nothing is drawn from them.
+        tensor_parallel.model_parallel_cuda_manual_seed(key_of("step", config.seed) >> 40)
+        yield Ranks(groups=ProcessGroupCollection.use_mpu_process_groups(), device=device)
+
+
+def launched_rank(environment: os._Environ[str] | dict[str, str]) -> tuple[int, int]:
+    """Return rank and number of processes; under SLURM, set the variables that torch.distributed reads.
+
+    Raises:
+        ConfigurationError: SLURM started tasks on several nodes and nothing says where the first one is.
+    """
+    if "RANK" in environment:
+        return int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    # SLURM sets its variables in an interactive allocation too, where no task was started by srun.
+    tasks = int(environment.get("SLURM_NTASKS", "1"))
+    if "SLURM_PROCID" not in environment or tasks == 1:
+        return 0, 1
+    if "MASTER_ADDR" not in environment:
+        if int(environment.get("SLURM_NNODES", "1")) > 1:
+            raise ConfigurationError(
+                f"SLURM started {tasks} tasks on {environment['SLURM_NNODES']} nodes, and MASTER_ADDR is not set: set "
+                "it to the name of the first node, as scripts/launch/slurm.sbatch does: "
+                'export MASTER_ADDR="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"'
+            )
+        environment["MASTER_ADDR"] = "127.0.0.1"
+    # Jobs that share a node must not share a port.
+    environment.setdefault("MASTER_PORT", str(20000 + int(environment.get("SLURM_JOB_ID", "0")) % 10000))
+    return int(environment["SLURM_PROCID"]), tasks
+
+
+def _device(accelerator: str) -> torch.device:
+    found = torch.cuda.is_available()
+    if accelerator == "cpu" or (accelerator == "auto" and not found):
+        return torch.device("cpu")
+    if not found:
+        raise ConfigurationError(
+            f"train.accelerator={accelerator}, and torch {torch.__version__} finds no CUDA device: set "
+            "train.accelerator=cpu, or look at nvidia-smi and at the build of torch"
+        )
+    local = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0"))
+    return torch.device("cuda", int(local) % torch.cuda.device_count())

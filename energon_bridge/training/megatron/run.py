@@ -1,0 +1,188 @@
+"""One run of `trainer: megatron`, from its configuration to `predictions.jsonl`.
+
+The run folder is that of the other trainer (see `training.run`), but for the checkpoints. Every rank of a replica loads
+the replica's batches; which ones they are is decided by the pure data-parallel rank.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import chain, islice, zip_longest
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from energon_bridge.datamodule import EnergonMultiModalDataModule
+from energon_bridge.errors import ConfigurationError
+from energon_bridge.task_encoder.multimodal import MultiModalBatch
+from energon_bridge.training.config import RunConfig
+from energon_bridge.training.generation import Prediction, exact_match, write_predictions
+from energon_bridge.training.megatron.checkpoints import complete_checkpoints, load_checkpoint, save_checkpoint
+from energon_bridge.training.megatron.model import build_model
+from energon_bridge.training.megatron.progress import Progress
+from energon_bridge.training.megatron.ranks import Ranks, connected_ranks
+from energon_bridge.training.megatron.step import (
+    Training,
+    learning_rate,
+    over_replicas,
+    prepare_training,
+    run_schedule,
+    train_step,
+)
+from energon_bridge.training.megatron.writing import write_answers
+from energon_bridge.training.presets import ModelBundle
+from energon_bridge.training.run import RunResult, build_data_module, load_bundle, prepare_run_dir
+
+logger = logging.getLogger(__name__)
+
+
+def run(config: RunConfig, *, resume: bool = False, overwrite: bool = False) -> RunResult:
+    """Train and validate; the arguments and results are those of `training.run.run`.
+
+    Raises:
+        ConfigurationError: The configuration does not fit together, or not to the number of processes.
+    """
+    if config.train.threads:
+        torch.set_num_threads(config.train.threads)
+    # Tokenizers with threads of their own do not survive the fork of the loader's workers.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    torch.use_deterministic_algorithms(config.train.deterministic)
+    with connected_ranks(config) as ranks:
+        run_dir = Path(config.run_dir)
+        _main_rank_first(ranks, lambda: prepare_run_dir(config, run_dir, resume=resume, overwrite=overwrite))
+        bundle = load_bundle(config, run_dir / "model")
+        training = _build(config, bundle, ranks)
+        data = build_data_module(config, bundle, pg_collection=ranks.groups)
+        try:
+            return _train(training, bundle, data, resume=resume)
+        finally:
+            data.close()
+
+
+def _main_rank_first(ranks: Ranks, function: Callable[[], None]) -> None:
+    """Call a function on the main rank while the others wait, and stop all if it refuses."""
+    refusal: list[str | None] = [None]
+    if ranks.main:
+        try:
+            function()
+        except ConfigurationError as error:
+            refusal = [str(error)]
+    dist.broadcast_object_list(refusal)
+    if refusal[0] is not None:
+        raise ConfigurationError(refusal[0])
+
+
+def _build(config: RunConfig, bundle: ModelBundle, ranks: Ranks) -> Training:
+    if bundle.image_tokens is None:
+        raise ConfigurationError(
+            f"model.preset={config.model.preset}: trainer=megatron needs a fixed number of tokens per image, and this "
+            "model's depends on the image"
+        )
+    llava = build_model(config, ranks.groups, vocab_size=len(bundle.tokenizer), image_token_id=bundle.image_token_id)
+    return prepare_training(llava, config, ranks)
+
+
+def _train(training: Training, bundle: ModelBundle, data: EnergonMultiModalDataModule, *, resume: bool) -> RunResult:
+    config, ranks = training.config, training.ranks
+    run_dir = Path(config.run_dir)
+    loader = data.train_dataloader()
+    step = _resume(training, loader, run_dir / "checkpoints") if resume else 0
+    progress = Progress(run_dir / "metrics.jsonl", ranks, loader, max_steps=config.train.max_steps)
+    accumulate = config.accumulate(ranks.groups.dp.size())
+    validated: tuple[int, float, list[Prediction]] | None = None
+    stop = False
+    with _asked_to_stop() as asked:
+        while step < config.train.max_steps and not stop:
+            batches: list[MultiModalBatch] = list(islice(loader, accumulate))
+            lr = learning_rate(config, step)
+            sums, norm = train_step(training, batches, step)
+            step += 1
+            progress.add(step, lr, sums, samples=sum(map(_real_samples, batches)))
+            last = step == config.train.max_steps
+            stop = _agree(asked.is_set(), ranks) and not last
+            logs = last or step % config.train.log_interval == 0
+            saves = last or stop or (config.checkpoint.interval > 0 and step % config.checkpoint.interval == 0)
+            if logs or saves:
+                loss = progress.write()
+                if logs and loss is not None:
+                    progress.log(step, lr, loss, norm)
+            if saves:
+                state = loader.state_dict()
+                save_checkpoint(training, run_dir / "checkpoints", step, state, keep=config.checkpoint.keep)
+            if not stop and config.validation.interval and step % config.validation.interval == 0:
+                validated = (step, *_validate(training, bundle, data))
+                progress.restart_clock()
+    if stop:
+        logger.warning("asked to stop (SIGTERM): saved step %d, leaving", step)
+        return RunResult(step=step, validation_loss=None, read=None, stopped=True, main_rank=ranks.main)
+    if validated is None or validated[0] != step:
+        validated = (step, *_validate(training, bundle, data))
+    _, loss, predictions = validated
+    if config.validation.generate and ranks.main:
+        write_predictions(predictions, run_dir / "predictions.jsonl")
+    read = exact_match(predictions) if config.validation.generate else None
+    return RunResult(step=step, validation_loss=loss, read=read, stopped=False, main_rank=ranks.main)
+
+
+def _resume(training: Training, loader: Any, folder: Path) -> int:
+    """Continue from the latest complete checkpoint; return the optimizer steps done, 0 where there is none."""
+    newest: list[str | None] = [None]
+    if training.ranks.main and (complete := complete_checkpoints(folder)):
+        newest = [str(complete[-1])]
+    dist.broadcast_object_list(newest)  # other nodes may see the folder later
+    if newest[0] is None:
+        return 0
+    logger.info("resuming from %s", newest[0])
+    step, state = load_checkpoint(training, Path(newest[0]))
+    loader.load_state_dict(state)
+    return step
+
+
+def _validate(
+    training: Training, bundle: ModelBundle, data: EnergonMultiModalDataModule
+) -> tuple[float, list[Prediction]]:
+    """Return the loss over the validation split and the answers, the latter in the order of the split."""
+    settings, ranks = training.config.validation, training.ranks
+    sums = torch.zeros(2, dtype=torch.float64, device=ranks.device)
+    written: list[list[Prediction]] = []
+    training.model.eval()
+    for batch in islice(data.val_dataloader(), settings.limit_batches):
+        sums += run_schedule(training, [batch], forward_only=True)
+        if settings.generate:
+            written.append(write_answers(training, bundle, batch))
+    training.model.train()
+    sums = over_replicas(sums, ranks)
+    gathered: list[Any] = [None] * ranks.groups.dp.size()
+    dist.all_gather_object(gathered, written, group=ranks.groups.dp)
+    # Data-parallel rank r has microbatches r, r + R, r + 2R, …
+    in_turn = chain.from_iterable(zip_longest(*gathered, fillvalue=()))
+    return float(sums[0] / sums[1].clamp(min=1.0)), list(chain.from_iterable(in_turn))
+
+
+def _real_samples(batch: MultiModalBatch) -> int:
+    return len(batch.answers) if batch.__valid__ is None or bool(batch.__valid__.any()) else 0
+
+
+@contextmanager
+def _asked_to_stop() -> Iterator[threading.Event]:
+    """Take over SIGTERM: the event says whether it came."""
+    asked = threading.Event()
+    earlier = signal.signal(signal.SIGTERM, lambda *_: asked.set())
+    try:
+        yield asked
+    finally:
+        signal.signal(signal.SIGTERM, earlier)
+
+
+def _agree(asked: bool, ranks: Ranks) -> bool:
+    """Return whether any rank was asked; the signal may reach them during different steps."""
+    flag = torch.tensor(float(asked), device=ranks.device)
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    return bool(flag)

@@ -1,0 +1,152 @@
+"""One optimizer step, and the loss of a microbatch, by megatron-core's schedules.
+
+The loss of a step is the mean over all of its tokens that carry loss, whatever microbatch or rank they are in, as with
+the other trainer: gradients are summed and divided once by the tokens of the whole global batch
+(`calculate_per_token_loss`). Microbatches that do not exist have no such token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.module import Float16Module
+from torch import Tensor
+
+from energon_bridge.task_encoder.multimodal import MultiModalBatch
+from energon_bridge.training.config import RunConfig
+from energon_bridge.training.megatron.inputs import Inputs, training_inputs
+from energon_bridge.training.megatron.model import Llava
+from energon_bridge.training.megatron.ranks import Ranks
+from energon_bridge.training.megatron.torch_adam import complete_torch_state
+from energon_bridge.training.schedule import learning_rate_factor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Training:
+    """A model in training: this rank's part of it, wrapped for data parallelism, and its optimizer."""
+
+    config: RunConfig
+    ranks: Ranks
+    model: DistributedDataParallel
+    optimizer: MegatronOptimizer
+
+    @property
+    def part(self) -> Llava:
+        """This rank's part of the model, without what it is wrapped in."""
+        module = self.model.module
+        return module.module if isinstance(module, Float16Module) else module
+
+
+def prepare_training(llava: Llava, config: RunConfig, ranks: Ranks) -> Training:
+    """Wrap a model and make its optimizer, whose state is shared out over the data-parallel ranks."""
+    llava = llava.to(ranks.device)
+    wrapped = Float16Module(llava.config, llava) if llava.config.bf16 else llava
+    ddp_config = DistributedDataParallelConfig(
+        use_distributed_optimizer=True, overlap_grad_reduce=False, grad_reduce_in_fp32=True
+    )
+    model = DistributedDataParallel(llava.config, ddp_config, wrapped, pg_collection=ranks.groups)
+    model.broadcast_params()
+    settings = config.optimizer
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=settings.lr,
+            weight_decay=settings.weight_decay,
+            adam_beta1=settings.beta1,
+            adam_beta2=settings.beta2,
+            clip_grad=settings.clip_norm,
+            bf16=llava.config.bf16,
+            params_dtype=llava.config.params_dtype,
+            use_distributed_optimizer=True,
+        ),
+        [model],
+    )
+    complete_torch_state(optimizer)
+    llava.config.no_sync_func = model.no_sync
+    llava.config.finalize_model_grads_func = finalize_model_grads
+    llava.config.grad_scale_func = optimizer.scale_loss
+    return Training(config=config, ranks=ranks, model=model, optimizer=optimizer)
+
+
+def train_step(training: Training, batches: Sequence[MultiModalBatch], step: int) -> tuple[Tensor, float]:
+    """Train on the microbatches of one optimizer step.
+
+    Args:
+        training: What is trained.
+        batches: This replica's microbatches of the step.
+        step: Optimizer steps before this one.
+
+    Returns:
+        This rank's sum of losses and number of tokens with loss, float64 (2,), zeros on all but the last stage; and the
+        norm of the gradients before they were clipped.
+    """
+    lr = learning_rate(training.config, step)
+    for group in training.optimizer.param_groups:
+        group["lr"] = lr
+    training.model.zero_grad_buffer()
+    training.optimizer.zero_grad()
+    sums = run_schedule(training, batches, forward_only=False)
+    _, norm, _ = training.optimizer.step()
+    return sums, float(norm)
+
+
+def learning_rate(config: RunConfig, step: int) -> float:
+    """Return the learning rate of an optimizer step, counted from 0."""
+    return config.optimizer.lr * learning_rate_factor(config.optimizer, step, config.train.max_steps)
+
+
+def run_schedule(training: Training, batches: Sequence[MultiModalBatch], *, forward_only: bool) -> Tensor:
+    """Return this rank's sum of losses and number of tokens with loss, float64 (2,)."""
+    inputs = (training_inputs(batch, training.ranks) for batch in batches)
+    reported = _run(training, inputs, len(batches), forward_only=forward_only)
+    sums = torch.zeros(2, dtype=torch.float64, device=training.ranks.device)
+    return torch.stack([*(report["loss"] for report in reported), sums]).sum(dim=0)
+
+
+def run_stages(training: Training, inputs: Inputs) -> Tensor | None:
+    """Return the logits of one microbatch, on the last stage; None on the others."""
+    outputs = _run(training, [inputs], 1, forward_only=True, collect_non_loss_data=True)
+    return outputs[0] if outputs else None
+
+
+def over_replicas(sums: Tensor, ranks: Ranks) -> Tensor:
+    """Add up what the last stages of all replicas have, and give it to all ranks."""
+    dist.all_reduce(sums, group=ranks.groups.dp_cp)
+    return ranks.from_last_stage(sums)
+
+
+def _run(training: Training, inputs: Iterable[Inputs], count: int, **kwargs: Any) -> list[Any]:
+    longest = training.config.data.seq_length
+    results: list[Any] = get_forward_backward_func()(
+        forward_step_func=_forward_step,
+        data_iterator=iter(inputs),
+        model=[training.model],
+        num_microbatches=count,
+        # Stages tell each other the real shapes (variable_seq_lengths).
+        seq_length=longest,
+        micro_batch_size=training.config.data.micro_batch_size,
+        **kwargs,
+    )
+    return results
+
+
+def _forward_step(data: Iterator[Inputs], model: Any) -> tuple[Tensor, Callable[..., Any]]:
+    inputs = next(data)
+    output = model(inputs.tokens, inputs.pixel_values, inputs.attention_mask, inputs.labels)
+    return output, partial(_loss, inputs.loss_mask)
+
+
+def _loss(mask: Tensor, output: Tensor, non_loss_data: bool = False) -> Any:
+    if non_loss_data:
+        return output
+    losses, tokens = output.float() * mask, mask.sum()
+    report = torch.stack([losses.detach().double().sum(), tokens.double()])
+    return losses.sum(), tokens.to(torch.int), {"loss": report}

@@ -1,0 +1,166 @@
+"""`trainer: megatron`: tensor-, pipeline- and data-parallel runs that stop and go on, on these ranks or others."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+pytest.importorskip("megatron.core")
+pytest.importorskip("transformers")
+
+from megatron_runs import configuration, hexes, train
+
+from energon_bridge.task_encoder.multimodal import MultiModalBatch
+from energon_bridge.testing import create_captioning_test_dataset
+from energon_bridge.training.config import RunConfig
+from energon_bridge.training.generation import read_predictions
+from energon_bridge.training.megatron import run as run_module
+from energon_bridge.training.megatron.step import Training
+from energon_bridge.training.progress import read_losses
+
+MAX_STEPS, SAVED = 4, 2
+NUM_VAL = 5
+WHOLE = ("parallel.tp=2", "parallel.pp=2")
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return create_captioning_test_dataset(tmp_path_factory.mktemp("captioning"), num_train=24, num_val=NUM_VAL)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, list[list[str]]]:
+    """Return a run at tp2 x pp2 x dp2 that nobody disturbed, and its global batches."""
+    run_dir = tmp_path_factory.mktemp("uninterrupted") / "run"
+    config = configuration(
+        dataset,
+        run_dir,
+        "data.global_batch_size=8",
+        f"train.max_steps={MAX_STEPS}",
+        f"checkpoint.interval={SAVED}",
+        *WHOLE,
+    )
+    results, batches = train(config, 8)
+    assert [(result.step, result.stopped) for result in results] == [(MAX_STEPS, False)] * 8
+    assert [result.main_rank for result in results] == [True] + [False] * 7
+    assert len({(result.validation_loss, result.read) for result in results}) == 1
+    return config, batches
+
+
+def continued(run: RunConfig, folder: Path, step: int, dataset: Path, *overrides: str) -> RunConfig:
+    """Return the configuration of a copy of a run that has only one of its checkpoints."""
+    source, target = Path(run.run_dir), folder / "run"
+    (target / "checkpoints").mkdir(parents=True)
+    shutil.copytree(source / "model", target / "model")
+    shutil.copytree(source / "checkpoints" / f"step-{step:07d}", target / "checkpoints" / f"step-{step:07d}")
+    settings = ["data.global_batch_size=8", f"train.max_steps={MAX_STEPS}", "checkpoint.interval=0", *overrides]
+    return configuration(dataset, target, *settings)
+
+
+@pytest.mark.parametrize(
+    ("count", "layout"),
+    [(8, WHOLE), (4, (*WHOLE, "parallel.feeding=broadcast")), (4, ("parallel.tp=1", "parallel.pp=1"))],
+    ids=["dp2", "dp1-broadcast", "tp1-pp1-dp4"],
+)
+def test_a_run_goes_on_as_it_would_have(
+    dataset: Path,
+    tmp_path: Path,
+    uninterrupted: tuple[RunConfig, list[list[str]]],
+    count: int,
+    layout: tuple[str, ...],
+) -> None:
+    run, batches = uninterrupted
+    config = continued(
+        run, tmp_path, SAVED, dataset, "validation.generate=false", "validation.limit_batches=1", *layout
+    )
+    _, following = train(config, count, resume=True)
+    assert following == batches[SAVED:]
+    losses, expected = hexes(config), hexes(run)
+    assert list(losses) == list(range(SAVED + 1, MAX_STEPS + 1))
+    if count == 8:
+        assert losses == {step: expected[step] for step in losses}
+    # Other groups add up in another order.
+    values, wanted = (read_losses(Path(c.run_dir) / "metrics.jsonl") for c in (config, run))
+    assert values == pytest.approx({step: wanted[step] for step in values}, rel=1e-4)
+
+
+def test_a_checkpoint_of_another_model_is_refused(
+    dataset: Path, tmp_path: Path, uninterrupted: tuple[RunConfig, list[list[str]]]
+) -> None:
+    config = continued(uninterrupted[0], tmp_path, SAVED, dataset, "model.hidden_size=32", "model.num_layers=4")
+    with pytest.raises(
+        AssertionError, match=r"ConfigurationError: .*another model: model\.hidden_size=32 \(there: 16\)"
+    ):
+        train(config, 1, resume=True)
+
+
+def test_half_precision_goes_on_as_it_would_have(dataset: Path, tmp_path: Path) -> None:
+    settings = ("train.precision=bf16-mixed", "validation.generate=false", "checkpoint.interval=2", "train.max_steps=3")
+    config = configuration(dataset, tmp_path / "run", *settings)
+    train(config, 1)
+    expected = hexes(config)
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-0000003")
+    train(config, 1, resume=True)
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 4
+    assert hexes(config) == expected
+
+
+def test_the_answers_are_those_of_any_layout(
+    dataset: Path, tmp_path: Path, uninterrupted: tuple[RunConfig, list[list[str]]]
+) -> None:
+    run, _ = uninterrupted
+    config = continued(run, tmp_path, MAX_STEPS, dataset)
+    results, batches = train(config, 1, resume=True)
+    assert (results[0].step, batches) == (MAX_STEPS, [])
+    answers, expected = (read_predictions(Path(c.run_dir) / "predictions.jsonl") for c in (config, run))
+    assert [answer.key for answer in answers] == [f"val-{number:05d}" for number in range(NUM_VAL)]
+    assert answers == expected
+    assert all(answer.expected for answer in answers)
+
+
+def test_a_run_that_is_asked_to_leave_saves_and_goes_on_with_fewer_ranks(
+    dataset: Path, tmp_path: Path, uninterrupted: tuple[RunConfig, list[list[str]]]
+) -> None:
+    settings = ("data.global_batch_size=8", f"train.max_steps={MAX_STEPS}", "validation.generate=false")
+    config = configuration(dataset, tmp_path / "run", "checkpoint.interval=0", *settings)
+    results, first = train(config, 2, disturb=after_step(1, 1, signal.SIGTERM))
+    assert {(result.step, result.stopped) for result in results} == {(1, True)}
+    results, second = train(config, 1, resume=True)
+    assert {(result.step, result.stopped) for result in results} == {(MAX_STEPS, False)}
+    assert first + second == uninterrupted[1]
+    assert list(read_losses(tmp_path / "run" / "metrics.jsonl")) == list(range(1, MAX_STEPS + 1))
+
+
+def test_a_run_that_loses_a_rank_goes_on_from_its_last_checkpoint(
+    dataset: Path, tmp_path: Path, uninterrupted: tuple[RunConfig, list[list[str]]]
+) -> None:
+    settings = ("data.global_batch_size=8", f"train.max_steps={MAX_STEPS}", "validation.generate=false")
+    config = configuration(dataset, tmp_path / "run", f"checkpoint.interval={SAVED}", *settings)
+    with pytest.raises(AssertionError, match=rf"rank 3: no result, exit status -{int(signal.SIGKILL)}"):
+        train(config, 4, disturb=after_step(SAVED + 1, 3, signal.SIGKILL))
+    results, batches = train(config, 2, resume=True)
+    assert [result.step for result in results] == [MAX_STEPS] * 2
+    assert batches == uninterrupted[1][SAVED:]
+
+
+def after_step(step: int, disturbed: int, number: signal.Signals) -> Callable[[int], None]:
+    """Return what lets one rank get a signal after a step, as a scheduler sends it: not to all ranks at once."""
+
+    def disturb(rank: int) -> None:
+        original = run_module.train_step
+
+        def train_step(training: Training, batches: Sequence[MultiModalBatch], before: int) -> tuple[Tensor, float]:
+            answer = original(training, batches, before)
+            if (rank, before + 1) == (disturbed, step):
+                os.kill(os.getpid(), number)
+            return answer
+
+        run_module.train_step = train_step
+
+    return disturb
