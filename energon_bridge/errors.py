@@ -7,7 +7,8 @@
     │   ├── UnknownArgumentError        a keyword or key that does not exist; names the nearest match
     │   ├── DataParallelError           a loader's ranks are not the data-parallel ones of megatron's groups
     │   ├── MaskedMicrobatchesError     the ranks do not divide the lanes, and masked microbatches are not allowed
-    │   └── NoCookerError               no cooker of the encoder takes the samples of a crude dataset
+    │   ├── NoCookerError               no cooker of the encoder takes the samples of a crude dataset
+    │   └── NotProvidedError            a part of megatron-energon that has no counterpart here
     ├── DatasetError                    a dataset on disk cannot be used
     │   ├── DatasetNotFoundError        the folder or file does not exist
     │   ├── NotPreparedError            there is no .nv-meta; run `energon prepare`
@@ -79,6 +80,10 @@ class MaskedMicrobatchesError(ConfigurationError):
 
 class NoCookerError(ConfigurationError):
     """No cooker of the encoder takes the samples of a crude dataset."""
+
+
+class NotProvidedError(ConfigurationError, NotImplementedError):
+    """A part of megatron-energon that has no counterpart here; says what takes its place."""
 
 
 class DatasetError(EnergonError):

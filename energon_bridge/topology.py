@@ -121,14 +121,19 @@ class WorkerConfig:
     __hash__ = None  # type: ignore[assignment]
 
 
+def _distributed() -> Any:
+    """Return torch.distributed where it is initialised, else None."""
+    # Asking must not import torch: where it was never imported, nothing can be initialised.
+    distributed = sys.modules.get("torch.distributed")
+    initialised = distributed is not None and distributed.is_available() and distributed.is_initialized()
+    return distributed if initialised else None
+
+
 def _rank_and_size(group: Any) -> tuple[int, int]:
     if group is not None:
         return int(group.rank()), int(group.size())
-    # Asking must not import torch: where it was never imported, nothing can be initialised.
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        return distributed.get_rank(), distributed.get_world_size()
-    return 0, 1
+    distributed = _distributed()
+    return (0, 1) if distributed is None else (distributed.get_rank(), distributed.get_world_size())
 
 
 def _parallel_state() -> Any:
@@ -188,11 +193,11 @@ def check_data_parallel(config: WorkerConfig, pg_collection: Any = None) -> None
     """
     kinds: dict[str, Literal["tp", "cp", "pp"]] = {"tensor": "tp", "context": "cp", "pipeline": "pp"}
     sizes = {name: parallel_place(kind, pg_collection)[1] for name, kind in kinds.items()}
-    group = data_parallel_group(pg_collection)
-    if group is None:
+    group, distributed = data_parallel_group(pg_collection), _distributed()
+    if group is None or distributed is None:
         return
     rank, ranks = int(group.rank()), int(group.size())
-    replicas = _rank_and_size(None)[1] // math.prod(sizes.values())
+    replicas = distributed.get_world_size() // math.prod(sizes.values())
     other_rank = config.data_parallel_group is None and config.dp_size == ranks and config.dp_rank != rank
     if config.dp_size <= max(1, replicas) and not other_rank:
         return

@@ -17,8 +17,9 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
 from benchmarks import data  # noqa: E402
+from benchmarks.run import warmup_batches  # noqa: E402
 from benchmarks.systems.measure import Job, consume  # noqa: E402
-from benchmarks.systems.same_api import PACK, SIDE, open_loader, touch  # noqa: E402
+from benchmarks.systems.same_api import PACK, PACKING_BUFFER, SIDE, open_loader, touch  # noqa: E402
 
 
 def test_every_part_runs(tmp_path):
@@ -101,6 +102,11 @@ def test_a_packed_batch_has_as_many_images_as_others(folders):
     batch = next(loader_of(folders["caption"], "packed"))
     assert batch.image.shape == (8 // PACK, PACK, 3, 256, 256)
     assert len(touch(batch)) == 8
+
+
+def test_packing_warms_up_for_four_buffers_of_every_lane():
+    assert warmup_batches("packed", 32) * 32 >= 4 * 24 * PACKING_BUFFER
+    assert warmup_batches("uint8", 32) == 0
 
 
 def test_a_warm_up_lasts_for_its_batches():

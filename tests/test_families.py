@@ -65,11 +65,11 @@ def test_videos_are_sized_as_in_transformers(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_counted_from_sizes_are_those_of_the_pixels(family: str) -> None:
-    """1,000 images of random sizes with ENERGON_LONG_TESTS=1, else 60."""
+    """1,000 images of random sizes with ENERGON_LONG_TESTS=1, else 40."""
     made = encoder_of(family, max_pixels=64 * 64).family
     assert made is not None
     rng = np.random.default_rng(7)
-    for number in range(1000 if LONG else 60):
+    for number in range(1000 if LONG else 40):
         width, height = (int(side) for side in np.exp(rng.uniform(np.log(4), np.log(300), 2)))
         plan = made.plan_image(width, height)
         visual = made.process([picture(width, height, seed=number)], [], [plan])  # raises where they differ

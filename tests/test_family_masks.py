@@ -204,7 +204,7 @@ _TEXTS = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="<
 
 
 @given(st.lists(st.tuples(_TEXTS, _TEXTS), min_size=1, max_size=4))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_whatever_the_texts_are_answers_are_learned(
     encoder: ChatTemplateTaskEncoder, turns: list[tuple[str, str]]
 ) -> None:

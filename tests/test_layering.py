@@ -39,9 +39,9 @@ LAYERS = (
     "training",
     "prepare",
     "cli",
-    "compat",
     "testing",
     "__init__",  # the public names: on top of everything
+    "compat",  # which only gives these names under another one
 )
 MAX_LINES = 400
 

@@ -201,12 +201,17 @@ def test_the_answers_of_packed_samples_are_those_of_each_alone(bundle: ModelBund
     assert module._predict(batch) == []
 
 
-def test_images_that_cannot_be_told_apart_are_refused(bundle: ModelBundle) -> None:
-    module = VisionLanguageModule(replace(bundle, image_tokens=None), RunConfig())
-    samples = [sample for sample in samples_of(bundle) if sample.num_images == 1]
-    assert len(module._predict(packed(bundle, [samples]))) == len(samples)
-    with pytest.raises(ConfigurationError, match=r"images behind the first answer.*validation\.generate=false"):
-        module._predict(packed(bundle, [samples_of(bundle)]))
+def test_images_are_told_apart_by_the_text_between_them(bundle: ModelBundle) -> None:
+    known = VisionLanguageModule(bundle, RunConfig())
+    unknown = VisionLanguageModule(replace(bundle, image_tokens=None), RunConfig())
+    batch = packed(bundle, [samples_of(bundle)])
+    assert unknown._predict(batch) == known._predict(batch)
+    images = [picture_of(color) for color in ("red", "green", "blue")]
+    side_by_side = InterleavedSample(__key__="doc", sequence=[*images[:2], "red", images[2], "blue"])
+    batch = packed(bundle, [[task_encoder(bundle).encode_sample(side_by_side)]])
+    assert len(known._predict(batch)) == 1
+    with pytest.raises(ConfigurationError, match=r"images behind the first answer.*side by side.*generate=false"):
+        unknown._predict(batch)
 
 
 # Runs ----------------------------------------------------------------------------------------------------------------

@@ -1,8 +1,13 @@
-"""The calls of megatron-energon's published introductions, as users copy them, work here as they are written there."""
+"""The calls of megatron-energon's published introductions, as users copy them, work here as they are written there.
+
+`test_dropin.py` runs them a second time with ENERGON_MODULE=megatron.energon, the name that they are written for.
+"""
 
 from __future__ import annotations
 
+import importlib
 import logging
+import os
 import shutil
 import subprocess
 import sys
@@ -19,21 +24,15 @@ import torch
 from click.testing import CliRunner
 
 import energon_bridge
-from energon_bridge import (
-    Blender,
-    CaptioningSample,
-    EnergonDataloader,
-    EnergonMultiModalDataModule,
-    WorkerConfig,
-    cyclic_iter,
-    get_loader,
-    get_savable_loader,
-    get_train_dataset,
-    get_val_dataset,
-)
 from energon_bridge.cli.main import main
 from energon_bridge.samples import sample_type_names
 from energon_bridge.testing import create_captioning_test_dataset
+
+api: Any = importlib.import_module(os.environ.get("ENERGON_MODULE", "energon_bridge"))
+Blender, CaptioningSample, WorkerConfig = api.Blender, api.CaptioningSample, api.WorkerConfig
+EnergonDataloader, EnergonMultiModalDataModule = api.EnergonDataloader, api.EnergonMultiModalDataModule
+get_loader, get_savable_loader, cyclic_iter = api.get_loader, api.get_savable_loader, api.cyclic_iter
+get_train_dataset, get_val_dataset = api.get_train_dataset, api.get_val_dataset
 
 NUM_TRAIN = 64
 
@@ -320,9 +319,10 @@ def test_tutorial_5_saving_and_restoring(source: str, path: str, opened: list[An
     torch.save(state, tmp_path / "state.pt")
     following = [batch.__key__ for batch in islice(loader, 20)]
     program = f"""
+    from energon_bridge.compat import install; install()
     import torch
     from itertools import islice
-    from energon_bridge import WorkerConfig, get_savable_loader, get_train_dataset
+    from {api.__name__} import WorkerConfig, get_savable_loader, get_train_dataset
 
     ds = get_train_dataset(
         {source!r},

@@ -23,11 +23,10 @@ from energon_bridge.testing import create_captioning_test_dataset
 from energon_bridge.training import run as training
 from energon_bridge.training.captions import dataset_captions
 from energon_bridge.training.checkpoints import AtomicCheckpointIO, Checkpointer, list_checkpoints
-from energon_bridge.training.config import ModelConfig, RunConfig
+from energon_bridge.training.config import RunConfig
 from energon_bridge.training.config_file import load_config
 from energon_bridge.training.generation import Prediction, exact_match, read_predictions, write_predictions
 from energon_bridge.training.module import VisionLanguageModule
-from energon_bridge.training.presets import load_model, write_preset
 from energon_bridge.training.progress import read_losses
 
 ROOT = Path(__file__).parent.parent
@@ -220,47 +219,6 @@ def test_a_dry_run_describes_and_leaves_nothing(smoke: RunConfig) -> None:
 def test_captions_are_those_of_the_split(dataset: Path) -> None:
     assert len(list(dataset_captions(str(dataset), limit=1000))) == 12
     assert len(list(dataset_captions(str(dataset), limit=1000, split_part="val"))) == NUM_VAL
-
-
-def test_a_preset_keeps_its_tokenizer(tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    write_preset(ModelConfig(hidden_size=16, num_heads=2), folder, lambda: ["the digit seven"] * 3)
-    first = load_model(str(folder), init="random")
-    write_preset(ModelConfig(hidden_size=16, num_heads=2), folder, lambda: pytest.fail("there is a tokenizer already"))
-    second = load_model(str(folder), init="random")
-    assert first.tokenizer.get_vocab() == second.tokenizer.get_vocab()
-    ids = first.tokenizer.encode("the digit seven é", add_special_tokens=False)
-    assert first.tokenizer.decode(ids) == "the digit seven é"
-    assert (first.image_tokens, first.image_token_id) == (16, first.tokenizer.convert_tokens_to_ids("<image>"))
-    assert load_model(str(folder), init="random", image_tokens_per_image=5).image_tokens == 5
-
-
-def test_weights_of_a_local_folder_are_loaded(tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    write_preset(ModelConfig(hidden_size=16, num_heads=2), folder, lambda: ["a"])
-    model = load_model(str(folder), init="random").model
-    model.save_pretrained(folder)
-    loaded = load_model(str(folder), init="pretrained").model
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), loaded.parameters(), strict=True))
-
-
-def test_a_hub_name_without_a_connection_says_what_to_do() -> None:
-    with pytest.raises(ConfigurationError, match=r"cannot load model 'nobody/nothing'(.|\n)*HF_HOME(.|\n)*preset"):
-        load_model("nobody/nothing", init="pretrained")
-
-
-@pytest.mark.parametrize(
-    ("config", "complaint"),
-    [
-        (ModelConfig(preset="huge-llava"), "no model preset 'huge-llava'; presets: tiny-llava"),
-        (ModelConfig(hidden_size=20), "must be a multiple of twice model.num_heads=4"),
-        (ModelConfig(image_size=30), "one of model.patch_size=8"),
-    ],
-)
-def test_presets_that_cannot_be_built_are_refused(config: ModelConfig, complaint: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=complaint):
-        write_preset(config, tmp_path / "model", lambda: ["a"])
-    assert not (tmp_path / "model").exists()
 
 
 @pytest.mark.parametrize(("texts", "share"), [([], 0.0), ([("a", "a")], 1.0), ([("a", " a\n"), ("a", "b")], 0.5)])

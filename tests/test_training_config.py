@@ -10,10 +10,11 @@ from energon_bridge.errors import ConfigurationError, UnknownArgumentError
 from energon_bridge.training.config import CheckpointConfig, DataConfig, RunConfig
 from energon_bridge.training.config_file import dump_config, load_config, write_config
 
-CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
+FOLDER = Path(__file__).parent.parent / "configs"
+CONFIGS = sorted([*FOLDER.glob("*.yaml"), *FOLDER.glob("tiny/*.yaml")])
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.relative_to(FOLDER).as_posix())
 def test_the_configurations_in_the_repository_are_valid(path: Path) -> None:
     assert load_config(path) != RunConfig()
 
@@ -104,6 +105,10 @@ def test_an_unknown_key_names_the_file(tmp_path: Path) -> None:
         ("data.packing_max_images=4", "data.packing_max_images=4 limits packs, but nothing is packed"),
         ("data.packing_max_images=-1", "data.packing_max_images must be at least 1, got -1"),
         ("model.init=maybe", "'pretrained' or 'random', got 'maybe'"),
+        ("model.freeze=lm_head", "model.freeze must be a list of texts, got 'lm_head'"),
+        ("model.freeze=[1]", r"model.freeze must be a list of texts, got \[1\]"),
+        ("data.max_pixels=0", "data.max_pixels must be at least 1, got 0"),
+        ("data.max_num_images=0", "data.max_num_images must be at least 1, got 0"),
     ],
 )
 def test_wrong_values_are_refused(override: str, complaint: str) -> None:
@@ -121,6 +126,22 @@ def test_images_of_packs_are_not_exchanged() -> None:
         ConfigurationError, match=r"shuffle_images=true .* not those of packs.*packing_buffer_size=null"
     ):
         load_config(None, ["data.shuffle_images=true", "data.packing_buffer_size=100"])
+
+
+def test_bounds_of_images_that_cross_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"data\.min_pixels=900 is more than data\.max"):
+        load_config(None, ["data.min_pixels=900", "data.max_pixels=800"])
+
+
+@pytest.mark.parametrize(("text", "parts"), [("[a.b, 'c.*']", ("a.b", "c.*")), ("[]", ()), ("null", ())])
+@pytest.mark.parametrize("source", ["file", "override"])
+def test_lists_are_read_and_written(tmp_path: Path, text: str, parts: tuple[str, ...], source: str) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(f"model: {{freeze: {text}}}" if source == "file" else "")
+    config = load_config(path, [] if source == "file" else [f"model.freeze={text}"])
+    assert config.model.freeze == parts
+    write_config(config, path)
+    assert load_config(path) == config
 
 
 @pytest.mark.parametrize(

@@ -155,6 +155,8 @@ def _resolve(named: dict[str, Any], *, store: Store, where: str, field: str, tru
                 f"{where}, field `{dot}__class__`: no sample type {name!r}; known are {', '.join(sample_type_names())}."
             ) from error
     imported = import_class(module, name, root=store.root, where=where, trust=trust)
+    # Dataset classes written for energon say which samples they have; a class of samples is named as it is.
+    imported = getattr(imported, "__sample_type__", imported)
     if not isinstance(imported, type) or not (is_dataclass(imported) or issubclass(imported, CrudeSample)):
         raise MetadataError(f"{where}, field `{dot}__class__`: {module}.{name} is no sample type.")
     return imported

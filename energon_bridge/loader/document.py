@@ -211,6 +211,11 @@ def check_format(state: Any) -> State:
         StateVersionError: It was written in a newer format.
         OrderVersionError: It was written under other rules of order.
     """
+    if type(state).__module__.startswith("megatron.energon"):
+        raise StateFormatError(
+            f"a state of megatron-energon ({type(state).__name__}): it cannot be continued here, where samples come in "
+            "another order. Begin at the step where it was saved: get_savable_loader(..., start_at=STEP)"
+        )
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         found = state.get("format") if isinstance(state, dict) else type(state).__name__
         raise StateFormatError(f"not a state of energon_bridge: expected format {FORMAT!r}, found {found!r}")

@@ -47,7 +47,7 @@ def flat_metrics(rows: Sequence[State], *, ready: int, restarts: int) -> dict[st
         restarts: How often workers that died were started again.
 
     Returns:
-        The sums of the counters (samples, skipped, errors, excluded, bytes), `draws` and `epochs` (draws by samples)
+        The sums of the counters (`COUNTERS`: samples, skipped, errors, …), `draws` and `epochs` (draws by samples)
         where there are draws, `ready` and `worker_restarts`; and of a mix `samples/NAME` and `epochs/NAME` of each
         dataset that is part of it now.
     """

@@ -14,7 +14,8 @@ import mmap
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from types import GenericAlias
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.utils.data
@@ -53,6 +54,8 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         on_mismatch: What becomes of a state of another mix: "refuse" it, or "adapt" to it.
         watchdog: How long a microbatch may take; None: as long as it likes.
     """
+
+    __class_getitem__: ClassVar[Any] = classmethod(GenericAlias)  # annotations of energon users give it type arguments
 
     def __init__(
         self,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from types import GenericAlias
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch.utils.data
 
@@ -75,6 +76,8 @@ class DatasetSpec:
 
     The others are those of `get_train_dataset`.
     """
+
+    __class_getitem__: ClassVar[Any] = classmethod(GenericAlias)  # annotations of energon users give it type arguments
 
     leaves: tuple[OpenLeaf, ...]
     mix: Mix

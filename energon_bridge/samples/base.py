@@ -103,7 +103,7 @@ class _Record:
         # Only the validity mask is a tensor; walking the sources of a large batch would cost more than it pins.
         for name in field_names(type(self)):
             if name not in META_FIELDS or name == "__valid__":
-                object.__setattr__(pinned, name, _pinned(getattr(self, name)))
+                object.__setattr__(pinned, name, pin_value(getattr(self, name)))
         return pinned
 
 
@@ -239,23 +239,24 @@ def _read(sample: Any, name: str) -> Any:
     return sample[name] if isinstance(sample, _Record | dict) else getattr(sample, name)
 
 
-def _pinned(value: Any) -> Any:
+def pin_value(value: Any) -> Any:
+    """Return a value whose tensors, at any depth, lie in pinned host memory."""
     # Tensors and nested records both have the method; asking for it spares the import of torch.
     if hasattr(value, "pin_memory"):
         return value.pin_memory()
     if isinstance(value, dict):
         pinned = copy.copy(value)  # keeps the class, whatever its constructor takes
         for key, entry in value.items():
-            pinned[key] = _pinned(entry)
+            pinned[key] = pin_value(entry)
         return pinned
     if isinstance(value, tuple):
-        entries = [_pinned(entry) for entry in value]
+        entries = [pin_value(entry) for entry in value]
         return type(value)(*entries) if hasattr(value, "_fields") else tuple(entries)
     if isinstance(value, list):
-        return [_pinned(entry) for entry in value]
+        return [pin_value(entry) for entry in value]
     if is_dataclass(value) and not isinstance(value, type):
         record = copy.copy(value)
         for name in field_names(type(value)):
-            object.__setattr__(record, name, _pinned(getattr(value, name)))
+            object.__setattr__(record, name, pin_value(getattr(value, name)))
         return record
     return value

@@ -6,7 +6,8 @@ Invariant: reading keeps no state that the next read depends on, and any thread 
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from types import GenericAlias
+from typing import Any, ClassVar, Protocol
 
 from energon_bridge.errors import DecodeError, MediaMetadataError
 from energon_bridge.format.media import MediaMetadata
@@ -22,6 +23,8 @@ class Decoder(Protocol):
 
 class FileStore(Protocol):
     """Files by key."""
+
+    __class_getitem__: ClassVar[Any] = classmethod(GenericAlias)  # annotations of energon users give it type arguments
 
     def read(self, key: str) -> tuple[bytes, SourceInfo]:
         """Return the bytes of a file as it is stored; raises FileNotInStoreError or StorageError."""

@@ -7,7 +7,8 @@ moment, never changes what a lazy gives; only when and from where it is read.
 
 from __future__ import annotations
 
-from typing import Any, NoReturn, Protocol, runtime_checkable
+from types import GenericAlias
+from typing import Any, ClassVar, NoReturn, Protocol, runtime_checkable
 
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.samples import SourceInfo
@@ -19,6 +20,8 @@ class Lazy:
 
     It belongs to the process that made it, and cannot be sent to another one.
     """
+
+    __class_getitem__: ClassVar[Any] = classmethod(GenericAlias)  # annotations of energon users give it type arguments
 
     def read(self) -> tuple[Any, SourceInfo | None]:
         """Return the value, and the file it came from, if any."""

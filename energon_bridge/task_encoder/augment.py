@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import GenericAlias
+from typing import Any, ClassVar
 
 from energon_bridge.task_encoder.base import TaskEncoder
 
@@ -23,6 +24,8 @@ class AugmentTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
     Args:
         task_encoder: The encoder inside.
     """
+
+    __class_getitem__: ClassVar[Any] = classmethod(GenericAlias)  # annotations of energon users give it type arguments
 
     def __init__(self, task_encoder: Any) -> None:
         self.task_encoder = task_encoder

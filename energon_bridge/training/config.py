@@ -19,7 +19,7 @@ class DataConfig:
     """Where the data is and how it is loaded; names are those of `EnergonMultiModalDataModule`.
 
     Args:
-        path: A prepared dataset.
+        path: A prepared dataset, a `.jsonl` file, or the `.yaml` file of a mix.
         micro_batch_size: Samples in one forward pass of one rank; packs, where samples are packed.
         global_batch_size: The same in one optimizer step, all ranks together; gradients are accumulated to get there.
         seq_length: Longest token sequence, image tokens included; also the most tokens of a pack.
@@ -37,6 +37,13 @@ class DataConfig:
         trust_remote_code: Run the `sample_loader` and `part_filter` that come with the dataset.
         shuffle_images: Give each sample of a microbatch the image of another one: a control that shows whether the
             model reads its images at all.
+        chat_template: How conversations become text: a Jinja file, or `llava`, `chatml` or `qwen-vl`; null: the
+            tokenizer's own template.
+        system: Put in front of every conversation that does not bring a system prompt of its own.
+        min_pixels: Smaller images are enlarged to this area, where the image tokens depend on the image; null: as the
+            image processor does.
+        max_pixels: Larger images are shrunk to this area, likewise.
+        max_num_images: Most images of a sample; one with more is left out, and counted. null: any number.
     """
 
     path: str = "data/digits"
@@ -55,6 +62,11 @@ class DataConfig:
     packing_max_images: int | None = None
     trust_remote_code: bool = False
     shuffle_images: bool = False
+    chat_template: str | None = None
+    system: str | None = None
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+    max_num_images: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,6 +86,10 @@ class ModelConfig:
         patch_size: Presets: side of a patch, in pixels.
         vocab_size: Presets: largest vocabulary of the trained tokenizer.
         tokenizer_samples: Presets: captions that the tokenizer is trained on.
+        freeze: Parts that are not trained, by the names that the model gives them, `*` standing for anything:
+            `[model.vision_tower, lm_head]`.
+        attn_implementation: How attention is computed: `sdpa`, `eager`, `flash_attention_2`, …; null: as transformers
+            chooses. Packs that are long need `flash_attention_2` on a GPU: the others make a mask of all pairs.
     """
 
     preset: str = "tiny-llava"
@@ -87,6 +103,8 @@ class ModelConfig:
     patch_size: int = 8
     vocab_size: int = 512
     tokenizer_samples: int = 5_000
+    freeze: tuple[str, ...] = ()
+    attn_implementation: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,6 +141,7 @@ class TrainConfig:
         precision: A precision of Lightning: `32-true`, `bf16-mixed`, …
         deterministic: Use deterministic algorithms only, so that a resumed run repeats the losses bit for bit.
         threads: Threads of torch per process; 0 leaves torch's choice.
+        gradient_checkpointing: Compute activations again where they are needed, instead of keeping them.
     """
 
     max_steps: int = 1000
@@ -131,6 +150,7 @@ class TrainConfig:
     precision: str = "32-true"
     deterministic: bool = True
     threads: int = 0
+    gradient_checkpointing: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,7 +159,8 @@ class ValidationConfig:
 
     Args:
         interval: Optimizer steps between two validations; 0 validates once, at the end.
-        limit_batches: Microbatches per rank and validation; null: all.
+        limit_batches: Microbatches per rank and validation; null: all. 0: the run has no validation, and its data needs
+            no validation split.
         generate: Let the model write its answers, and compare them with the expected ones.
         max_new_tokens: Longest answer.
         name: What the samples are called in the last line of a run: `validation NAME read: 97.2 %`.
@@ -159,10 +180,13 @@ class CheckpointConfig:
     Args:
         interval: Optimizer steps between two checkpoints; 0 saves only at the end and on SIGTERM.
         keep: How many of the latest checkpoints stay; 0 keeps all.
+        export: At the end, write the model with its tokenizer and image processor to the run folder, in the layout of
+            transformers: what another run takes as `model.name_or_path`.
     """
 
     interval: int = 200
     keep: int = 2
+    export: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -194,6 +218,9 @@ class RunConfig:
             "data.packing_buffer_size": self.data.packing_buffer_size,
             "data.packing_max_samples": self.data.packing_max_samples,
             "data.packing_max_images": self.data.packing_max_images,
+            "data.min_pixels": self.data.min_pixels,
+            "data.max_pixels": self.data.max_pixels,
+            "data.max_num_images": self.data.max_num_images,
             "train.max_steps": self.train.max_steps,
             "train.log_interval": self.train.log_interval,
             "validation.max_new_tokens": self.validation.max_new_tokens,
@@ -201,6 +228,10 @@ class RunConfig:
         for name, value in positive.items():
             if value is not None and value < 1:
                 raise ConfigurationError(f"{name} must be at least 1, got {value}")
+        if (self.validation.limit_batches or 0) < 0:
+            raise ConfigurationError(
+                f"validation.limit_batches must be at least 0, got {self.validation.limit_batches} (null: all)"
+            )
         if not 0 < self.optimizer.lr < math.inf:
             raise ConfigurationError(f"optimizer.lr must be a number above 0, got {self.optimizer.lr}")
         if self.data.global_batch_size % self.data.micro_batch_size:
@@ -209,6 +240,10 @@ class RunConfig:
                 f"data.micro_batch_size={self.data.micro_batch_size}"
             )
         self._check_packing()
+        if (self.data.min_pixels or 0) > (self.data.max_pixels or math.inf):
+            raise ConfigurationError(
+                f"data.min_pixels={self.data.min_pixels} is more than data.max_pixels={self.data.max_pixels}"
+            )
         if self.data.shuffle_images and self.data.micro_batch_size < 2:
             raise ConfigurationError("data.shuffle_images=true needs data.micro_batch_size of at least 2")
         if self.model.init not in ("pretrained", "random"):

@@ -127,6 +127,8 @@ def _all_keys(cls: type, prefix: str = "") -> list[str]:
 
 
 def _convert(value: Any, hint: Any, *, name: str, where: str) -> Any:
+    if typing.get_origin(hint) is tuple:
+        return _convert_names(value, name=name, where=where)
     accepted = typing.get_args(hint) or (hint,)
     if isinstance(value, _Text):
         if str not in accepted or value in ("null", "~"):
@@ -151,6 +153,17 @@ def _convert(value: Any, hint: Any, *, name: str, where: str) -> Any:
             return number
     wanted = " or ".join("null" if t is NoneType else t.__name__ for t in accepted)
     raise ConfigurationError(f"{where}: {name} must be {wanted}, got {value!r} ({type(value).__name__})")
+
+
+def _convert_names(value: Any, *, name: str, where: str) -> tuple[str, ...]:
+    """Return the texts of a list; null is an empty one."""
+    if isinstance(value, _Text):
+        value = _parse(value, name)
+    if value is None:
+        return ()
+    if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
+        raise ConfigurationError(f"{where}: {name} must be a list of texts, got {value!r} ({type(value).__name__})")
+    return tuple(value)
 
 
 def _parse(text: str, name: str) -> Any:

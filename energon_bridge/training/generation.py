@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.task_encoder.multimodal import MultiModalBatch
@@ -85,26 +86,55 @@ def visible_images(
     """Leave out the images that stand behind the prompts.
 
     Args:
-        inputs: What the image processor made of all images of the batch.
+        inputs: What the image processor made of all images of the batch: a row for each image, or, where there is an
+            `image_grid_thw`, for each patch.
         batch: Has one sample in each row.
         prompts: What `prompts_of` made of it.
         image_token_id: Stands for an image in tokens and prompts.
-        per_image: That often for each; None if it depends on the image.
+        per_image: That often for each; None if it depends on the image: then each is a run of such tokens.
 
     Raises:
         ConfigurationError: Images must be left out, and which they are cannot be told.
     """
-    shown = torch.eq(prompts, image_token_id).sum(dim=1)
-    if torch.equal(shown, torch.eq(batch.tokens, image_token_id).sum(dim=1)):
+    if torch.equal(_count(prompts, image_token_id), _count(batch.tokens, image_token_id)):
         return dict(inputs)
-    if per_image is None or any(len(values) != sum(batch.num_images) for values in inputs.values()):
-        raise ConfigurationError(
-            f"samples {batch.__key__} have images behind the first answer, and this model's image tokens depend on the "
-            "image, so that the images of a prompt cannot be told from the others: set validation.generate=false"
-        )
-    counts = zip(batch.num_images, (shown // per_image).tolist(), strict=True)
-    keep = [number < first for images, first in counts for number in range(images)]
-    return {name: values[keep] for name, values in inputs.items()} if any(keep) else {}
+    shown = _images_in(prompts, image_token_id, per_image)
+    if _images_in(batch.tokens, image_token_id, per_image) != list(batch.num_images):
+        raise ConfigurationError(_NOT_TOLD.format(keys=batch.__key__, why="images stand side by side"))
+    counts = zip(batch.num_images, shown, strict=True)
+    keep = torch.tensor([number < first for images, first in counts for number in range(images)])
+    if not keep.any():
+        return {}
+    grid = inputs.get("image_grid_thw")
+    patches = None if grid is None else keep.repeat_interleave(grid.cpu().prod(dim=-1))
+    kept: dict[str, Tensor] = {}
+    for name, values in inputs.items():
+        rows = next((rows for rows in (keep, patches) if rows is not None and len(rows) == len(values)), None)
+        if rows is None:
+            why = f"{name} has {len(values)} rows for {len(keep)} images"
+            raise ConfigurationError(_NOT_TOLD.format(keys=batch.__key__, why=why))
+        kept[name] = values[rows.to(values.device)]
+    return kept
+
+
+_NOT_TOLD = (
+    "samples {keys} have images behind the first answer, and the images of a prompt cannot be told from the others: "
+    "{why}. Set validation.generate=false"
+)
+
+
+def _count(tokens: Tensor, image_token_id: int) -> Tensor:
+    return torch.eq(tokens, image_token_id).sum(dim=1)
+
+
+def _images_in(tokens: Tensor, image_token_id: int, per_image: int | None) -> list[int]:
+    """Return how many images each row shows."""
+    if per_image is not None:
+        images: list[int] = (_count(tokens, image_token_id) // per_image).tolist()
+        return images
+    here = torch.eq(tokens, image_token_id).long()
+    runs: list[int] = (functional.pad(here, (1, 0)).diff(dim=1) > 0).sum(dim=1).tolist()
+    return runs
 
 
 @torch.no_grad()

@@ -66,15 +66,27 @@ class VisionLanguageModule(LightningModule):
 
     def model_inputs(self, batch: MultiModalBatch) -> dict[str, Tensor]:
         """Return what the model takes besides tokens and what says which of them belong together."""
+        inputs = self._visual_inputs(batch)
+        if self._wants_token_types:
+            inputs["mm_token_type_ids"] = self._token_types(batch.tokens)
+        return inputs
+
+    def _visual_inputs(self, batch: MultiModalBatch) -> dict[str, Tensor]:
         inputs = dict(batch.visual_inputs)
         if batch.pixel_values is not None:
-            inputs["pixel_values"] = batch.pixel_values.to(next(self.model.parameters()).dtype)
-        if self._wants_token_types:
-            types = batch.mm_token_type_ids
-            inputs["mm_token_type_ids"] = torch.eq(batch.tokens, self.image_token_id).long() if types is None else types
+            inputs["pixel_values"] = batch.pixel_values
         if not self._wants_seconds:
             inputs.pop("second_per_grid_ts", None)
-        return inputs
+        dtype = next(self.model.parameters()).dtype
+        pixels = {name: values.to(dtype) for name, values in inputs.items() if name.startswith("pixel_values")}
+        return inputs | pixels
+
+    def _token_types(self, tokens: Tensor) -> Tensor:
+        """Return 1 for the tokens of images, 2 for those of videos, 0 for texts."""
+        types = torch.eq(tokens, self.image_token_id).long()
+        if (video := getattr(self.model.config, "video_token_id", None)) is not None:
+            types += 2 * torch.eq(tokens, video)
+        return types
 
     def _sequence_inputs(self, batch: MultiModalBatch) -> dict[str, Any]:
         return sequence_inputs(batch, mrope=self._takes_mrope)
@@ -91,6 +103,8 @@ class VisionLanguageModule(LightningModule):
         torch.manual_seed(key & _SEED_BITS)
         losses, mask = self._token_losses(batch)
         loss, tokens = (losses * mask).sum(), mask.sum()
+        if not loss.requires_grad:  # only parts that see images are trained, and there is none
+            loss = loss + sum(0.0 * parameter.sum() for parameter in self.model.parameters() if parameter.requires_grad)
         self._step_tokens = tokens if self._step_tokens is None else self._step_tokens + tokens
         self.last_loss = loss.detach()
         return loss
@@ -176,10 +190,10 @@ class VisionLanguageModule(LightningModule):
         if batch.cu_seqlens is not None:
             batch = unpack_batch(batch, Filling(pad_id=self._pad_id(), ignore=-100))
         prompts, prompt_mask = prompts_of(batch, self._pad_id())
-        inputs = self.model_inputs(batch)
+        inputs = self._visual_inputs(batch)
         inputs = visible_images(inputs, batch, prompts, image_token_id=self.image_token_id, per_image=self.image_tokens)
         if self._wants_token_types:
-            inputs["mm_token_type_ids"] = torch.eq(prompts, self.image_token_id).long()
+            inputs["mm_token_type_ids"] = self._token_types(prompts)
         texts = generate_answers(
             self.model, self.tokenizer, prompts, prompt_mask, inputs, self.config.validation.max_new_tokens
         )

@@ -7,6 +7,7 @@ The run folder holds everything that belongs to the run::
     checkpoints/         see `checkpoints`
     metrics.jsonl        see `progress`
     predictions.jsonl    see `generation`
+    export/              the trained model in the layout of transformers, if asked for
 
 The same code runs in one process, under torchrun and under SLURM: how many processes there are is read from the
 environment, and all of them are data-parallel ranks.
@@ -37,9 +38,10 @@ from energon_bridge.training.checkpoints import AtomicCheckpointIO, Checkpointer
 from energon_bridge.training.config import RunConfig
 from energon_bridge.training.config_file import dump_config, write_config
 from energon_bridge.training.encoder import ENCODER_SETTINGS, training_task_encoder
+from energon_bridge.training.freezing import freeze
 from energon_bridge.training.generation import exact_match, write_predictions
 from energon_bridge.training.module import VisionLanguageModule
-from energon_bridge.training.presets import ModelBundle, load_model, write_preset
+from energon_bridge.training.presets import ModelBundle, export_model, load_model, write_preset
 from energon_bridge.training.progress import ProgressReporter
 
 logger = logging.getLogger(__name__)
@@ -86,18 +88,23 @@ def run(config: RunConfig, *, resume: bool = False, overwrite: bool = False) -> 
     bundle = load_bundle(config, run_dir / "model")
     module = VisionLanguageModule(bundle, config)
     data = build_data_module(config, bundle)
+    validates = config.validation.limit_batches != 0
+    if validates:
+        data.val_dataloader()  # a dataset without a validation split is refused now, and not after the training
     checkpoints = list_checkpoints(run_dir / "checkpoints") if resume else []
     if checkpoints:
         logger.info("resuming from %s", checkpoints[-1])
     try:
         trainer.fit(module, datamodule=data, ckpt_path=checkpoints[-1] if checkpoints else None)
-        if not checkpointer.stopped and module.validated_step != trainer.global_step:
+        if validates and not checkpointer.stopped and module.validated_step != trainer.global_step:
             trainer.validate(module, datamodule=data, verbose=False)
     finally:
         data.close()
     result = _result(module, trainer, stopped=checkpointer.stopped)
-    if trainer.is_global_zero and not result.stopped and config.validation.generate:
+    if trainer.is_global_zero and not result.stopped and result.read is not None:
         write_predictions(module.predictions, run_dir / "predictions.jsonl")
+    if trainer.is_global_zero and not result.stopped and config.checkpoint.export:
+        export_model(bundle, run_dir / "export")
     return result
 
 
@@ -202,7 +209,7 @@ def prepare_run_dir(config: RunConfig, run_dir: Path, *, resume: bool, overwrite
     Raises:
         ConfigurationError: It holds a run that is neither to be resumed nor replaced.
     """
-    known = ("checkpoints", "metrics.jsonl", "predictions.jsonl", "model", "config.yaml")
+    known = ("checkpoints", "metrics.jsonl", "predictions.jsonl", "model", "config.yaml", "export")
     present = [name for name in known if (run_dir / name).exists()]
     if overwrite and not resume:
         for name in present:
@@ -233,11 +240,23 @@ def load_bundle(config: RunConfig, preset_folder: Path) -> ModelBundle:
         name, init = str(preset_folder), "random"
     else:
         name, init = settings.name_or_path, settings.init
-    return load_model(name, init=init, image_tokens_per_image=settings.image_tokens_per_image)
+    bundle = load_model(
+        name,
+        init=init,
+        image_tokens_per_image=settings.image_tokens_per_image,
+        attn_implementation=settings.attn_implementation,
+    )
+    freeze(bundle.model, settings.freeze)
+    if config.train.gradient_checkpointing:
+        enable = getattr(bundle.model, "activation_checkpointing_enable", None)  # the newer name
+        (enable or bundle.model.gradient_checkpointing_enable)({"use_reentrant": False})
+    return bundle
 
 
 def _result(module: VisionLanguageModule, trainer: Trainer, *, stopped: bool) -> RunResult:
-    generated: Any = module.predictions if module.config.validation.generate and not stopped else None
+    validation = module.config.validation
+    generates = validation.generate and validation.limit_batches != 0 and not stopped
+    generated: Any = module.predictions if generates else None
     return RunResult(
         step=trainer.global_step,
         validation_loss=module.validation_loss,

@@ -1,0 +1,45 @@
+"""`python -m energon_bridge.compat [--trust-remote-code] (SCRIPT | -m MODULE) [ARGS…]`: run a program as it is.
+
+The program sees its own `sys.argv` and the `sys.path` that `python SCRIPT` or `python -m MODULE` would give it. Under
+torchrun: `torchrun … -m energon_bridge.compat SCRIPT ARGS…`.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+
+from energon_bridge.compat import install
+
+_USAGE = "usage: python -m energon_bridge.compat [--trust-remote-code] (SCRIPT | -m MODULE) [ARGS...]"
+_TRUST = "--trust-remote-code"
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run the program that the arguments name, as `__main__`, with `megatron.energon` given by energon_bridge."""
+    rest = list(arguments)
+    trust = rest[:1] == [_TRUST]
+    if trust:
+        del rest[0]
+    is_module = rest[:1] == ["-m"]
+    if is_module:
+        del rest[0]
+    if not rest or rest[0].startswith("-"):
+        raise SystemExit(_USAGE)
+    install(trust_remote_code=trust)
+    if is_module:
+        sys.argv = rest
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+        return
+    if not os.path.isfile(rest[0]):
+        raise SystemExit(f"{rest[0]}: no such file\n{_USAGE}")
+    sys.argv = rest
+    # The first entry is where this module was looked for; a script's is its own folder.
+    sys.path[0] = os.path.dirname(os.path.abspath(rest[0]))
+    runpy.run_path(rest[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,134 @@
+"""The import hook: `megatron.energon` and its modules, made of the names of `surface` with what `table` says of each.
+
+Invariants: only `megatron.energon` and what is below it is answered; every other part of the namespace package
+`megatron` (megatron-core) is found as before, also when it is installed later. No name is looked up before it is used,
+so that importing `megatron.energon` imports no more than importing `energon_bridge` does.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import Any
+
+import energon_bridge
+from energon_bridge.compat import table
+from energon_bridge.compat.refused import PACKAGE
+from energon_bridge.compat.surface import VERSION, modules
+
+NAMESPACE = PACKAGE.partition(".")[0]
+
+
+class Finder(MetaPathFinder):
+    """Answers imports of `megatron.energon`; stands in front of all other finders.
+
+    Attributes:
+        trust_remote_code: Whether code that datasets bring may run where nobody says otherwise.
+    """
+
+    def __init__(self, *, trust_remote_code: bool) -> None:
+        self.trust_remote_code = trust_remote_code
+        self._modules = modules()
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return a spec for a module of megatron-energon, None for any other."""
+        name = module_of(fullname)
+        if name is None or name not in self._modules:
+            return None
+        is_package = any(other.startswith(f"{name}." if name else "") for other in self._modules if other != name)
+        return ModuleSpec(fullname, _Maker(self._modules), is_package=is_package, origin="energon_bridge.compat")
+
+
+class NamespaceFinder(MetaPathFinder):
+    """Answers `import megatron` where no installed package has a part of it; stands behind all other finders."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return the spec of an empty namespace package."""
+        if fullname != NAMESPACE:
+            return None
+        spec = ModuleSpec(fullname, None, is_package=True)
+        spec.submodule_search_locations = _Portions()  # type: ignore[assignment]  # any iterable of paths will do
+        return spec
+
+
+class _Portions:
+    """The folders of the namespace package as they are now: other parts of it may come to `sys.path` later."""
+
+    def __iter__(self) -> Iterator[str]:
+        found = PathFinder.find_spec(NAMESPACE)
+        return iter(() if found is None else found.submodule_search_locations or ())
+
+
+class _Maker(Loader):
+    """Fills a module with the names of megatron-energon's, looked up on first use."""
+
+    def __init__(self, modules: dict[str, tuple[str, ...]]) -> None:
+        self._modules = modules
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        """Leave making the module to the import system."""
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Give a module its `__getattr__`, `__dir__` and `__all__`."""
+        name = module_of(module.__name__)
+        assert name is not None
+        public = set(self._modules[name])
+        known = set(public)
+        if not name:  # names that are only ours are found as well, for code that uses both
+            known |= set(energon_bridge.__all__)
+        below = f"{name}." if name else ""
+        children = {other.removeprefix(below) for other in self._modules if other.startswith(below) and other != name}
+
+        def look_up(attribute: str) -> Any:
+            if attribute in known:
+                value = table.resolve(attribute, name)
+            elif attribute in children:
+                value = import_module(f"{module.__name__}.{attribute}")
+            else:
+                raise AttributeError(f"{module.__name__} of energon_bridge.compat has no {attribute!r}: {_HINT}")
+            setattr(module, attribute, value)
+            return value
+
+        module.__doc__ = f"`{module.__name__}` as energon_bridge provides it: see docs/compat.md."
+        module.__dict__["__all__"] = sorted(public)
+        module.__dict__["__getattr__"] = look_up
+        module.__dict__["__dir__"] = lambda: sorted({*module.__dict__, *known, *children})
+
+
+_HINT = f"megatron-energon {VERSION} has no public name like that either"
+
+
+def module_of(fullname: str) -> str | None:
+    """Return the name of a module relative to `megatron.energon`; None for a module that is not below it."""
+    if fullname == PACKAGE:
+        return ""
+    return fullname.removeprefix(f"{PACKAGE}.") if fullname.startswith(f"{PACKAGE}.") else None
+
+
+def installed() -> Finder | None:
+    """Return the finder that `install` put in place, None if there is none."""
+    return next((finder for finder in sys.meta_path if isinstance(finder, Finder)), None)
+
+
+def trusted() -> bool:
+    """Whether `install` was told that the code which datasets bring may run."""
+    finder = installed()
+    return finder is not None and finder.trust_remote_code
+
+
+def other_package() -> str | None:
+    """Return where the real megatron-energon is installed, None if it is not."""
+    namespace = PathFinder.find_spec(NAMESPACE)
+    if namespace is None or namespace.submodule_search_locations is None:
+        return None
+    found = PathFinder.find_spec(PACKAGE, namespace.submodule_search_locations)
+    return None if found is None else found.origin

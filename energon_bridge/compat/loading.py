@@ -1,0 +1,102 @@
+"""The builders and loaders as code for megatron-energon calls them: its arguments become ours.
+
+What cannot be meant here is refused, what has no effect is said once in the log. The order of samples is ours.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from energon_bridge import datasets
+from energon_bridge.compat.finder import trusted
+from energon_bridge.compat.refused import not_provided
+from energon_bridge.compat.worker import error_policy
+from energon_bridge.compat.wrapped import RepeatedLoader, make_loader
+from energon_bridge.loader.leaves import OpenLeaf
+from energon_bridge.loader.savable import SavableDataLoader
+from energon_bridge.loader.spec import DatasetSpec
+from energon_bridge.task_encoder import DefaultTaskEncoder, SampleDecoder
+
+logger = logging.getLogger(__name__)
+
+_PIPELINE_HOOKS = (
+    "build_batch",
+    "build_cook_crude_sample",
+    "build_encode_sample",
+    "build_train_datasets",
+    "build_val_datasets",
+)
+_DECODER_ARGUMENTS = ("image_decode", "av_decode", "video_decode_audio")
+
+
+def get_train_dataset(path: Any, **kwargs: Any) -> DatasetSpec:
+    """Open a dataset for training, as `energon_bridge.get_train_dataset` with megatron-energon's arguments."""
+    return datasets.get_train_dataset(_source(path), **_translated(kwargs))
+
+
+def get_val_dataset(path: Any, **kwargs: Any) -> DatasetSpec:
+    """Open a dataset for validation, as `energon_bridge.get_val_dataset` with megatron-energon's arguments."""
+    return datasets.get_val_dataset(_source(path), **_validation(kwargs))
+
+
+def get_val_datasets(path: Any, **kwargs: Any) -> list[tuple[DatasetSpec, OpenLeaf]]:
+    """Open the datasets of a mix for validation, one by one."""
+    return datasets.get_val_datasets(_source(path), **_validation(kwargs))
+
+
+def get_savable_loader(dataset: Any, **kwargs: Any) -> SavableDataLoader | RepeatedLoader:
+    """Return a loader whose position can be saved and restored (but of a repeated validation, which starts anew)."""
+    return make_loader(_source(dataset), **kwargs)
+
+
+def get_loader(dataset: Any, **kwargs: Any) -> SavableDataLoader | RepeatedLoader:
+    """Return a loader."""
+    return make_loader(_source(dataset), **kwargs)
+
+
+def _source(path: Any) -> Any:
+    """Return a path of a class of its own (`EPath`, with `url`) as text; anything else as it is."""
+    return os.fspath(path) if isinstance(path, os.PathLike) else path
+
+
+def _validation(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    # Read and used in training only; megatron-energon takes it everywhere.
+    return _translated({name: value for name, value in kwargs.items() if name != "parallel_shard_iters"})
+
+
+def _translated(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return keyword arguments of ours for those of megatron-energon's builders."""
+    ours = dict(kwargs)
+    encoder = ours.get("task_encoder")
+    _refuse_pipeline_hooks(encoder)
+    if ours.pop("handler", None) is not None:
+        logger.warning("handler= has no effect in megatron-energon either; use WorkerConfig(global_error_handler=…)")
+    decoder = {name: ours.pop(name) for name in _DECODER_ARGUMENTS if name in ours}
+    if not ours.pop("auto_decode", True):
+        ours["task_encoder"] = _with_decoder(encoder, None)
+    elif decoder:
+        ours["task_encoder"] = _with_decoder(encoder, SampleDecoder(**decoder))
+    ours.setdefault("trust_remote_code", trusted())
+    if "error_policy" not in ours:
+        ours["error_policy"] = error_policy(ours.get("worker_config"))
+    return ours
+
+
+def _with_decoder(encoder: Any, decoder: SampleDecoder | None) -> Any:
+    encoder = DefaultTaskEncoder() if encoder is None else copy.copy(encoder)  # the caller's stays as it is
+    encoder.decoder = decoder
+    return encoder
+
+
+def _refuse_pipeline_hooks(encoder: Any) -> None:
+    for name in _PIPELINE_HOOKS:
+        if getattr(encoder, name, None) is not None:
+            raise not_provided(
+                f"overriding {name} ({type(encoder).__qualname__})",
+                "there are no dataset wrappers to put together. Say a mix by a metadataset, a Blender or a dict, and "
+                "what becomes of samples by the other hooks of the task encoder",
+            )

@@ -1,0 +1,194 @@
+"""Preparing datasets by the classes that megatron-energon's scripts call; `energon_bridge.prepare` does the work.
+
+Dataset classes cannot be made here: what a dataset is stands in its `dataset.yaml`, and `get_train_dataset` opens it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from fractions import Fraction
+from typing import Any, Self
+
+from energon_bridge.compat.refused import not_provided
+from energon_bridge.errors import ConfigurationError, ShardMissingError
+from energon_bridge.format.braces import expand_braces
+from energon_bridge.format.jsonl import index_jsonl
+from energon_bridge.prepare import MediaFilter, SplitRule, prepare_dataset, prepare_media, rebuild_index
+from energon_bridge.prepare.discover import find_shards
+from energon_bridge.prepare.joins import mix_joins, prepare_join
+from energon_bridge.storage import open_store
+
+_SHUFFLE_SEED = 42
+Ratios = Sequence[tuple[str, float]]
+Patterns = Sequence[tuple[str, str]]
+
+
+class MediaFilterStrategy(StrEnum):
+    """How media files are known."""
+
+    GLOB = "GLOB"
+    HEADER = "HEADER"
+    EXTENSION = "EXTENSION"
+
+
+@dataclass(kw_only=True)
+class MediaFilterConfig:
+    """Which files are media."""
+
+    strategy: MediaFilterStrategy
+    patterns: list[str] = field(default_factory=list)
+
+    @classmethod
+    def parse(cls, glob: str | None, header: bool, extension: bool) -> Self:
+        """Return the one filter that is asked for; raises ConfigurationError for none or several."""
+        asked = {"GLOB": bool(glob), "HEADER": header, "EXTENSION": extension}
+        names = [name for name, wanted in asked.items() if wanted]
+        if len(names) != 1:
+            raise ConfigurationError(f"expected exactly one media filter, found {', '.join(names) or 'none'}")
+        return cls(strategy=MediaFilterStrategy(names[0]), patterns=(glob or "").split(",") if glob else [])
+
+    def ours(self) -> MediaFilter:
+        """Return the filter of energon_bridge."""
+        patterns = ",".join(self.patterns) or None
+        return MediaFilter(strategy=self.strategy.value, patterns=patterns)
+
+
+class WebdatasetPreparator:
+    """Prepares folders of tars; all errors are those of `energon_bridge.prepare.prepare_dataset`."""
+
+    @classmethod
+    def prepare_dataset(
+        cls,
+        parent_path: str | os.PathLike[str],
+        paths: Iterable[str],
+        *,
+        split_parts_ratio: Ratios | None = None,
+        split_parts_patterns: Patterns | None = None,
+        split_config: str = "split.yaml",
+        shuffle_seed: int | None = _SHUFFLE_SEED,
+        progress_fn: Callable[[Any, int], Any] | None = None,
+        workers: int = 32,
+        tar_index_only: bool = False,
+        media_filter: MediaFilterConfig | None = None,
+        fix_duplicates: bool = False,
+        index_sqlite_tmp_path: str | os.PathLike[str] | None = None,
+    ) -> set[str]:
+        """Index tars (relative paths, with braces) below a folder, write `.nv-meta`, and return the part names.
+
+        `progress_fn` and `index_sqlite_tmp_path` have no effect. Raises NotProvidedError for another shuffle seed than
+        42 (or None), another name of the split file, and `fix_duplicates`.
+        """
+        _refuse(fix_duplicates, "fix_duplicates=True", "rename the keys where the tars are made")
+        _refuse(split_config != "split.yaml", f"split_config={split_config!r}", "the split is written to split.yaml")
+        _refuse(
+            shuffle_seed not in (None, _SHUFFLE_SEED),
+            f"shuffle_seed={shuffle_seed}",
+            f"shards are shuffled with the seed {_SHUFFLE_SEED} or, with None, not at all",
+        )
+        folder = os.fspath(parent_path)
+        if tar_index_only:
+            return set(rebuild_index(folder, num_workers=workers).part_names)
+        prepared = prepare_dataset(
+            folder,
+            split=_split(split_parts_ratio, split_parts_patterns, shuffle=shuffle_seed is not None),
+            exclude=_all_but(folder, paths),
+            num_workers=workers,
+            media=None if media_filter is None else media_filter.ours(),
+        )
+        return set(prepared.part_names)
+
+    @classmethod
+    def add_media_metadata(
+        cls,
+        parent_path: str | os.PathLike[str],
+        *,
+        media_filter: MediaFilterConfig,
+        workers: int = 32,
+        progress_fn: Callable[[Any, int], Any] | None = None,
+        index_sqlite_tmp_path: str | os.PathLike[str] | None = None,
+    ) -> int:
+        """Write media metadata of a prepared dataset and return the number of files."""
+        return prepare_media(os.fspath(parent_path), media_filter.ours(), num_workers=workers).num_files
+
+
+def _refuse(asked: bool, what: str, advice: str) -> None:
+    if asked:
+        raise not_provided(f"prepare_dataset({what})", advice)
+
+
+def _split(ratios: Ratios | None, patterns: Patterns | None, *, shuffle: bool) -> SplitRule:
+    if (ratios is None) == (patterns is None):
+        raise ConfigurationError("prepare_dataset: give split_parts_ratio or split_parts_patterns, and not both")
+    if patterns is not None:
+        return SplitRule(patterns=tuple(patterns))
+    shares = tuple((name, Fraction(str(share))) for name, share in ratios or ())
+    return SplitRule(ratios=shares, shuffle=shuffle)
+
+
+def _all_but(folder: str, paths: Iterable[str]) -> str | None:
+    """Return a pattern for the shards below a folder that are not among `paths`, None if there are none."""
+    wanted = {os.path.relpath(one, folder) if os.path.isabs(one) else one for one in _expanded(paths)}
+    found = set(find_shards(open_store(folder)))
+    if missing := sorted(wanted - found):
+        raise ShardMissingError(f"{folder}: no such tar: {missing[0]}")
+    others = sorted(found - wanted)
+    return f"^(?:{'|'.join(map(re.escape, others))})$" if others else None
+
+
+def _expanded(paths: Iterable[str]) -> list[str]:
+    return [one for path in paths for one in expand_braces(os.fspath(path))]
+
+
+def prepare_filesystem_dataset(
+    root_path: str | os.PathLike[str],
+    media_filter: MediaFilterConfig,
+    *,
+    progress: bool = True,
+    workers: int = 16,
+    index_sqlite_tmp_path: str | os.PathLike[str] | None = None,
+) -> int:
+    """Write media metadata of a folder of files and return their number."""
+    return prepare_media(os.fspath(root_path), media_filter.ours(), num_workers=workers).num_files
+
+
+class JsonlPreparator:
+    """Prepares JSONL files."""
+
+    @classmethod
+    def prepare_dataset(cls, path: str | os.PathLike[str]) -> int:
+        """Write the index of a JSONL file and return its number of lines."""
+        return index_jsonl(os.fspath(path))
+
+
+def prepare_metadataset(path: str | os.PathLike[str]) -> None:
+    """Look up the rows of all joins of a metadataset ahead of training, as `energon prepare MIX.yaml` does."""
+    for _, join in mix_joins(os.fspath(path)):
+        prepare_join(join)
+
+
+class BaseCoreDatasetFactory:
+    """The root of dataset classes, none of which can be made."""
+
+    # What megatron-energon's datasets have, as the value of `dataset.yaml` for classes that users derive.
+    __sample_type__: type | None = None
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        raise not_provided(
+            f"making {cls.__name__}",
+            "write what the dataset is into its dataset.yaml and open it with get_train_dataset or get_val_dataset",
+        )
+
+    def __class_getitem__(cls, arguments: Any) -> type[Self]:
+        return cls
+
+
+class BaseWebdatasetFactory(BaseCoreDatasetFactory, WebdatasetPreparator):
+    """Dataset classes of tars: a name in `dataset.yaml`, and `prepare_dataset`."""
+
+
+class CrudeJsonlDatasetFactory(BaseCoreDatasetFactory, JsonlPreparator):
+    """Dataset class of a JSONL file: `prepare_dataset`."""

@@ -1,0 +1,219 @@
+"""What each public name of megatron-energon is here: ours, a small adapter, a name that refuses, or of no need.
+
+`describe` says it for a name of a module, `resolve` gives the object, and `render` the table of docs/compat.md. Each
+name of `surface` has exactly one entry; a test fails where one is missing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from typing import Any, Literal, TypeVar
+
+import energon_bridge
+from energon_bridge.compat.advice import ADVICE, MODULE_ADVICE
+from energon_bridge.compat.refused import refused_class, refused_function, state_class
+from energon_bridge.compat.surface import VERSION, modules
+
+Kind = Literal["ours", "adapter", "value", "state", "refused", "type variable"]
+
+_OURS = "energon_bridge"
+_HERE = "energon_bridge.compat"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """What a name is: `target` is `module:attribute` of ours, `advice` what a refusal says."""
+
+    kind: Kind
+    target: str = ""
+    advice: str = ""
+
+
+# Ours under the same name, but not among the names of `energon_bridge` itself; or under another one.
+_ELSEWHERE = {
+    "BasicDataLoader": "energon_bridge:SavableDataLoader",
+    "DirectLazy": "energon_bridge.stores.cache:DirectLazy",
+    "DuplicateSampleKeyError": "energon_bridge:DuplicateKeyError",
+    "FileStoreDecoder": "energon_bridge.stores.base:Decoder",
+    "MediaMetadataBase": "energon_bridge.format.media:MediaMetadata",
+    "SavableDataset": "energon_bridge.loader.spec:DatasetSpec",
+    "add_source_info": "energon_bridge.samples:add_source_info",
+    "collapse": "energon_bridge.format.braces:collapse_braces",
+    "main": "energon_bridge.cli.main:main",
+}
+
+_ADAPTERS = {
+    "loading": ("get_loader", "get_savable_loader", "get_train_dataset", "get_val_dataset", "get_val_datasets"),
+    "worker": ("SampleException", "WorkerConfig", "log_exception", "reraise_exception"),
+    "epath": ("DEFAULT_PROFILE_NAME", "EPath"),
+    "preparing": (
+        "BaseCoreDatasetFactory",
+        "BaseWebdatasetFactory",
+        "CrudeJsonlDatasetFactory",
+        "JsonlPreparator",
+        "MediaFilterConfig",
+        "MediaFilterStrategy",
+        "WebdatasetPreparator",
+        "prepare_filesystem_dataset",
+        "prepare_metadataset",
+    ),
+    "wrapped": ("EpochizeDataset", "LimitDataset", "RepeatDataset"),
+    "records": (
+        "DataclassForkMixin",
+        "ExtendableDataclassMixin",
+        "ForkMixin",
+        "MockLazy",
+        "PinMemoryMixin",
+        "SYSTEM_EXCEPTIONS",
+        "after_in_child_fork_hook",
+        "after_in_parent_fork_hook",
+        "before_fork_hook",
+        "get_cooker_need_cache",
+        "get_cooker_need_primary",
+        "get_failure_tolerance",
+        "get_source_info",
+        "get_stateless",
+    ),
+}
+_ADAPTER_OF = {name: f"{_HERE}.{module}:{name}" for module, names in _ADAPTERS.items() for name in names}
+
+_VALUES: dict[str, str] = {
+    "IJSONL_SUFFIX": ".idx",
+    "INDEX_SQLITE_FILENAME": "index.sqlite",
+    "INDEX_UUID_FILENAME": "index.uuid",
+    "INFO_JSON_FILENAME": ".info.json",
+    "INFO_YAML_FILENAME": ".info.yaml",
+    "ITAR_SUFFIX": ".idx",
+    "MAIN_FOLDER_NAME": ".nv-meta",
+    "SPLIT_YAML_FILENAME": "split.yaml",
+    "__version__": f"{VERSION}+energon-bridge.{energon_bridge.__version__}",
+}
+
+_STATES = frozenset(
+    {
+        "FlexState",
+        "SavableCheckpoint",
+        "SavableDataLoaderState",
+        "SavableDatasetCheckpoint",
+        "SavableDatasetState",
+        "SliceState",
+        "SystemRngState",
+    }
+)
+
+# Dataset classes by the samples that they have: a `dataset.yaml` may name them, or a class derived from them.
+_FACTORIES = (
+    "DefaultDecoderWebdatasetFactory",
+    "DefaultGenericWebdatasetFactory",
+    "JoinedWebdatasetFactory",
+    "StandardWebdatasetFactory",
+)
+_STATE_ADVICE = "states of megatron-energon unpickle to it, and loaders refuse them by name: begin with `start_at=`"
+
+
+@cache
+def describe(name: str, module: str) -> Entry:
+    """Return what a public name of a module (relative to `megatron.energon`) is.
+
+    Raises:
+        KeyError: Nothing says what it is; a mistake in the tables.
+    """
+    if name in _VALUES:
+        return Entry(kind="value", target=repr(_VALUES[name]))
+    if name in _STATES:
+        return Entry(kind="state", advice=_STATE_ADVICE)
+    if name in _ADAPTER_OF:
+        return Entry(kind="adapter", target=_ADAPTER_OF[name])
+    if name in energon_bridge.__all__:
+        return Entry(kind="ours", target=f"{_OURS}:{name}")
+    if name in _ELSEWHERE:
+        return Entry(kind="ours", target=_ELSEWHERE[name])
+    if _is_factory(name):
+        return Entry(kind="adapter", target=f"{_HERE}.preparing:BaseWebdatasetFactory")
+    if name == "DefaultCrudeJsonlDatasetFactory":
+        return Entry(kind="adapter", target=f"{_HERE}.preparing:CrudeJsonlDatasetFactory")
+    if name in ADVICE:
+        return Entry(kind="refused", advice=ADVICE[name])
+    if name in ("F", "P", "T", "TMetadata", "TType", "TTransform", "V") or name.startswith("T_"):
+        return Entry(kind="type variable")
+    parts = module.split(".")
+    for length in range(len(parts), 0, -1):
+        advice = MODULE_ADVICE.get(".".join(parts[:length]))
+        if advice is not None:
+            return Entry(kind="refused", advice=advice)
+    raise KeyError(f"{module}.{name}")
+
+
+def resolve(name: str, module: str) -> Any:
+    """Return the object that a name of a module stands for."""
+    if name not in _names(module):
+        return getattr(energon_bridge, name)
+    entry = describe(name, module)
+    if entry.kind == "value":
+        return _VALUES[name]
+    if entry.kind == "type variable":
+        return TypeVar(name)  # as each of those modules makes its own
+    if entry.kind == "state":
+        return _state(name)
+    if entry.kind == "refused":
+        return _refuse(name, entry.advice)
+    target, _, attribute = entry.target.partition(":")
+    value = getattr(import_module(target), attribute)
+    return _factory(name, value) if _is_factory(name) else value
+
+
+@cache
+def _names(module: str) -> frozenset[str]:
+    return frozenset(modules()[module])
+
+
+def _is_factory(name: str) -> bool:
+    return name in _FACTORIES or name.endswith("Webdataset")
+
+
+@cache
+def _factory(name: str, base: type) -> type:
+    """Return the dataset class of a name: derived from the base class, with the samples that it has, if it says."""
+    from energon_bridge.samples import sample_type_by_name
+
+    known = {} if name in _FACTORIES else {"__sample_type__": sample_type_by_name(name)}
+    return type(name, (base,), {"__module__": base.__module__, "__doc__": base.__doc__, **known})
+
+
+@cache
+def _state(name: str) -> type:
+    return state_class(name, next(module for module, names in modules().items() if name in names))
+
+
+@cache
+def _refuse(name: str, advice: str) -> Any:
+    """Return a class or a function, by the way the name is written, that refuses to be used."""
+    return refused_class(name, advice) if name[:1].isupper() else refused_function(name, advice)
+
+
+_MEANING = {
+    "ours": "`{target}`",
+    "adapter": "adapter: `{target}`",
+    "value": "{target}",
+    "state": "{advice}",
+    "refused": "NotProvidedError: {advice}",
+    "type variable": "a type variable",
+}
+
+
+def render() -> str:
+    """Return the table of all names, in Markdown, sorted by name; a name that means the same everywhere has one row."""
+    rows: dict[tuple[str, str], list[str]] = {}
+    for module, names in modules().items():
+        for name in names:
+            entry = describe(name, module)
+            meaning = _MEANING[entry.kind].format(target=entry.target.replace(":", "."), advice=entry.advice)
+            rows.setdefault((name, meaning), []).append(f"`.{module}`" if module else "`megatron.energon`")
+    lines = ["| name | in | here |", "|---|---|---|"]
+    lines += [
+        f"| `{name}` | {', '.join(sorted(places))} | {meaning} |"
+        for (name, meaning), places in sorted(rows.items(), key=lambda row: (row[0][0].lower(), row[0]))
+    ]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,122 @@
+"""`WorkerConfig` and the error handlers as megatron-energon has them.
+
+What a worker configuration says there about errors and logs becomes an `ErrorPolicy` here. The numbers of workers are
+those of the running processes; in energon_bridge nothing that is delivered depends on them, and code that asks for
+them to choose data or seeds should ask for `current_sample_index` instead.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch.utils.data
+
+from energon_bridge import topology
+from energon_bridge.errors import SampleError
+from energon_bridge.samples import SourceInfo
+from energon_bridge.stream.policy import ErrorPolicy
+from energon_bridge.task_encoder import current
+
+logger = logging.getLogger(__name__)
+
+ErrorHandler = Callable[[Exception, Any, Sequence[SourceInfo] | None], None]
+
+
+class SampleException(SampleError, ValueError):  # noqa: N818 - the name that energon users know
+    """A sample is bad, as user code says it."""
+
+    @classmethod
+    def from_sample_key(cls, sample_key: str) -> SampleException:
+        """Return the exception for the sample with a key."""
+        return cls(f"Sample {sample_key} failed")
+
+    @classmethod
+    def from_sample(cls, sample: Any, message: str = "") -> SampleException:
+        """Return the exception for a sample, with a message."""
+        key = sample.get("__key__") if isinstance(sample, dict) else getattr(sample, "__key__", None)
+        return cls(f"Sample {key} failed{f': {message}' if message else ''}")
+
+
+def log_exception(e: Exception, sample: Any, sources: Sequence[SourceInfo] | None = None) -> None:
+    """Log a failed sample: what a worker configuration does unless it is told otherwise."""
+    key = sample.get("__key__") if isinstance(sample, dict) else getattr(sample, "__key__", None)
+    logger.error("sample %s (%s) failed: %r", key, "; ".join(map(str, sources or ())), e, exc_info=e)
+
+
+def reraise_exception(e: Exception, _sample: Any, _sources: Sequence[SourceInfo] | None = None) -> None:
+    """Raise the exception again, which stops the run."""
+    raise e
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class WorkerConfig(topology.WorkerConfig):
+    """A worker configuration that also takes what megatron-energon's takes.
+
+    Args:
+        worker_debug_path, worker_log_level: Of no effect: `energon which` tells what a step reads.
+        global_error_handler: Called with the exception, None and None for each sample that fails; the sample is left
+            out unless it raises. Default: the failure is logged.
+        restore_error_handler: Of no effect: restoring reads no sample.
+    """
+
+    worker_debug_path: str | None = None
+    worker_log_level: int = 0
+    global_error_handler: ErrorHandler = log_exception
+    restore_error_handler: ErrorHandler = reraise_exception
+
+    @property
+    def global_rank(self) -> int:
+        """The rank in torch.distributed, 0 without."""
+        distributed = torch.distributed
+        return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
+
+    @property
+    def active_worker_sample_index(self) -> int:
+        """A number for the sample that a hook has."""
+        return current.current_sample_index()
+
+    @property
+    def active_worker_batch_index(self) -> int:
+        """The number of the microbatch that a batch hook makes."""
+        return current.current_batch_index()
+
+    def rank_worker_id(self) -> int:
+        """Return the number of this worker process on its rank; 0 in the training process."""
+        info = torch.utils.data.get_worker_info()
+        return 0 if info is None else info.id
+
+    def global_worker_id(self, override_local_worker_id: int | None = None) -> int:
+        """Return the number of this (or another) worker of the rank among those of all ranks."""
+        local = self.rank_worker_id() if override_local_worker_id is None else override_local_worker_id
+        return self.dp_rank * self.num_workers + local
+
+    def worker_seed(self, override_local_worker_id: int | None = None) -> int:
+        """Return the seed that megatron-energon gives this worker, of 32 bits."""
+        number = self.global_worker_id(override_local_worker_id) if self.num_workers else self.dp_rank
+        return int.from_bytes(hashlib.sha1(f"{number},{self.seed_offset}".encode()).digest()) & 0xFFFFFFFF
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, topology.WorkerConfig):
+            return NotImplemented
+        return all(getattr(self, f.name) == getattr(other, f.name) for f in fields(topology.WorkerConfig))
+
+    __hash__ = None
+
+
+def error_policy(config: Any) -> ErrorPolicy | None:
+    """Return the error policy that a worker configuration asks for; None where it asks for nothing special."""
+    handler = getattr(config, "global_error_handler", log_exception)
+    if handler is log_exception:
+        return None
+    if handler is reraise_exception:
+        return ErrorPolicy(on_error="raise")
+
+    def on_error(error: Exception) -> bool:
+        handler(error, None, None)
+        return True
+
+    return ErrorPolicy(on_error=on_error)

@@ -1,0 +1,126 @@
+"""`RepeatDataset`, `LimitDataset` and `EpochizeDataset`: the wrappers that trainers' own code puts around datasets.
+
+Megatron-LM's multimodal example validates on `LimitDataset(RepeatDataset(dataset), length=…)`: so many steps, going
+through the dataset again where it is shorter. Each wrapper only says something about what it holds; a loader is made
+of what they say together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+from energon_bridge import datasets
+from energon_bridge.compat.refused import not_provided
+from energon_bridge.dataloader import cyclic_iter
+from energon_bridge.errors import ConfigurationError
+from energon_bridge.loader.savable import SavableDataLoader
+from energon_bridge.loader.spec import DatasetSpec
+
+
+class _Wrapper:
+    """A dataset, and what is said about it."""
+
+    def __init__(self, dataset: Any, *, worker_config: Any = None) -> None:
+        if not isinstance(dataset, (DatasetSpec, _Wrapper)):
+            raise ConfigurationError(
+                f"{type(self).__name__}: expected what get_train_dataset or get_val_dataset return, got {dataset!r}"
+            )
+        self.dataset = dataset
+
+    def __class_getitem__(cls, arguments: Any) -> Any:
+        return cls
+
+
+class RepeatDataset(_Wrapper):
+    """Goes through a dataset again and again; training never ends by itself, and stays as it is.
+
+    Args:
+        dataset: The dataset.
+        repeats: None, without an end. Raises NotProvidedError for a number: `blend_epochized` repeats by number.
+        restart, worker_config: Of no effect.
+    """
+
+    def __init__(
+        self, dataset: Any, *, repeats: float | None = None, restart: bool = True, worker_config: Any = None
+    ) -> None:
+        super().__init__(dataset)
+        if repeats is not None:
+            raise not_provided(f"RepeatDataset(repeats={repeats})", "use `blend_epochized` with repetitions")
+
+
+class LimitDataset(_Wrapper):
+    """Ends a pass over a dataset after `length` steps; the next pass over validation data starts again."""
+
+    def __init__(
+        self, dataset: Any, length: int, *, reset_after_epoch: bool = False, worker_config: Any = None
+    ) -> None:
+        super().__init__(dataset)
+        self.length = length
+
+
+class EpochizeDataset(_Wrapper):
+    """Ends an iterator over training data after `length` steps; the next one goes on."""
+
+    def __init__(self, dataset: Any, length: int, *, worker_config: Any = None) -> None:
+        super().__init__(dataset)
+        self.length = length
+
+
+class RepeatedLoader:
+    """A finite loader that is gone through again until a pass has `length` steps (None: for ever)."""
+
+    def __init__(self, loader: SavableDataLoader, *, length: int | None) -> None:
+        self.loader = loader
+        self._length = length
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(cyclic_iter(self.loader), self._length)
+
+    def __len__(self) -> int:
+        if self._length is None:
+            raise TypeError("a RepeatDataset has no end and no len()")
+        return self._length
+
+    def close(self) -> None:
+        """Stop the worker processes of the loader."""
+        self.loader.close()
+
+
+def make_loader(dataset: Any, **kwargs: Any) -> SavableDataLoader | RepeatedLoader:
+    """Return a loader of a dataset with wrappers around it; `kwargs` are those of `get_savable_loader`.
+
+    Raises:
+        NotProvidedError: The wrappers cannot be meant together, such as epochs of validation data.
+    """
+    limit: int | None = None
+    repeated = False
+    while isinstance(dataset, _Wrapper):
+        if isinstance(dataset, RepeatDataset):
+            repeated = True
+        elif isinstance(dataset, LimitDataset) and not repeated:
+            limit = dataset.length if limit is None else min(limit, dataset.length)
+        elif isinstance(dataset, EpochizeDataset) and not repeated and not _is_finite(dataset.dataset):
+            limit = dataset.length
+        else:
+            raise not_provided(
+                f"{type(dataset).__name__} in this place",
+                "pass limit= to get_val_dataset, virtual_epoch_length= to get_train_dataset",
+            )
+        dataset = dataset.dataset
+    if not isinstance(dataset, DatasetSpec) or (limit is None and not repeated):
+        return datasets.get_savable_loader(dataset, **kwargs)
+    if not dataset.finite:  # an endless stream repeats by itself, and a limit of it is an epoch
+        return datasets.get_savable_loader(dataclasses.replace(dataset, virtual_epoch_length=limit), **kwargs)
+    loader = datasets.get_savable_loader(dataset, **kwargs)
+    if repeated and (limit is None or limit > len(loader)):
+        return RepeatedLoader(loader, length=limit)
+    return datasets.get_savable_loader(dataclasses.replace(dataset, limit=limit), **kwargs)
+
+
+def _is_finite(dataset: Any) -> bool:
+    while isinstance(dataset, _Wrapper):
+        dataset = dataset.dataset
+    return bool(dataset.finite)

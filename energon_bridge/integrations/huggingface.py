@@ -1,0 +1,392 @@
+"""The Trainer of transformers over datasets of energon_bridge: exact resume, on any number of processes.
+
+`EnergonTrainer` is `transformers.Trainer` with these differences:
+
+- `train_dataset` and `eval_dataset` are what `get_train_dataset` and `get_val_dataset` return. Their batch size counts,
+  not `per_device_train_batch_size`. Which share a process loads is decided here, by accelerate's state.
+- Each checkpoint folder gets `energon_bridge_data.json`, the state of the data: a list of the states of all ranks.
+  `train(resume_from_checkpoint=…)` goes on from it at once, on any number of processes that divides the lanes. The
+  Trainer's own skipping of batches, which reads them all again, is switched off (`ignore_data_skip`).
+- An epoch is the dataset's, a whole number of optimizer steps (or its `virtual_epoch_length`), and stays in place when
+  a run is resumed in the middle of one.
+- Weights of models that are saved under other names than they are kept under are resumed too.
+- The evaluation loss is the mean over all tokens with a label of all processes, every sample once.
+
+Invariant: when the Trainer saves, the microbatches that the loader has delivered are those of the finished steps; the
+Trainer asks for those of one optimizer step at a time, and nothing is fetched ahead between it and the loader.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Trainer, TrainerCallback
+from transformers.trainer_utils import get_last_checkpoint
+
+from energon_bridge.dataloader import EnergonDataloader
+from energon_bridge.datasets import get_savable_loader
+from energon_bridge.errors import ConfigurationError, MaskedMicrobatchesError, StateFormatError
+from energon_bridge.loader.spec import DatasetSpec
+
+STATE_FILE = "energon_bridge_data.json"
+IGNORED_LABEL = -100
+
+Inputs = dict[str, Any]
+
+
+def model_inputs(batch: Any) -> Inputs:
+    """Return a batch as the keyword arguments of a model of transformers.
+
+    A dict stays what it is, without entries like `__key__`. Of a batch of `MultiModalTaskEncoder` the labels are moved
+    to where transformers expects them (each token's own), with -100 where nothing is learned. Labels of rows that are
+    masked in `__valid__` become -100 throughout.
+
+    Raises:
+        ConfigurationError: The batch is neither.
+    """
+    if isinstance(batch, Mapping):
+        inputs = {name: value for name, value in batch.items() if not str(name).startswith("__")}
+        valid = batch.get("__valid__")
+    elif hasattr(batch, "tokens") and hasattr(batch, "loss_mask"):
+        inputs, valid = _multimodal_inputs(batch), batch.__valid__
+    else:
+        raise ConfigurationError(
+            f"a batch of type {type(batch).__name__} has no arguments of a model: let encode_batch return a dict of "
+            "them, or pass model_inputs= to EnergonTrainer"
+        )
+    if valid is not None and not bool(valid.all()) and "labels" in inputs:
+        labels = inputs["labels"].clone()
+        labels[~valid] = IGNORED_LABEL
+        inputs["labels"] = labels
+    return inputs
+
+
+def _multimodal_inputs(batch: Any) -> Inputs:
+    """Return the arguments of a batch in which the label of a position is the token after it.
+
+    Such sequences end before their last token, which is a label only. Where a row as long as the batch learns it, all
+    rows get one more place (token 0, not attended to), so that it is learned here too.
+    """
+    learned = torch.where(batch.loss_mask > 0, batch.labels, IGNORED_LABEL)
+    tokens, mask, positions = batch.tokens, batch.attention_mask, batch.position_ids
+    if bool((learned[:, -1] != IGNORED_LABEL).any()):
+        place = tokens.new_zeros(len(tokens), 1)
+        tokens, mask, positions = (torch.cat([column, place], dim=1) for column in (tokens, mask, positions))
+    labels = torch.full_like(tokens, IGNORED_LABEL)
+    labels[:, 1:] = learned[:, : tokens.shape[1] - 1]
+    inputs = {"input_ids": tokens, "labels": labels, **batch.visual_inputs}
+    if batch.pixel_values is not None:
+        inputs["pixel_values"] = batch.pixel_values
+    if batch.cu_seqlens is None:
+        inputs["attention_mask"] = mask
+    else:  # of packs the positions say which tokens see which
+        inputs |= {"position_ids": positions, "use_cache": False}
+    return inputs
+
+
+class EnergonTrainer(Trainer):
+    """The Trainer of transformers, with the datasets of energon_bridge.
+
+    Args:
+        train_dataset: From `get_train_dataset`, or None.
+        eval_dataset: From `get_val_dataset`, several of them by name, or None.
+        model_inputs: Makes the model's arguments of a batch; default: the function of that name here.
+        loader_arguments: Arguments of `get_savable_loader` for training, such as `prefetch_factor` or `cache_pool`.
+
+    The others are those of `transformers.Trainer`. `args.ignore_data_skip` is set.
+
+    Raises:
+        ConfigurationError: A dataset does not fit: it was made for another number of processes, it ends (`repeat=
+            False`) although there are several, or its virtual epoch is no whole number of optimizer steps.
+        MaskedMicrobatchesError: The number of processes does not divide the lanes; also on resuming.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        train_dataset: DatasetSpec | None = None,
+        eval_dataset: DatasetSpec | Mapping[str, DatasetSpec] | None = None,
+        model_inputs: Callable[[Any], Inputs] = model_inputs,
+        loader_arguments: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._model_inputs = model_inputs
+        self._loader_arguments = dict(loader_arguments or {})
+        self._resume_from: str | None = None
+        self._train_batches: TrainBatches | None = None
+        self._eval_loaders: dict[int, EnergonDataloader] = {}
+        self._eval_sums = torch.zeros(2, dtype=torch.float64)
+        if isinstance(eval_dataset, Mapping):
+            described: Any = {name: Described(spec) for name, spec in eval_dataset.items()}
+        else:
+            described = None if eval_dataset is None else Described(eval_dataset)
+        train = None if train_dataset is None else Described(train_dataset)
+        super().__init__(*args, train_dataset=train, eval_dataset=described, **kwargs)
+        self.args.ignore_data_skip = True
+        self.add_callback(_SaveData(self))
+
+    # Training --------------------------------------------------------------------------------------------------------
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
+        """Train; a path, or True for the last checkpoint of `output_dir`, goes on from there with the data as well.
+
+        Raises:
+            StateFormatError: The checkpoint has no state of the data.
+            StateError: Its state does not fit the dataset; says what differs.
+        """
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = get_last_checkpoint(self.args.output_dir)
+            if resume_from_checkpoint is None:
+                raise ConfigurationError(
+                    f"resume_from_checkpoint=True, but {self.args.output_dir} has no checkpoint: leave it out to start"
+                )
+        self._resume_from = str(resume_from_checkpoint) if resume_from_checkpoint else None
+        try:
+            return super().train(resume_from_checkpoint=self._resume_from, **kwargs)
+        finally:
+            self.close_data()
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Load weights that the Trainer missed.
+
+        Some models (Llava, of transformers 5) are saved under other names than they are kept under. The Trainer, which
+        loads by the names of the model, then goes on with the weights it started with, and only logs a warning.
+        """
+        if load_result.missing_keys and load_result.unexpected_keys and self._resume_from is not None:
+            saved = type(self.model).from_pretrained(self._resume_from)  # knows both names
+            load_result = self.model.load_state_dict(saved.state_dict(), strict=False)
+        super()._issue_warnings_after_load(load_result)
+
+    def get_train_dataloader(self) -> Any:
+        """Return the training data of this process, at its beginning or where the checkpoint left off."""
+        if self.train_dataset is None:
+            raise ConfigurationError("EnergonTrainer: training needs a train_dataset")
+        spec = self._of_this_process(self.train_dataset.spec)
+        if spec.finite and spec.worker_config.dp_size > 1:
+            raise ConfigurationError(
+                "EnergonTrainer: repeat=False on several processes makes steps in which some have nothing, and their "
+                "loss would be NaN: leave repeat out, and bound the run by max_steps or num_train_epochs"
+            )
+        accumulate = self.args.gradient_accumulation_steps
+        loader = get_savable_loader(spec, **self._loader_arguments)
+        steps = len(loader)
+        if spec.virtual_epoch_length is not None and steps % accumulate:
+            raise ConfigurationError(
+                f"EnergonTrainer: virtual_epoch_length={steps} must be a multiple of "
+                f"gradient_accumulation_steps={accumulate}: an epoch is a whole number of optimizer steps"
+            )
+        if not spec.finite:
+            steps = max(accumulate, steps - steps % accumulate)
+        batches = TrainBatches(EnergonDataloader(loader), steps, self.train_dataset, self._model_inputs)
+        if self._resume_from is not None:
+            batches.restore(_read_states(self._resume_from))
+        self._train_batches = batches
+        return batches
+
+    def data_states(self) -> list[Any]:
+        """Return the states of the training data of all data-parallel ranks; every process must call this."""
+        if self._train_batches is None:
+            raise ConfigurationError("EnergonTrainer: there is no state of the data before train()")
+        own = (self._data_parallel()[0], self._train_batches.dataloader.save_state())
+        gathered: list[Any] = [own]
+        if self.accelerator.num_processes > 1:
+            gathered = [None] * self.accelerator.num_processes
+            torch.distributed.all_gather_object(gathered, own)
+        return [state for _, state in sorted(dict(gathered).items())]
+
+    # Evaluation ------------------------------------------------------------------------------------------------------
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        """Return the batches of one pass over a dataset for validation, given as such or by its name."""
+        named = isinstance(eval_dataset, str)
+        dataset = self.eval_dataset[eval_dataset] if named else (eval_dataset or self.eval_dataset)
+        if isinstance(dataset, DatasetSpec):
+            dataset = Described(dataset)
+        if not isinstance(dataset, Described) or not dataset.spec.finite:
+            raise ConfigurationError("EnergonTrainer: evaluation needs an eval_dataset of get_val_dataset")
+        loader = self._eval_loaders.get(id(dataset.spec))
+        if loader is None:
+            loader = EnergonDataloader(get_savable_loader(self._of_this_process(dataset.spec)))
+            self._eval_loaders[id(dataset.spec)] = loader
+        return EvalBatches(loader, dataset, self._model_inputs)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate as transformers does, and put the mean over tokens in place of the mean over batches."""
+        self._eval_sums.zero_()
+        averages = self.args.average_tokens_across_devices
+        # Otherwise the loss of a batch is a share of a mean over the batches of all processes, not its own mean.
+        self.args.average_tokens_across_devices = False
+        try:
+            output = super().evaluation_loop(*args, **kwargs)
+        finally:
+            self.args.average_tokens_across_devices = averages
+        sums = self.accelerator.reduce(self._eval_sums.to(self.args.device), reduction="sum").tolist()
+        name = f"{kwargs.get('metric_key_prefix', 'eval')}_loss"
+        if name in output.metrics:
+            output.metrics[name] = sums[0] / sums[1] if sums[1] else math.nan
+        return output
+
+    def prediction_step(
+        self, model: Any, inputs: Inputs, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Tensor | None, Any, Any]:
+        """Predict as transformers does; the loss of a batch without any label is 0."""
+        loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
+        if loss is not None and "labels" in inputs:
+            count = _num_labels(inputs["labels"])
+            loss = loss if count else torch.zeros_like(loss)
+            self._eval_sums += torch.tensor([float(loss.mean()) * count, count], dtype=torch.float64)
+        return loss, logits, labels
+
+    def close_data(self) -> None:
+        """Stop the worker processes of all loaders; they start again when they are needed."""
+        loaders = [*self._eval_loaders.values()]
+        if self._train_batches is not None:
+            loaders.append(self._train_batches.dataloader)
+        for loader in loaders:
+            loader.close()
+
+    # Who loads what --------------------------------------------------------------------------------------------------
+
+    def _of_this_process(self, spec: DatasetSpec) -> DatasetSpec:
+        rank, size = self._data_parallel()
+        given = spec.worker_config
+        if given.dp_size not in (1, size):
+            raise ConfigurationError(
+                f"EnergonTrainer: the dataset was made for {given.dp_size} data-parallel ranks, but there are {size}: "
+                "leave rank and world_size out of its WorkerConfig, the trainer sets them"
+            )
+        config = dataclasses.replace(given, rank=rank, world_size=size, data_parallel_group=None)
+        return dataclasses.replace(spec, worker_config=config)
+
+    def _data_parallel(self) -> tuple[int, int]:
+        """Return the data-parallel rank and size: processes that share one model's work load the same data."""
+        accelerator = self.accelerator
+        config = getattr(accelerator, "parallelism_config", None)
+        shared = math.prod(getattr(config, f"{name}_size", None) or 1 for name in ("tp", "cp", "sp"))
+        if shared == 1:
+            return accelerator.process_index, accelerator.num_processes
+        mesh = accelerator.torch_device_mesh
+        rank, size = 0, 1
+        for name in ("dp_replicate", "dp_shard"):
+            if name in (mesh.mesh_dim_names or ()):
+                rank = rank * mesh[name].size() + mesh.get_local_rank(name)
+                size *= mesh[name].size()
+        return rank, size
+
+
+class Described:
+    """A dataset as the Trainer sees it: something with a length, in samples of an epoch."""
+
+    def __init__(self, spec: DatasetSpec) -> None:
+        if not isinstance(spec, DatasetSpec):
+            raise ConfigurationError(
+                f"EnergonTrainer: expected what get_train_dataset or get_val_dataset return, got {spec!r}"
+            )
+        self.spec = spec
+
+    def __len__(self) -> int:
+        return max(1, self.spec.num_samples)
+
+
+class EvalBatches:
+    """The batches of a pass, as arguments of the model."""
+
+    def __init__(self, dataloader: EnergonDataloader, dataset: Described, inputs: Callable[[Any], Inputs]) -> None:
+        self.dataloader = dataloader
+        self.dataset = dataset
+        self._inputs = inputs
+
+    def __len__(self) -> int:
+        return len(self.dataloader)
+
+    def __iter__(self) -> Iterator[Inputs]:
+        return map(self._inputs, iter(self.dataloader))
+
+
+class TrainBatches:
+    """The batches of an epoch of `steps` microbatches of this rank; one that was begun is gone on with."""
+
+    def __init__(
+        self, dataloader: EnergonDataloader, steps: int, dataset: Described, inputs: Callable[[Any], Inputs]
+    ) -> None:
+        self.dataloader = dataloader
+        self.dataset = dataset
+        self.steps = steps
+        self._inputs = inputs
+        self._done = 0
+
+    def restore(self, states: list[Any]) -> None:
+        """Go on from the states of all ranks."""
+        self.dataloader.restore_state(states)
+        config = self.dataloader.loader.config
+        self._done = states[0]["microbatches"] // config.dp_size % self.steps
+
+    def __len__(self) -> int:
+        return self.steps
+
+    def __iter__(self) -> Iterator[Inputs]:
+        if self._done >= self.steps:  # the Trainer asks for the steps of an epoch, and for no end behind them
+            self._done = 0
+        while self._done < self.steps:
+            self._done += 1
+            yield self._checked(next(self.dataloader))
+
+    def _checked(self, batch: Any) -> Inputs:
+        valid = batch.get("__valid__") if isinstance(batch, Mapping) else getattr(batch, "__valid__", None)
+        if valid is not None and not bool(valid.any()):
+            raise MaskedMicrobatchesError(
+                "a training microbatch has no row that counts, and the Trainer's loss of it would be NaN"
+            )
+        return self._inputs(batch)
+
+
+class _SaveData(TrainerCallback):
+    """Writes the state of the data into each checkpoint, and keeps the epoch right after a resume."""
+
+    def __init__(self, trainer: EnergonTrainer) -> None:
+        self._trainer = trainer
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Say where in which epoch the run is; the Trainer counts from where it was resumed."""
+        batches = self._trainer._train_batches
+        if batches is not None:
+            state.epoch = state.global_step * args.gradient_accumulation_steps / batches.steps
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Write the state of the data; the file is there as a whole or not at all."""
+        states = self._trainer.data_states()
+        if not args.should_save:
+            return
+        path = os.path.join(args.output_dir, f"checkpoint-{state.global_step}", STATE_FILE)
+        with open(f"{path}.new", "w") as file:
+            json.dump(states, file)
+        os.replace(f"{path}.new", path)
+
+
+def _read_states(checkpoint: str) -> list[Any]:
+    path = os.path.join(checkpoint, STATE_FILE)
+    try:
+        with open(path) as file:
+            states = json.load(file)
+    except (OSError, ValueError) as error:
+        raise StateFormatError(
+            f"{checkpoint}: no state of the data in {STATE_FILE} ({error}). Was it written by EnergonTrainer, and not "
+            "stopped while it was? Resume from another checkpoint; or load its weights only, and begin the data at a "
+            "step with loader_arguments={'start_at': STEP}"
+        ) from error
+    if not isinstance(states, list) or not states:
+        raise StateFormatError(f"{path}: expected a list of the states of all ranks, found {type(states).__name__}")
+    return states
+
+
+def _num_labels(labels: Tensor) -> int:
+    """Return how many labels count: of sequences, those that follow a token."""
+    counted = labels[..., 1:] if labels.dim() > 1 else labels
+    return int((counted != IGNORED_LABEL).sum())

@@ -1,0 +1,222 @@
+"""The adapters of the drop-in: megatron-energon's arguments do here what they do there, or are refused."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from energon_bridge import DefaultTaskEncoder, NotProvidedError, errors
+from energon_bridge.compat import epath, loading, preparing, records, worker, wrapped
+from energon_bridge.errors import ConfigurationError
+from energon_bridge.testing import create_captioning_test_dataset
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return create_captioning_test_dataset(tmp_path_factory.mktemp("adapters") / "captions", num_train=20, num_val=5)
+
+
+def config(**kwargs: Any) -> worker.WorkerConfig:
+    return worker.WorkerConfig(rank=0, world_size=1, num_workers=0, **kwargs)
+
+
+# Loading -------------------------------------------------------------------------------------------------------------
+
+
+def first(path: Any, **kwargs: Any) -> Any:
+    spec = loading.get_val_dataset(path, batch_size=2, worker_config=config(), **kwargs)
+    return next(iter(loading.get_loader(spec)))
+
+
+def test_arguments_of_the_builders(path: Path) -> None:
+    encoder = DefaultTaskEncoder()
+    assert first(epath.EPath(path), parallel_shard_iters=4, task_encoder=encoder).image.dtype == torch.float32
+    assert first(path, image_decode="torchrgb8", task_encoder=encoder).image.dtype == torch.uint8
+    assert isinstance(first(path, auto_decode=False, task_encoder=encoder).image[0], bytes)
+    assert encoder.decoder == DefaultTaskEncoder.decoder
+    assert len(loading.get_val_datasets(path, batch_size=2, worker_config=config())) == 1
+
+
+def test_a_handler_says_that_it_has_no_effect(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first(path, handler=print)
+    assert "has no effect in megatron-energon either" in caplog.text
+
+
+def test_an_encoder_that_builds_its_own_pipeline_is_refused(path: Path) -> None:
+    class Encoder(DefaultTaskEncoder):
+        def build_train_datasets(self, **kwargs: Any) -> None: ...
+
+    with pytest.raises(NotProvidedError, match="overriding build_train_datasets"):
+        first(path, task_encoder=Encoder())
+
+
+class Failing(DefaultTaskEncoder):
+    def encode_sample(self, sample: Any) -> Any:
+        if sample.__key__.endswith("3"):
+            raise ValueError("three")
+        return sample
+
+
+def keys(path: Path, **kwargs: Any) -> list[str]:
+    spec = loading.get_val_dataset(path, batch_size=1, worker_config=config(**kwargs), task_encoder=Failing())
+    return [batch.__key__[0] for batch in loading.get_savable_loader(spec) if batch.__valid__.all()]
+
+
+def test_error_handlers_of_the_worker_configuration(path: Path) -> None:
+    seen: list[Any] = []
+    good = [f"val-{n:05d}" for n in (0, 1, 2, 4)]
+    assert keys(path) == good
+    assert keys(path, global_error_handler=lambda error, sample, sources: seen.append((str(error), sample))) == good
+    assert seen == [("three", None)]
+    with pytest.raises(errors.FatalSampleError, match="three"):
+        keys(path, global_error_handler=worker.reraise_exception)
+
+
+def test_worker_configurations() -> None:
+    seeds = [config().worker_seed(), config(seed_offset=42).worker_seed()]
+    assert seeds == [273211461, 1740599905]  # reference values of megatron-energon
+    many = worker.WorkerConfig(rank=1, world_size=2, num_workers=2, worker_log_level=1, worker_debug_path="x")
+    assert [many.global_worker_id(number) for number in (0, 1)] == [2, 3]
+    assert many.worker_seed(0) == 2273462765
+    assert many.rank_worker_id() == 0
+    assert config(worker_log_level=1) == config() != many
+    assert worker.SampleException.from_sample({"__key__": "k"}, "why").args == ("Sample k failed: why",)
+
+
+# Wrappers ------------------------------------------------------------------------------------------------------------
+
+
+def val(path: Path) -> Any:
+    return loading.get_val_dataset(path, batch_size=2, worker_config=config())  # 3 steps
+
+
+@pytest.mark.parametrize(("length", "sizes"), [(2, [2, 2]), (3, [2, 2, 1]), (5, [2, 2, 1, 2, 2])])
+def test_a_repeated_validation_has_as_many_steps_as_asked_for(length: int, sizes: list[int], path: Path) -> None:
+    loader = loading.get_loader(wrapped.LimitDataset(wrapped.RepeatDataset(val(path)), length, reset_after_epoch=True))
+    passes = [[len(batch.__key__) for batch in loader] for _ in range(2)]
+    assert passes == [sizes, sizes]
+    assert len(loader) == length
+
+
+def test_wrappers_of_training(path: Path) -> None:
+    train = loading.get_train_dataset(path, batch_size=2, worker_config=config())
+    loader = loading.get_savable_loader(wrapped.EpochizeDataset(wrapped.RepeatDataset(train), 3))
+    epochs = [[tuple(batch.__key__) for batch in loader] for _ in range(2)]
+    assert [len(epoch) for epoch in epochs] == [3, 3]
+    assert epochs[0] != epochs[1]
+
+
+def test_wrappers_that_mean_nothing_are_refused(path: Path) -> None:
+    for wrong in (wrapped.EpochizeDataset(val(path), 2), wrapped.RepeatDataset(wrapped.LimitDataset(val(path), 2))):
+        with pytest.raises(NotProvidedError, match="in this place"):
+            loading.get_loader(wrong)
+    with pytest.raises(NotProvidedError, match="blend_epochized"):
+        wrapped.RepeatDataset(val(path), repeats=2)
+
+
+# Preparing -----------------------------------------------------------------------------------------------------------
+
+
+def test_datasets_are_prepared(path: Path, tmp_path: Path) -> None:
+    root = Path(shutil.copytree(path, tmp_path / "copy"))
+    kept = (root / ".nv-meta/dataset.yaml").read_bytes()
+    shutil.rmtree(root / ".nv-meta")
+    paths = ["train/shard_{000..001}.tar"]
+    prepare = preparing.BaseWebdatasetFactory.prepare_dataset
+    parts = prepare(epath.EPath(root), paths, split_parts_ratio=[("a", 0.5), ("b", 0.5)], shuffle_seed=None, workers=1)
+    assert parts == {"png", "txt"}
+    (root / ".nv-meta/dataset.yaml").write_bytes(kept)
+    for part, shard in (("a", 0), ("b", 1)):
+        spec = loading.get_val_dataset(root, split_part=part, batch_size=None, worker_config=config())
+        found = [sample.__key__ for sample in loading.get_loader(spec)]
+        assert found == [
+            f"train-{n:05d}" for n in range(10 * shard, 10 * shard + 10)
+        ]  # the validation shard is left out
+    assert prepare(root, [], tar_index_only=True) == {"png", "txt"}
+    with pytest.raises(errors.ShardMissingError, match=r"nowhere\.tar"):
+        prepare(root, ["nowhere.tar"], split_parts_ratio=[("a", 1)])
+    for refused in ({"fix_duplicates": True}, {"split_config": "x.yaml"}, {"shuffle_seed": 7}):
+        with pytest.raises(NotProvidedError):
+            prepare(root, paths, split_parts_ratio=[("a", 1)], **refused)
+
+
+def test_media_filters_and_lines(path: Path, tmp_path: Path) -> None:
+    media = preparing.MediaFilterConfig.parse(None, False, True)
+    root = Path(shutil.copytree(path, tmp_path / "copy"))
+    assert preparing.WebdatasetPreparator.add_media_metadata(root, media_filter=media, workers=1) == 25
+    with pytest.raises(ConfigurationError, match="exactly one media filter"):
+        preparing.MediaFilterConfig.parse("*.png", True, False)
+    (tmp_path / "lines.jsonl").write_text('{"a": 1}\n{"a": 2}\n')
+    assert preparing.CrudeJsonlDatasetFactory.prepare_dataset(epath.EPath(tmp_path / "lines.jsonl")) == 2
+
+
+# Small things --------------------------------------------------------------------------------------------------------
+
+
+def test_paths(tmp_path: Path) -> None:
+    folder = epath.EPath(tmp_path) / "a" / ".." / "b"
+    assert str(folder) == str(tmp_path / "b")
+    (folder / "deep").mkdir(parents=True)
+    file = folder / "deep" / "x.txt"
+    file.write_text("text")
+    assert (file.read_text(), file.size(), file.name, file.is_file(), folder.is_dir()) == (
+        "text",
+        4,
+        "x.txt",
+        True,
+        True,
+    )
+    assert file.relative_to(folder) == "deep/x.txt"
+    assert list(folder.glob("*/x.*")) == list(folder.walk()) == [file]
+    assert file.with_suffix(".y").name == "x.y"
+    file.move(folder / "y.txt")
+    with (folder / "y.txt").open() as opened:
+        assert opened.read() == "text"
+    assert not file.is_file()
+    remote = epath.EPath("s3://bucket/folder") / "x"
+    assert (remote.url, remote.parent.url, remote.is_local()) == ("s3://bucket/folder/x", "s3://bucket/folder", False)
+    for wrong in (remote.local_path, lambda: remote.relative_to(folder), lambda: epath.EPath("msc://x")):
+        with pytest.raises(ConfigurationError):
+            wrong()
+
+
+def test_mixins_and_marks() -> None:
+    @dataclass
+    class Base(records.ExtendableDataclassMixin, records.PinMemoryMixin):
+        a: int
+
+    @dataclass
+    class Extended(Base):
+        b: int
+
+    assert Extended.extend(Base(1), b=2) == Extended(1, 2)
+    assert Base(1).pin_memory() == Base(1)
+    with pytest.raises(ConfigurationError, match="no base class"):
+        Base.extend(Extended(1, 2))
+    assert records.MockLazy("x", str.upper).get() == "X"
+    assert records.get_source_info({}) is None
+
+
+def test_fork_hooks_live_as_long_as_their_object() -> None:
+    read, write = os.pipe()
+
+    class Hooked(records.ForkMixin):
+        def __after_in_child_fork__(self) -> None:
+            os.write(write, b"x")
+
+    hooked = Hooked()
+    for alive in (True, False):
+        if (child := os.fork()) == 0:
+            os._exit(0)
+        os.waitpid(child, 0)
+        os.write(write, b".")
+        assert os.read(read, 10) == (b"x." if alive else b".")
+        hooked = None  # noqa: F841
+    os.close(read)
+    os.close(write)
