@@ -79,6 +79,16 @@ def check_parallel(config: RunConfig) -> None:
             f"trainer=megatron builds the presets in megatron-core and does not load model.name_or_path="
             f"{model.name_or_path}: set it to null and choose model.preset, or set trainer=lightning"
         )
+    for name, value in (
+        ("model.freeze", model.freeze),
+        ("model.attn_implementation", model.attn_implementation),
+        ("train.gradient_checkpointing", config.train.gradient_checkpointing),
+        ("checkpoint.export", config.checkpoint.export),
+    ):
+        if value:
+            raise ConfigurationError(
+                f"{name}={value} is not done by trainer=megatron: leave it out, or trainer=lightning"
+            )
     if config.train.precision not in PRECISIONS:
         raise ConfigurationError(
             f"train.precision={config.train.precision} is not known to trainer=megatron, which has "
