@@ -141,7 +141,7 @@ def build_data_module(
         task_encoder=training_task_encoder(config.data, bundle),
         seed=config.seed,
         pg_collection=pg_collection,
-        feeding=config.parallel.feeding,
+        feeding="broadcast" if config.parallel.feeding == "broadcast" else "all",
         masked_microbatches="allow",  # both trainers weigh by the mask
         **settings,
     )
