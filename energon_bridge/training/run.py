@@ -23,14 +23,14 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import yaml
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
 
-from energon_bridge.datamodule import EnergonMultiModalDataModule
+from energon_bridge.datamodule import EnergonMultiModalDataModule, Feeding
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.rng import key_of
 from energon_bridge.training.captions import dataset_captions
@@ -141,7 +141,7 @@ def build_data_module(
         task_encoder=training_task_encoder(config.data, bundle),
         seed=config.seed,
         pg_collection=pg_collection,
-        feeding="broadcast" if config.parallel.feeding == "broadcast" else "all",
+        feeding=cast(Feeding, config.parallel.feeding),
         masked_microbatches="allow",  # both trainers weigh by the mask
         **settings,
     )
