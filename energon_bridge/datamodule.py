@@ -16,18 +16,17 @@ import inspect
 import logging
 import math
 import sys
-from dataclasses import fields, is_dataclass, replace
 from typing import Any, Literal, get_args
-
-from torch import Tensor
 
 from energon_bridge.dataloader import EnergonDataloader, MaskedMicrobatches
 from energon_bridge.datasets import get_savable_loader, get_train_dataset, get_val_dataset, get_val_datasets
 from energon_bridge.errors import ConfigurationError, UnknownArgumentError
+from energon_bridge.loader.metrics import dataset_names
 from energon_bridge.loader.position import OnMismatch
 from energon_bridge.loader.savable import SavableDataLoader
 from energon_bridge.loader.spec import DatasetSpec
 from energon_bridge.replica import Exchange, Replica, StageKeys, make_replica, open_loader
+from energon_bridge.samples.devices import to_device
 from energon_bridge.stores import CachePool
 from energon_bridge.task_encoder.conversation import MultiModalSampleConfig
 from energon_bridge.task_encoder.multimodal import MultiModalTaskEncoder
@@ -90,6 +89,8 @@ class EnergonMultiModalDataModule(_Base):
         on_mismatch: `refuse` (the default) a state of another mix, or `adapt` to it; see `get_savable_loader`.
         feeding: Who loads where several ranks train on the same batches: `all` of them, by themselves, or one, which
             will `broadcast` to the others of its replica. Then all processes must ask for the data alike.
+        validate_each_dataset: Let `val_dataloader` return a list with an iterator for each dataset of the mix, whose
+            names are `validation_names`: for a loss per dataset.
         stage_keys: With `broadcast`: the fields of a batch that each pipeline stage gets; None: all fields.
         cache_pool: Keeps files near that cookers and hooks need later, of training and of validation.
         **kwargs: Further arguments of `get_train_dataset`, checked by name.
@@ -98,6 +99,7 @@ class EnergonMultiModalDataModule(_Base):
         init_global_step: Optimizer steps that the restored state had seen; 0 in a new run.
         train_dataloader_object: What `train_dataloader()` returned, or None before.
         val_dataloader_object: The same for validation.
+        validation_names: Short names of the datasets, in the order of the validation iterators, once there are any.
 
     Raises:
         UnknownArgumentError: A keyword that neither this module nor `get_train_dataset` has.
@@ -132,6 +134,7 @@ class EnergonMultiModalDataModule(_Base):
         on_mismatch: OnMismatch = "refuse",
         feeding: Feeding = "all",
         stage_keys: StageKeys | None = None,
+        validate_each_dataset: bool = False,
         cache_pool: CachePool | None = None,
         **kwargs: Any,
     ) -> None:
@@ -162,6 +165,8 @@ class EnergonMultiModalDataModule(_Base):
         self.on_mismatch = on_mismatch
         self.feeding = feeding
         self.stage_keys = stage_keys
+        self.validate_each_dataset = validate_each_dataset
+        self.validation_names: list[str] = []
         self.cache_pool = cache_pool
         self.dataset_kwargs = kwargs
         self.task_encoder = task_encoder or MultiModalTaskEncoder(
@@ -170,7 +175,7 @@ class EnergonMultiModalDataModule(_Base):
         self.validation_task_encoder = validation_task_encoder or self.task_encoder
         self.init_global_step = 0
         self.train_dataloader_object: EnergonDataloader | None = None
-        self.val_dataloader_object: EnergonDataloader | None = None
+        self.val_dataloader_object: EnergonDataloader | list[EnergonDataloader] | None = None
         self._replica: Replica | None = None
         self._pending_state: dict[str, Any] | None = None
 
@@ -178,7 +183,7 @@ class EnergonMultiModalDataModule(_Base):
         """Return the worker configuration of this process, whose rank and size are the pure data-parallel ones."""
         config = WorkerConfig(
             num_workers=num_workers,
-            data_parallel_group=data_parallel_group(self.pg_collection),
+            data_parallel_group=self._mesh_group() or data_parallel_group(self.pg_collection),
             seed=self.seed,
             num_lanes=self.num_lanes,
             prefetch_factor=self.prefetch_factor,
@@ -236,8 +241,8 @@ class EnergonMultiModalDataModule(_Base):
             "task_encoder": self.validation_task_encoder,
         } | {name: value for name, value in self.dataset_kwargs.items() if name in accepted}
 
-    def build(self) -> tuple[EnergonDataloader, EnergonDataloader]:
-        """Return the training and the validation iterator."""
+    def build(self) -> tuple[EnergonDataloader, Any]:
+        """Return the training iterator, and what `val_dataloader` returns."""
         return self.train_dataloader(), self.val_dataloader()
 
     def train_dataloader(self) -> EnergonDataloader:
@@ -252,9 +257,11 @@ class EnergonMultiModalDataModule(_Base):
             )
         return self.train_dataloader_object
 
-    def val_dataloader(self) -> EnergonDataloader:
-        """Return the validation iterator: one object, whose every pass is the same."""
-        if self.val_dataloader_object is None:
+    def val_dataloader(self) -> Any:
+        """Return the validation iterator, or the list of them: always the same objects, with the same passes."""
+        if self.val_dataloader_object is None and self.validate_each_dataset:
+            self.val_dataloader_object = self.val_dataloaders()
+        elif self.val_dataloader_object is None:
             loader = open_loader(lambda: self._load("val", self.num_val_workers), self.replica)
             self.val_dataloader_object = EnergonDataloader(loader)
         return self.val_dataloader_object
@@ -263,23 +270,27 @@ class EnergonMultiModalDataModule(_Base):
         """Return a new validation iterator for each dataset of the mix, in its order: for a loss per dataset."""
         found: list[DatasetSpec] = []
 
-        def opened() -> int:
+        def opened() -> list[str]:
             arguments = self._val_arguments(self._build_worker_config(self.num_val_workers, "val"))
             found.extend(spec for spec, _ in get_val_datasets(self.path, **arguments))
-            return len(found)
+            datasets = [spec.leaves[0].dataset for spec in found]
+            return dataset_names([one.path for one in datasets], [one.split_part for one in datasets])
 
-        count = opened() if self.replica is None else Exchange(self.replica).answer(opened)
+        self.validation_names = opened() if self.replica is None else Exchange(self.replica).answer(opened)
         return [
-            EnergonDataloader(open_loader(lambda n=n: get_savable_loader(found[n]), self.replica)) for n in range(count)
+            EnergonDataloader(
+                open_loader(lambda n=n: get_savable_loader(found[n], cache_pool=self.cache_pool), self.replica)
+            )
+            for n in range(len(self.validation_names))
         ]
 
     def test_dataloader(self) -> None:
         """Return None: there is no test split."""
         return
 
-    def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+    def transfer_batchto_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
         """Move the tensors of a batch to where Lightning wants them, and copy nothing else."""
-        return batch if str(device) == "cpu" else _to_device(batch, device)
+        return batch if str(device) == "cpu" else to_device(batch, device)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the training data of the whole run; all data-parallel ranks must call this."""
@@ -287,7 +298,8 @@ class EnergonMultiModalDataModule(_Base):
             return {}
         trainer = getattr(self, "trainer", None)
         step = self.init_global_step if trainer is None else int(trainer.global_step)
-        return {"global_step": step, "train": self.train_dataloader_object.state_dict()}
+        state = self.train_dataloader_object.state_dict()
+        return {"global_step": step, "consumed_samples": self.consumed_samples, "train": state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a state of `state_dict`; before or after `train_dataloader()`, once or twice."""
@@ -300,8 +312,9 @@ class EnergonMultiModalDataModule(_Base):
             self.train_dataloader_object.load_state_dict(state_dict["train"])
 
     def close(self) -> None:
-        """Stop the worker processes of both iterators."""
-        for dataloader in (self.train_dataloader_object, self.val_dataloader_object):
+        """Stop the worker processes of all iterators."""
+        val = self.val_dataloader_object
+        for dataloader in (self.train_dataloader_object, *(val if isinstance(val, list) else [val])):
             if dataloader is not None:
                 dataloader.close()
 
@@ -311,6 +324,25 @@ class EnergonMultiModalDataModule(_Base):
         if self._replica is None and self.feeding == "broadcast":
             self._replica = make_replica(pg_collection=self.pg_collection, stage_keys=self.stage_keys)
         return self._replica
+
+    @property
+    def consumed_samples(self) -> int:
+        """Rows (packs, where samples are packed) that all data-parallel ranks have trained on, masked ones left out."""
+        if self.train_dataloader_object is None:
+            return 0
+        state: dict[str, Any] | None = self.train_dataloader_object.save_state()
+        return self.micro_batch_size * int(state["microbatches"]) if state else 0
+
+    def _mesh_group(self) -> Any:
+        """Return the data-parallel group of Lightning's `ModelParallelStrategy`, None where there is no such mesh."""
+        if self.pg_collection is not None:
+            return None
+        try:
+            mesh = getattr(getattr(getattr(self, "trainer", None), "strategy", None), "device_mesh", None)
+        except RuntimeError:  # how the strategy says that there is none yet
+            return None
+        names = getattr(mesh, "mesh_dim_names", None) or ()
+        return mesh["data_parallel"].get_group() if mesh is not None and "data_parallel" in names else None
 
     def _load(self, split: Literal["train", "val"], num_workers: int) -> SavableDataLoader:
         """Open the loader of a split."""
@@ -340,20 +372,6 @@ class EnergonMultiModalDataModule(_Base):
                 f"micro_batch_size={self.micro_batch_size}"
             )
         return self.global_batch_size // self.micro_batch_size
-
-
-def _to_device(value: Any, device: Any) -> Any:
-    """Return a batch, or a value in it, with all tensors on a device; keys, sources and texts are not copied."""
-    if isinstance(value, Tensor):
-        return value.to(device, non_blocking=True)
-    if is_dataclass(value) and not isinstance(value, type):
-        names = (f.name for f in fields(value) if f.init)
-        return replace(value, **{name: _to_device(getattr(value, name), device) for name in names})
-    if isinstance(value, dict):
-        return {name: _to_device(entry, device) for name, entry in value.items()}
-    if isinstance(value, list) and any(isinstance(entry, Tensor) for entry in value):
-        return [_to_device(entry, device) for entry in value]
-    return value
 
 
 _OWN_NAMES = frozenset({"path", "split_part", "worker_config", "batch_size", "task_encoder"})

@@ -15,7 +15,7 @@ pytest.importorskip("lightning.pytorch")
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from energon_bridge import DefaultTaskEncoder, EnergonMultiModalDataModule, get_savable_loader
+from energon_bridge import Blender, DefaultTaskEncoder, EnergonMultiModalDataModule, get_savable_loader
 from energon_bridge.errors import DatasetMismatchError
 from energon_bridge.loader.document import read_lanes, read_leaves
 from energon_bridge.testing import create_captioning_test_dataset
@@ -42,6 +42,7 @@ class Model(LightningModule):
         self.layer = torch.nn.Linear(1, 1)
         self.trained: list[str] = []
         self.validated: list[list[str]] = []
+        self.validated_sets: list[int] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         self.trained.append(",".join(batch.__key__))
@@ -51,9 +52,10 @@ class Model(LightningModule):
     def on_validation_epoch_start(self) -> None:
         self.validated.append([])
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         real = (key for key, valid in zip(batch.__key__, batch.__valid__, strict=True) if valid)
         self.validated[-1].append(",".join(real))
+        self.validated_sets.append(dataloader_idx)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.01)
@@ -75,17 +77,16 @@ def module(dataset: Path, num_workers: int = 0) -> EnergonMultiModalDataModule:
 def fit(data: Any, folder: Path, ckpt_path: Path | None = None, ranks: int = 1, **settings: Any) -> Model:
     """Train with the defaults of Lightning wherever they do not cost time; save the last step to `last.ckpt`."""
     torch.manual_seed(0)
-    model = Model()
+    model = settings.pop("model", Model)()
     trainer = Trainer(
         accelerator="cpu",
         devices=ranks,
-        strategy="ddp" if ranks > 1 else "auto",
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         callbacks=[ModelCheckpoint(folder, filename="last", every_n_train_steps=1, enable_version_counter=False)],
         default_root_dir=folder,
-        **({"max_epochs": -1} | settings),
+        **({"max_epochs": -1, "strategy": "ddp" if ranks > 1 else "auto"} | settings),
     )
     if isinstance(data, EnergonMultiModalDataModule):
         trainer.fit(model, datamodule=data, ckpt_path=ckpt_path, weights_only=True if ckpt_path else None)
@@ -139,7 +140,7 @@ def test_the_loader_alone_goes_on_exactly(dataset: Path, tmp_path: Path, uninter
     assert first.trained + second.trained == uninterrupted[:30]
 
 
-@pytest.mark.parametrize("after", [2, 1])
+@pytest.mark.parametrize("after", [2, 1, 4])
 def test_two_ddp_processes_go_on_exactly(after: int, dataset: Path, tmp_path: Path, uninterrupted: list[str]) -> None:
     first = fit_on(2, dataset, tmp_path, max_steps=4)  # an epoch has six steps
     second = fit_on(after, dataset, tmp_path, tmp_path / "last.ckpt", max_steps=20)
@@ -226,3 +227,74 @@ def test_validation_on_two_ranks_has_every_sample_once(dataset: Path, tmp_path: 
     first, second = run_forked(2, start)
     assert [len(steps) for steps in (*first, *second)] == [2, 2]
     assert [key for step in zip(first[0], second[0], strict=True) for key in step] == [*VALIDATION, ""]
+
+
+class Sharded(Model):
+    """Trained by `ModelParallelStrategy`: its layer is sharded over the data-parallel ranks."""
+
+    def configure_model(self) -> None:
+        from torch.distributed.fsdp import fully_shard
+
+        if self.device_mesh["data_parallel"].size() > 1:
+            fully_shard(self.layer, mesh=self.device_mesh["data_parallel"])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01, foreach=False)
+
+
+@pytest.mark.filterwarnings("ignore")  # FSDP2 on a CPU
+@pytest.mark.parametrize(("data_parallel", "tensor_parallel"), [(2, 1), (1, 2), (2, 2)])
+def test_model_parallel_ranks_load_by_their_data_parallel_rank(
+    data_parallel: int, tensor_parallel: int, dataset: Path, tmp_path: Path, uninterrupted: list[str]
+) -> None:
+    """FSDP2 and tensor parallelism under Lightning: its mesh says who loads what."""
+    from lightning.pytorch.strategies import ModelParallelStrategy
+
+    port, ranks = free_port(), data_parallel * tensor_parallel
+
+    def start(rank: int) -> tuple[list[str], int]:
+        become_rank(rank, ranks, port)
+        strategy = ModelParallelStrategy(
+            data_parallel_size=data_parallel, tensor_parallel_size=tensor_parallel, save_distributed_checkpoint=False
+        )
+        data = module(dataset)
+        settings: dict[str, Any] = {"strategy": strategy, "limit_val_batches": 0, "max_steps": 3, "model": Sharded}
+        trained = fit(data, tmp_path, None, ranks, **settings).trained
+        return trained, data.consumed_samples
+
+    found = run_forked(ranks, start)
+    steps = [step for step, _ in found]
+    for rank, trained in enumerate(steps):
+        assert trained == uninterrupted[rank // tensor_parallel : 3 * data_parallel : data_parallel]
+    assert {consumed for _, consumed in found} == {3 * data_parallel * MICRO_BATCH}
+
+
+def test_consumed_samples_go_on_with_the_state(dataset: Path, tmp_path: Path) -> None:
+    data = module(dataset)
+    fit(data, tmp_path, max_steps=5)
+    assert data.consumed_samples == 5 * MICRO_BATCH
+    checkpoint = torch.load(tmp_path / "last.ckpt", weights_only=True)
+    assert checkpoint["EnergonMultiModalDataModule"]["consumed_samples"] == 5 * MICRO_BATCH
+    again = module(dataset)
+    fit(again, tmp_path, tmp_path / "last.ckpt", max_steps=7)
+    assert again.consumed_samples == 7 * MICRO_BATCH
+
+
+def test_each_dataset_of_a_mix_is_validated_by_itself(dataset: Path, tmp_path: Path) -> None:
+    other = create_captioning_test_dataset(tmp_path / "others", num_train=4, num_val=3)
+    data = EnergonMultiModalDataModule(
+        Blender([(str(dataset), 1), (str(other), 1)]),
+        None,
+        None,
+        micro_batch_size=MICRO_BATCH,
+        num_workers=0,
+        num_lanes=NUM_LANES,
+        task_encoder=DefaultTaskEncoder(),
+        validate_each_dataset=True,
+    )
+    assert data.val_dataloader() is data.val_dataloader()
+    assert data.validation_names == [dataset.name, "others"]
+    model = fit(data, tmp_path, max_steps=2, val_check_interval=2, check_val_every_n_epoch=None, num_sanity_val_steps=0)
+    (validated,) = model.validated
+    assert validated == [*VALIDATION, "val-00000,val-00001", "val-00002"]
+    assert model.validated_sets == [0, 0, 0, 1, 1]

@@ -164,6 +164,7 @@ class ValidationConfig:
         generate: Let the model write its answers, and compare them with the expected ones.
         max_new_tokens: Longest answer.
         name: What the samples are called in the last line of a run: `validation NAME read: 97.2 %`.
+        each_dataset: Measure the loss on each dataset of a mix by itself, too.
     """
 
     interval: int = 0
@@ -171,6 +172,7 @@ class ValidationConfig:
     generate: bool = True
     max_new_tokens: int = 16
     name: str = "samples"
+    each_dataset: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

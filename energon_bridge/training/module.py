@@ -49,8 +49,9 @@ class VisionLanguageModule(LightningModule):
         self.step_scale: Tensor | float = 1.0
         self._step_tokens: Tensor | None = None
         self.predictions: list[Prediction] = []
-        self._written: list[list[Prediction]] = []
+        self._written: list[list[list[Prediction]]] = []
         self.validation_loss: float | None = None
+        self.validation_losses: list[float] = []
         self.validated_step = -1
         self._validation_sums = torch.zeros(2, dtype=torch.float64)
         arguments = inspect.signature(bundle.model.forward).parameters
@@ -124,29 +125,38 @@ class VisionLanguageModule(LightningModule):
 
     def on_validation_epoch_start(self) -> None:
         """Forget the previous validation."""
-        self._validation_sums = torch.zeros(2, dtype=torch.float64)
-        self._written = []
+        loaders = self.trainer.val_dataloaders
+        count = len(loaders) if isinstance(loaders, list) else 1
+        self._validation_sums = torch.zeros(count, 2, dtype=torch.float64)
+        self._written = [[] for _ in range(count)]
 
-    def validation_step(self, batch: MultiModalBatch, batch_idx: int) -> None:
+    def validation_step(self, batch: MultiModalBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Add the loss of a microbatch, and let the model write its answers."""
         losses, mask = self._token_losses(batch)
-        self._validation_sums += torch.stack([(losses * mask).sum(), mask.sum()]).double().cpu()
+        self._validation_sums[dataloader_idx] += torch.stack([(losses * mask).sum(), mask.sum()]).double().cpu()
         if self.config.validation.generate:
-            self._written.append(self._predict(batch))
+            self._written[dataloader_idx].append(self._predict(batch))
 
     def on_validation_epoch_end(self) -> None:
-        """Bring the ranks' sums and predictions together; the latter in the order of the split, or of its packs."""
-        sums, written = [self._validation_sums], [self._written]
+        """Bring the ranks' sums and predictions together; the latter in the order of the split, or of its packs.
+
+        Of several datasets `validation_losses` has the loss of each, and `validation_loss` that over all their tokens.
+        """
+        ranks = [(self._validation_sums, self._written)]
         if self.trainer.world_size > 1:
             gathered: list[Any] = [None] * self.trainer.world_size
-            dist.all_gather_object(gathered, (self._validation_sums, self._written))
-            sums, written = [g[0] for g in gathered], [g[1] for g in gathered]
-        loss, tokens = (float(value) for value in torch.stack(sums).sum(0))
+            dist.all_gather_object(gathered, ranks[0])
+            ranks = gathered
+        sums = torch.stack([of_rank for of_rank, _ in ranks]).sum(0)
+        self.validation_losses = [loss / max(1.0, tokens) for loss, tokens in sums.tolist()]
+        loss, tokens = sums.sum(0).tolist()
         self.validation_loss = loss / max(1.0, tokens)
         self.validated_step = self.trainer.global_step
-        # Rank r has microbatches r, r + R, r + 2R, …
-        in_turn = chain.from_iterable(zip_longest(*written, fillvalue=()))
-        self.predictions = list(chain.from_iterable(in_turn))
+        self.predictions = []
+        for written in zip(*(of_rank for _, of_rank in ranks), strict=True):
+            # Rank r has microbatches r, r + R, r + 2R, …
+            in_turn = chain.from_iterable(zip_longest(*written, fillvalue=()))
+            self.predictions += chain.from_iterable(in_turn)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restate Lightning's count of microbatches for the accumulation of this run.

@@ -68,7 +68,14 @@ class ProgressReporter(Callback):
             self._log(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Leave the time that validation took out of the speed."""
+        """Log the loss on the validation data; leave the time that it took out of the speed."""
+        assert isinstance(pl_module, VisionLanguageModule)
+        if trainer.is_global_zero and pl_module.validation_loss is not None:
+            data = getattr(trainer, "datamodule", None)
+            names = getattr(data, "validation_names", [])
+            losses = zip(names, pl_module.validation_losses, strict=False)
+            of_each = "".join(f", {name} {loss:.4f}" for name, loss in losses)
+            logger.info("step %d  validation loss %.4f%s", trainer.global_step, pl_module.validation_loss, of_each)
         self._restart_clock(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -142,6 +142,7 @@ def build_data_module(
         seed=config.seed,
         pg_collection=pg_collection,
         feeding=cast(Feeding, config.parallel.feeding),
+        validate_each_dataset=config.validation.each_dataset,
         masked_microbatches="allow",  # both trainers weigh by the mask
         **settings,
     )
