@@ -288,7 +288,7 @@ class EnergonMultiModalDataModule(_Base):
         """Return None: there is no test split."""
         return
 
-    def transfer_batchto_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+    def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
         """Move the tensors of a batch to where Lightning wants them, and copy nothing else."""
         return batch if str(device) == "cpu" else to_device(batch, device)
 
