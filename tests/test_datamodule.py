@@ -319,4 +319,4 @@ def test_it_works_without_lightning(dataset: Path) -> None:
     result = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=True, timeout=120
     )
-    assert result.stdout.strip() == "['global_step', 'train']"
+    assert result.stdout.strip() == "['consumed_samples', 'global_step', 'train']"
