@@ -170,6 +170,31 @@ def test_validation_in_between_changes_nothing(finished: tuple[RunConfig, Any], 
     assert hexes(config.run_dir) == hexes(finished[0].run_dir)
 
 
+def test_a_mix_has_a_validation_loss_for_each_dataset(
+    dataset: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create_captioning_test_dataset(tmp_path / "more", num_train=4, num_val=3)
+    mix = {"__class__": "MetadatasetV2", "__module__": "megatron.energon", "splits": {}}
+    for part in ("train", "val"):
+        entries = [{"path": str(path), "split_part": part} for path in (dataset, tmp_path / "more")]
+        mix["splits"][part] = {"blend_epochized": [{"repetitions": 1, **entry} for entry in entries]}
+    (tmp_path / "mix.yaml").write_text(json.dumps(mix))
+    modules = []
+    step_end = VisionLanguageModule.on_validation_epoch_end
+    monkeypatch.setattr(
+        VisionLanguageModule, "on_validation_epoch_end", lambda module: (step_end(module), modules.append(module))
+    )
+    config = configuration(tmp_path / "mix.yaml", tmp_path / "run", "validation.each_dataset=true", "train.max_steps=2")
+    with caplog.at_level(logging.INFO):
+        result = training.run(config)
+    first, second = modules[-1].validation_losses
+    assert first != second
+    assert min(first, second) < result.validation_loss < max(first, second)
+    assert f"{dataset.name} {first:.4f}, more {second:.4f}" in caplog.text
+    predictions = read_predictions(tmp_path / "run" / "predictions.jsonl")
+    assert [p.key for p in predictions] == [f"val-{i:05d}" for i in (0, 1, 2, 3, 4, 0, 1, 2)]
+
+
 def test_a_checkpoint_is_whole_or_not_there(tmp_path: Path) -> None:
     target = tmp_path / "checkpoints" / "step-0000001.ckpt"
     AtomicCheckpointIO().save_checkpoint({"a": 1}, target)
