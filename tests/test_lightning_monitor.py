@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +184,32 @@ def test_validation_has_no_epochs(dataset: Path) -> None:
     assert found["samples"] == 4
     assert found["batches"] == 2
     assert "epochs" not in found
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_making_microbatches_is_timed_by_stage(dataset: Path, workers: int) -> None:
+    class Slow(DefaultTaskEncoder):
+        def encode_sample(self, sample: Any) -> Any:
+            time.sleep(0.02)
+            return sample
+
+        def batch(self, samples: Any) -> Any:
+            time.sleep(0.03)
+            return super().batch(samples)
+
+    config = WorkerConfig(rank=0, world_size=1, num_workers=workers)
+    settings: dict[str, Any] = {"shuffle_buffer_size": 10, "max_samples_per_sequence": 10, "worker_config": config}
+    loader = get_savable_loader(get_train_dataset(dataset, batch_size=2, task_encoder=Slow(), **settings))
+    stream = iter(loader)
+    for _ in range(4):
+        next(stream)
+    found = loader.metrics()
+    assert found["encode_seconds"] >= 4 * 2 * 0.02
+    assert found["batch_seconds"] >= 4 * 0.03
+    assert found["load_seconds"] > 0
+    parts = sum(found[f"{stage}_seconds"] for stage in ("load", "encode", "batch"))
+    assert parts == pytest.approx(found["make_seconds"])
+    loader.close()
 
 
 def test_any_iterable_has_its_waiting_time() -> None:

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from energon_bridge.loader.document import State
+from energon_bridge.loader.processes import WorkerSource
 from energon_bridge.stream.state import COUNTERS
 
 
@@ -38,21 +39,36 @@ def dataset_names(paths: Sequence[str], parts: Sequence[str]) -> list[str]:
     return names
 
 
-def flat_metrics(rows: Sequence[State], *, ready: int, restarts: int) -> dict[str, float]:
+def flat_metrics(
+    rows: Sequence[State], workers: WorkerSource | None = None, seconds: Sequence[float] = (0.0, 0.0, 0.0)
+) -> dict[str, float]:
     """Return numbers by name of the rows that `leaf_rows` makes.
 
     Args:
         rows: A row per dataset.
-        ready: Microbatches that workers have made and the training loop has not taken.
-        restarts: How often workers that died were started again.
+        workers: The worker processes, or what would start them; None: there never are any.
+        seconds: Time spent on making microbatches in all, waiting for loads, and batching, since the loader was made.
 
     Returns:
-        The sums of the counters (`COUNTERS`: samples, skipped, errors, …), `draws` and `epochs` (draws by samples)
-        where there are draws, `ready` and `worker_restarts`; and of a mix `samples/NAME` and `epochs/NAME` of each
-        dataset that is part of it now.
+        - the sums of the counters (`COUNTERS`: samples, skipped, errors, …);
+        - `draws`, and `epochs` (draws by samples), where there are draws;
+        - `ready`: microbatches that workers have made and the training loop has not taken;
+        - `worker_restarts`: how often workers that died were started again;
+        - `make_seconds`, all processes together, and of these `load_seconds` (waiting for samples to be read and
+          decoded), `encode_seconds` and `batch_seconds`;
+        - of a mix `samples/NAME` and `epochs/NAME` of each dataset that is part of it now.
     """
     found: dict[str, float] = {name: sum(row[name] for row in rows) for name in COUNTERS}
-    found |= {"ready": ready, "worker_restarts": restarts}
+    made, load, batch = seconds
+    found |= (
+        {"ready": workers.ready, "worker_restarts": workers.restarts} if workers else {"ready": 0, "worker_restarts": 0}
+    )
+    found |= {
+        "make_seconds": made,
+        "load_seconds": load,
+        "encode_seconds": max(0.0, made - load - batch),
+        "batch_seconds": batch,
+    }
     present = [row for row in rows if not row["parked"]]
     drawn = [row for row in present if row["draws"] is not None]
     if drawn:

@@ -92,8 +92,8 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         self._source: Iterator[Produced | None] | None = None
         self._held: deque[Produced] = deque()
         self._last: Any = None
-        self._resumed = False
-        self._pass = 0
+        self._resumed, self._pass = False, 0
+        self._seconds = [0.0, 0.0, 0.0]
         self._say_what_is_idle()
 
     # Delivering ------------------------------------------------------------------------------------------------------
@@ -147,12 +147,11 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         return item.batch
 
     def _pull(self) -> Produced:
-        if self._source is None:
-            if self.config.num_workers:
-                self._source = self._workers
-            else:
-                units = (unit for unit, _ in self._schedule())
-                self._source = produced(self._stream(), units, self.config.prefetch_factor)
+        if self._source is None and self.config.num_workers:
+            self._source = self._workers
+        elif self._source is None:
+            units = (unit for unit, _ in self._schedule())
+            self._source = produced(self._stream(), units, self.config.prefetch_factor)
         assert self._source is not None
         try:
             item = next(self._source)
@@ -162,6 +161,7 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         except BaseException:
             self._stop()  # whatever comes next starts from the delivered state
             raise
+        self._seconds = [before + more for before, more in zip(self._seconds, item.seconds, strict=True)]
         if self._pin:
             item.batch = torch.utils.data._utils.pin_memory.pin_memory(item.batch)
         return item
@@ -268,7 +268,7 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
 
     def metrics(self) -> dict[str, float]:
         """Return what this rank did so far as plain numbers by name, as `flat_metrics` describes."""
-        return flat_metrics(self.counters(), ready=self._workers.ready, restarts=self._workers.restarts)
+        return flat_metrics(self.counters(), self._workers, self._seconds)
 
     def restore_state_rank(
         self, state: doc.State | Sequence[doc.State], *, on_mismatch: OnMismatch | None = None

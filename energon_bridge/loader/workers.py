@@ -11,6 +11,7 @@ import itertools
 import mmap
 import signal
 import sys
+import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
@@ -85,7 +86,7 @@ class FiniteStreams:
 
 def _reported(pipeline: Pipeline, unit: int, make: Callable[[], Produced]) -> Produced:
     """Return the next microbatch of a unit with what failed on the way, under the eyes of the watchdog."""
-    watchdog = pipeline.watchdog
+    watchdog, start = pipeline.watchdog, time.perf_counter()
     try:
         if watchdog is None:
             item = make()
@@ -103,6 +104,7 @@ def _reported(pipeline: Pipeline, unit: int, make: Callable[[], Produced]) -> Pr
         raise
     if pipeline.judge.pending:
         item.reports = pipeline.judge.taken()
+    item.seconds = pipeline.seconds_since(start)
     return item
 
 

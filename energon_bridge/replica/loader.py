@@ -124,7 +124,7 @@ class BroadcastLoader:
     def metrics(self) -> dict[str, float]:
         """Return what the source did so far as plain numbers by name; what only the source knows is 0 elsewhere."""
         own = getattr(self._loader, "metrics", None)
-        found: dict[str, float] = flat_metrics(self.counters(), ready=0, restarts=0) if own is None else own()
+        found: dict[str, float] = flat_metrics(self.counters()) if own is None else own()
         return found
 
     def restore_state_rank(self, state: Any, **kwargs: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -69,6 +70,7 @@ class Pipeline:
         self._stores = StorePool(settings.encoder.decoder)
         self.judge = Judge(settings.policy, settings.encoder)
         self.activities = Activities()
+        self.load_seconds = self.batch_seconds = 0.0
         self.watchdog: Watchdog | None = None
         self.budget = Budget(settings.held_bytes, settings.lanes)
         self._sources: list[LeafSource | None] = [None] * len(leaves)
@@ -149,7 +151,9 @@ class Pipeline:
         if self._pool is not None:
             return self._pool.submit(self.load, segments, ahead=ahead, into=into)
         future: Future[Loaded] = Future()
+        start = time.perf_counter()
         future.set_result(self.load(segments, ahead=ahead, into=into))
+        self.load_seconds += time.perf_counter() - start
         return future
 
     def read_ahead(self, buffer: RoundBuffer) -> None:
@@ -160,6 +164,12 @@ class Pipeline:
     def watch(self, settings: WatchdogSettings, where: str) -> None:
         """Watch over the microbatches that are made; `where` names the process."""
         self.watchdog = Watchdog(settings, self.code.now, self.activities, where)
+
+    def seconds_since(self, start: float) -> tuple[float, float, float]:
+        """Return the seconds since then, and those of them spent waiting for loads and batching; start anew."""
+        found = time.perf_counter() - start, self.load_seconds, self.batch_seconds
+        self.load_seconds = self.batch_seconds = 0.0
+        return found
 
     def close(self) -> None:
         """Stop the threads."""
@@ -224,9 +234,11 @@ class Pipeline:
             seeds = self.source(first_leaf).user_key, *first_sample(keys[0])[1:]
             # Of a lane the number counts its own microbatches; a pass has no lanes.
             whole = number if lane < 0 else number * self.leaves[0].order.num_lanes + lane
+            start = time.perf_counter()
             SLABS.set(self.slabs)
             batches = self.code.collate(samples, *seeds, number=whole)
             SLABS.set(None)
+            self.batch_seconds += time.perf_counter() - start
             for output, batch in enumerate(batches):
                 which = (output,) if len(batches) > 1 else ()
                 attach(batch, "__restore_key__", ("Batch", lane, number + output, tuple(keys), *which))
@@ -348,7 +360,10 @@ class Ahead:
 
     def take(self) -> Loaded:
         """Return the oldest load."""
-        return self._loads.popleft().result()
+        start = time.perf_counter()
+        loaded = self._loads.popleft().result()
+        self._pipeline.load_seconds += time.perf_counter() - start
+        return loaded
 
     def __len__(self) -> int:
         return len(self._loads)

@@ -168,6 +168,8 @@ class Produced:
         state: State of the lane after it; None in finite streams, which have none.
         counts: What it adds to the counters.
         reports: Failures on the way to it.
+        seconds: Time that its process spent on it: in all, waiting for samples to be read and decoded, and in `batch`
+            and `encode_batch`.
     """
 
     batch: Any
@@ -175,3 +177,4 @@ class Produced:
     state: LaneState | None
     counts: Counts
     reports: tuple[Report, ...] = ()
+    seconds: tuple[float, float, float] = (0.0, 0.0, 0.0)

@@ -75,7 +75,9 @@ class ProgressReporter(Callback):
             names = getattr(data, "validation_names", [])
             losses = zip(names, pl_module.validation_losses, strict=False)
             of_each = "".join(f", {name} {loss:.4f}" for name, loss in losses)
-            logger.info("validation after step %d  loss %.4f%s", trainer.global_step, pl_module.validation_loss, of_each)
+            logger.info(
+                "validation after step %d  loss %.4f%s", trainer.global_step, pl_module.validation_loss, of_each
+            )
         self._restart_clock(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
