@@ -112,7 +112,8 @@ def churn(room: Room, seed: int) -> int:
             size = gone.stat().st_size
             gone.unlink()
             room.give_back(size)
-        most = max(most, sum(kept_below(Path(room.folder.path).parent)))
+        with room._exclusively():  # else a file that goes and one that comes could both be seen
+            most = max(most, sum(kept_below(Path(room.folder.path).parent)))
     for path in files:
         size = path.stat().st_size
         path.unlink()

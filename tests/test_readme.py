@@ -59,7 +59,8 @@ def videos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_python_block(document, line, code, dataset, tmp_path, monkeypatch, request, capsys):
-    assert any(path in code for path in (DATA, MORE, VIDEOS)), "a block that loads nothing proves nothing"
+    proves = (DATA, MORE, VIDEOS, "assert ")
+    assert any(text in code for text in proves), "a block that loads nothing and asserts nothing proves nothing"
     monkeypatch.chdir(tmp_path)  # blocks may write files
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     code = "\n" * (line - 1) + code.replace(DATA, str(dataset)).replace(MORE, str(dataset.parent / "more"))
