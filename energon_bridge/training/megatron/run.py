@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.rerun_state_machine import RerunDataIterator
 
 from energon_bridge.datamodule import EnergonMultiModalDataModule
 from energon_bridge.errors import ConfigurationError
@@ -93,6 +94,7 @@ def _train(training: Training, bundle: ModelBundle, data: EnergonMultiModalDataM
     config, ranks = training.config, training.ranks
     run_dir = Path(config.run_dir)
     loader = data.train_dataloader()
+    microbatches = RerunDataIterator(loader)  # what Megatron-LM's loop reads through
     step = _resume(training, loader, run_dir / "checkpoints") if resume else 0
     progress = Progress(run_dir / "metrics.jsonl", ranks, loader, max_steps=config.train.max_steps)
     accumulate = config.accumulate(ranks.groups.dp.size())
@@ -100,9 +102,10 @@ def _train(training: Training, bundle: ModelBundle, data: EnergonMultiModalDataM
     stop = False
     with _asked_to_stop() as asked:
         while step < config.train.max_steps and not stop:
-            batches: list[MultiModalBatch] = list(islice(loader, accumulate))
+            batches: list[MultiModalBatch] = [next(microbatches) for _ in range(accumulate)]
             lr = learning_rate(config, step)
             sums, norm = train_step(training, batches, step)
+            microbatches.advance()
             step += 1
             progress.add(step, lr, sums, samples=sum(map(_real_samples, batches)))
             last = step == config.train.max_steps
