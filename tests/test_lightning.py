@@ -235,16 +235,15 @@ class Sharded(Model):
     def configure_model(self) -> None:
         from torch.distributed.fsdp import fully_shard
 
-        if self.device_mesh["data_parallel"].size() > 1:
-            fully_shard(self.layer, mesh=self.device_mesh["data_parallel"])
+        fully_shard(self.layer, mesh=self.device_mesh["data_parallel"])
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.01, foreach=False)
+        return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9, foreach=False)  # Lightning needs a state
 
 
 @pytest.mark.filterwarnings("ignore")  # FSDP2 on a CPU
 @pytest.mark.parametrize(("data_parallel", "tensor_parallel"), [(2, 1), (1, 2), (2, 2)])
-def test_model_parallel_ranks_load_by_their_data_parallel_rank(
+def test_model_parallel_ranks_load_by_their_data_parallel_rank_and_go_on(
     data_parallel: int, tensor_parallel: int, dataset: Path, tmp_path: Path, uninterrupted: list[str]
 ) -> None:
     """FSDP2 and tensor parallelism under Lightning: its mesh says who loads what."""
@@ -254,19 +253,22 @@ def test_model_parallel_ranks_load_by_their_data_parallel_rank(
 
     def start(rank: int) -> tuple[list[str], int]:
         become_rank(rank, ranks, port)
-        strategy = ModelParallelStrategy(
-            data_parallel_size=data_parallel, tensor_parallel_size=tensor_parallel, save_distributed_checkpoint=False
-        )
-        data = module(dataset)
-        settings: dict[str, Any] = {"strategy": strategy, "limit_val_batches": 0, "max_steps": 3, "model": Sharded}
-        trained = fit(data, tmp_path, None, ranks, **settings).trained
+        trained: list[str] = []
+        for steps, ckpt_path in ((3, None), (5, tmp_path / "last.ckpt")):
+            strategy = ModelParallelStrategy(
+                data_parallel_size=data_parallel,
+                tensor_parallel_size=tensor_parallel,
+                save_distributed_checkpoint=False,
+            )
+            data = module(dataset)
+            settings: dict[str, Any] = {"strategy": strategy, "limit_val_batches": 0, "max_steps": steps}
+            trained += fit(data, tmp_path, ckpt_path, ranks, model=Sharded, **settings).trained
         return trained, data.consumed_samples
 
     found = run_forked(ranks, start)
-    steps = [step for step, _ in found]
-    for rank, trained in enumerate(steps):
-        assert trained == uninterrupted[rank // tensor_parallel : 3 * data_parallel : data_parallel]
-    assert {consumed for _, consumed in found} == {3 * data_parallel * MICRO_BATCH}
+    for rank, (trained, consumed) in enumerate(found):
+        assert trained == uninterrupted[rank // tensor_parallel : 5 * data_parallel : data_parallel]
+        assert consumed == 5 * data_parallel * MICRO_BATCH
 
 
 def test_consumed_samples_go_on_with_the_state(dataset: Path, tmp_path: Path) -> None:
