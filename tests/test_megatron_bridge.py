@@ -18,7 +18,13 @@ from energon_bridge.integrations.bridge import (
     energon_train_valid_test_datasets_provider,
 )
 from energon_bridge.integrations.rank_files import rank_file, read_rank_files, write_rank_file
-from energon_bridge.integrations.task_encoders import MultiModalTaskEncoderConfig, TaskEncoderConfig, TaskEncoderContext
+from energon_bridge.integrations.task_encoders import (
+    ChatTemplateTaskEncoderConfig,
+    MultiModalTaskEncoderConfig,
+    TaskEncoderConfig,
+    TaskEncoderContext,
+)
+from energon_bridge.task_encoder.families import ChatConfig
 from energon_bridge.task_encoder.sequences import MultiModalBatch
 from energon_bridge.testing import create_captioning_test_dataset
 
@@ -124,6 +130,26 @@ def test_finalizing_fills_in_and_may_be_repeated(dataset: Path) -> None:
     assert declared == once
     assert declared.num_val_workers == 3
     assert declared.path == str(dataset)
+
+
+@pytest.mark.filterwarnings("ignore")  # transformers on machines without torchvision
+def test_an_encoder_for_a_family_is_declared_by_its_folder(dataset: Path, tmp_path: Path) -> None:
+    from energon_bridge.training.config import ModelConfig
+    from energon_bridge.training.presets import write_preset
+
+    model = ModelConfig(preset="tiny-qwen2-vl", hidden_size=32, num_layers=1, num_heads=2, image_size=28, patch_size=14)
+    write_preset(model, tmp_path / "model", lambda: ["a red picture"] * 3)
+    encoder = ChatTemplateTaskEncoderConfig(
+        hf_processor_path=str(tmp_path / "model"), chat=ChatConfig(max_num_images=1, pad_to_multiple_of=3)
+    )
+    train, _, _ = energon_train_valid_test_datasets_provider(
+        (10, 0, 0), config(dataset, task_encoder=encoder, pad_to_multiple_of=16)
+    )
+    batch = next(train)
+    assert isinstance(batch, MultiModalBatch)
+    assert batch.tokens.shape[1] % 16 == 0
+    assert batch.visual_inputs["image_grid_thw"].shape == (2, 3)
+    assert batch.loss_mask.sum() > 0
 
 
 class Declared:

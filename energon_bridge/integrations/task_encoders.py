@@ -9,11 +9,12 @@ only with `trust_remote_code=True`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.task_encoder.conversation import MultiModalSampleConfig
+from energon_bridge.task_encoder.families import ChatConfig, ChatTemplateTaskEncoder
 from energon_bridge.task_encoder.multimodal import MultiModalTaskEncoder
 
 
@@ -84,6 +85,34 @@ class MultiModalTaskEncoderConfig:
             pad_to_max_length=context.pad_to_max_length,
             add_bos=self.add_bos,
         )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChatTemplateTaskEncoderConfig:
+    """Declares a `ChatTemplateTaskEncoder`, for LLaVA, Qwen2-VL, Qwen2.5-VL or Qwen3-VL, whichever the folder holds.
+
+    Args:
+        hf_processor_path: Folder or hub name of the model, with tokenizer, image processor and `config.json`.
+        chat: How conversations are rendered, learned and limited. Its `seq_length`, `pad_to_multiple_of` and
+            `pad_to_max_length` are those of the run.
+    """
+
+    hf_processor_path: str
+    chat: ChatConfig = ChatConfig()  # noqa: RUF009 - it is frozen
+
+    def build(self, context: TaskEncoderContext) -> ChatTemplateTaskEncoder:
+        """Load what it needs and make the encoder.
+
+        Raises:
+            ConfigurationError: Something cannot be loaded, or the model's family is not known.
+        """
+        chat = replace(
+            self.chat,
+            seq_length=context.seq_length,
+            pad_to_multiple_of=context.pad_to_multiple_of,
+            pad_to_max_length=context.pad_to_max_length,
+        )
+        return ChatTemplateTaskEncoder.from_pretrained(self.hf_processor_path, chat)
 
 
 def load_processors(
