@@ -15,6 +15,7 @@ from PIL import Image
 from energon_bridge import (
     CaptioningSample,
     DefaultTaskEncoder,
+    FatalSampleError,
     SampleDecoder,
     SkipSample,
     WorkerConfig,
@@ -222,3 +223,17 @@ def test_a_slot_is_taken_once() -> None:
         assert slabs.row_for((2, 2), np.uint8) is None
     finally:
         SLOT.reset(token)
+
+
+def test_a_batch_hook_that_fails_leaves_no_pool_behind(pictures: Path) -> None:
+    class Failing(Encoder):
+        def batch(self, samples: Any) -> Any:
+            raise ValueError("refused")
+
+    token = SLABS.set(None)
+    try:
+        with pytest.raises(FatalSampleError, match="refused"):
+            batches(pictures, Failing("torchrgb8"), threads=1)
+        assert SLABS.get() is None
+    finally:
+        SLABS.reset(token)

@@ -1,1 +1,1 @@
-"""Trainers other than Lightning: what their loops ask of the data, in their own names."""
+"""Trainers: what their loops ask of the data, in their own names; for Lightning, what is seen of it."""

@@ -236,9 +236,11 @@ class Pipeline:
             whole = number if lane < 0 else number * self.leaves[0].order.num_lanes + lane
             start = time.perf_counter()
             SLABS.set(self.slabs)
-            batches = self.code.collate(samples, *seeds, number=whole)
-            SLABS.set(None)
-            self.batch_seconds += time.perf_counter() - start
+            try:
+                batches = self.code.collate(samples, *seeds, number=whole)
+            finally:
+                SLABS.set(None)
+                self.batch_seconds += time.perf_counter() - start
             for output, batch in enumerate(batches):
                 which = (output,) if len(batches) > 1 else ()
                 attach(batch, "__restore_key__", ("Batch", lane, number + output, tuple(keys), *which))
