@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import io
+import math
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from energon_bridge import (
     get_savable_loader,
     get_train_dataset,
 )
+from energon_bridge.loader.transport import Arena, Message, Outbox, unpack
 from energon_bridge.prepare import parse_patterns, prepare_dataset, render_dataset_yaml
 from energon_bridge.samples import slabs
 from energon_bridge.samples.slabs import SLABS, SLOT, Slab, SlabPool
@@ -168,10 +170,16 @@ def test_images_of_many_sizes_stop_asking_for_slabs(tmp_path: Path, monkeypatch:
         assert torch.equal(ours.image, theirs.image)
 
 
+def rows_of(slab: Slab, count: int, shape: tuple[int, ...] = (2, 2), dtype: Any = np.uint8) -> list[torch.Tensor]:
+    """Return the first rows of a slab, each filled with its number."""
+    rows = [torch.from_numpy(slab.row(number, shape, dtype)) for number in range(count)]
+    return [row.fill_(number) for number, row in enumerate(rows)]
+
+
 def test_memory_is_used_again_only_when_nobody_has_it() -> None:
     pool = SlabPool()
     slab = Slab(pool, 3)
-    rows = [slab.row(number, (2, 2), np.uint8) for number in range(3)]
+    rows = rows_of(slab, 3)
     address = rows[0].data_ptr()
     token = SLABS.set(pool)
     try:
@@ -182,17 +190,17 @@ def test_memory_is_used_again_only_when_nobody_has_it() -> None:
     piece = batch[1]
     del slab, rows, batch
     gc.collect()
-    assert Slab(pool, 3).row(0, (2, 2), np.uint8).data_ptr() != address
+    assert rows_of(Slab(pool, 3), 1)[0].data_ptr() != address
     del piece
-    assert Slab(pool, 3).row(0, (2, 2), np.uint8).data_ptr() == address
-    assert Slab(pool, 3).row(0, (2, 2), np.float32).data_ptr() != address
+    assert rows_of(Slab(pool, 3), 1)[0].data_ptr() == address
+    assert rows_of(Slab(pool, 3), 1, dtype=np.float32)[0].data_ptr() != address
 
 
 @pytest.mark.parametrize("change", ["order", "gap", "foreign", "dtype", "short"])
 def test_rows_that_do_not_lie_as_a_batch_are_copied(change: str) -> None:
     pool = SlabPool()
     slab = Slab(pool, 4)
-    rows = [slab.row(number, (2, 2), np.uint8).fill_(number) for number in range(4)]
+    rows = rows_of(slab, 4)
     if change == "order":
         rows = rows[::-1]
     elif change == "gap":
@@ -209,7 +217,7 @@ def test_rows_that_do_not_lie_as_a_batch_are_copied(change: str) -> None:
 def test_rows_inside_a_slab_are_a_batch_of_their_own() -> None:
     pool = SlabPool()
     slab = Slab(pool, 4)
-    rows = [slab.row(number, (2, 3), np.float32).fill_(number) for number in range(4)]
+    rows = rows_of(slab, 4, (2, 3), np.float32)
     batch = pool.adopt(rows[1:3])
     assert batch is not None
     assert torch.equal(batch, torch.stack(rows[1:3]))
@@ -237,3 +245,79 @@ def test_a_batch_hook_that_fails_leaves_no_pool_behind(pictures: Path) -> None:
         assert SLABS.get() is None
     finally:
         SLABS.reset(token)
+
+
+@pytest.fixture
+def crossed(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Note for each message of a worker whether something of it crossed without a copy."""
+    seen: list[bool] = []
+
+    def spy(message: Message, arena: Arena | None) -> Any:
+        seen.append(bool(message.elsewhere))
+        return unpack(message, arena)
+
+    monkeypatch.setattr("energon_bridge.loader.processes.unpack", spy)
+    return seen
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("form", ["torchrgb8", "torchrgb"])
+def test_batches_of_workers_are_not_copied(pictures: Path, form: str, threads: int, crossed: list[bool]) -> None:
+    batches(pictures, Encoder(form), threads=threads, workers=2)
+    assert len(crossed) >= MICROBATCHES
+    assert all(crossed)
+
+
+def test_batches_of_which_a_worker_keeps_something_are_copied(pictures: Path, crossed: list[bool]) -> None:
+    """The trainer may write into a batch; what an encoder keeps must not change."""
+    batches(pictures, Changing("torchrgb8"), threads=1, workers=1)
+    assert len(crossed) >= MICROBATCHES
+    assert not any(crossed)
+
+
+def test_lent_memory_is_used_again_when_neither_side_has_it() -> None:
+    arena = Arena(1 << 20)
+    outbox = Outbox(arena, kept=0)
+    pool = SlabPool()
+    pool.lender = arena
+    shape = (64, 64, 3)
+    size = 4 * math.prod(shape)
+
+    def batch_of(value: int) -> torch.Tensor:
+        rows = [row.fill_(value) for row in rows_of(Slab(pool, 4), 4, shape)]
+        batch = pool.adopt(rows)
+        assert batch is not None
+        return batch
+
+    sent = batch_of(1)
+    message = outbox.pack({"image": sent})
+    assert [length for *_, length in message.elsewhere] == [size]
+    received = unpack(message, arena)["image"]
+    assert torch.equal(received, sent)
+    # A second message with the same memory gets a copy, which later writes of the receiver do not reach.
+    again = outbox.pack({"image": sent})
+    assert not again.elsewhere
+    received.fill_(9)
+    assert unpack(again, arena)["image"].eq(1).all()
+    address = sent.data_ptr()
+    del sent
+    gc.collect()
+    assert batch_of(2).data_ptr() != address, "the receiver still has it"
+    del received
+    gc.collect()
+    assert batch_of(3).data_ptr() == address
+    # A batch that is never sent leaves nothing in use, nor does one that is dropped on the way.
+    del message, again
+    outbox.pack({"image": batch_of(4)})
+    arena.forget()
+    for value in range(40):
+        batch_of(value)
+    assert sum(flag > 0 for flag in arena._map[:256]) <= 1
+
+
+def test_batches_cross_when_the_shared_memory_is_full(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("energon_bridge.loader.savable._arena", lambda: Arena(1 << 16))
+    found = batches(pictures, Encoder("torchrgb"), threads=1, workers=2)
+    expected = batches(pictures, Encoder("torchrgb"), threads=1)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours.image, theirs.image)

@@ -119,7 +119,7 @@ def test_blocks_never_overlap_and_are_used_again(steps: list[tuple[int, int]]) -
     held.clear()
     gc.collect()
     assert not any(arena._map[slot] for slot in range(256))
-    assert not isinstance(outbox.pack(torch.zeros(15_000, dtype=torch.uint8)), MemoryFile)
+    assert not isinstance(outbox.pack(torch.zeros(15_000, dtype=torch.uint8)).place, MemoryFile)
     outbox.close()
 
 
@@ -128,9 +128,9 @@ def test_a_full_arena_falls_back_to_memory_files() -> None:
     sent = [torch.full((1000,), n, dtype=torch.int32) for n in range(5)]
     with closing(Outbox(arena, kept=3)) as outbox:
         messages = [outbox.pack(one) for one in sent]
-        assert [isinstance(message, MemoryFile) for message in messages] == [False, False, True, True, True]
+        assert [isinstance(message.place, MemoryFile) for message in messages] == [False, False, True, True, True]
         received = [unpack(message, arena) for message in messages]
-        assert isinstance(outbox.pack(torch.zeros(20_000, dtype=torch.uint8)), MemoryFile)
+        assert isinstance(outbox.pack(torch.zeros(20_000, dtype=torch.uint8)).place, MemoryFile)
         with pytest.raises(FileNotFoundError):  # only the last three are kept
             unpack(messages[2], arena)
     assert all(torch.equal(a, b) for a, b in zip(sent, received, strict=True))

@@ -25,6 +25,7 @@ from energon_bridge.loader import document as doc
 from energon_bridge.loader.budget import check_rates
 from energon_bridge.loader.metrics import flat_metrics
 from energon_bridge.loader.position import OnMismatch, Position
+from energon_bridge.loader.pipes import PIPES
 from energon_bridge.loader.processes import WorkerIterator, WorkerSource
 from energon_bridge.loader.transport import Arena
 from energon_bridge.loader.workers import Stream, WorkerTicks, identity, produced, set_up_worker, weak
@@ -85,7 +86,7 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
             collate_fn=identity,
             prefetch_factor=ahead if workers else None,
             persistent_workers=bool(workers and dataset.finite and config.persistent_workers),
-            multiprocessing_context="fork" if workers else None,
+            multiprocessing_context=PIPES if workers else None,
             generator=torch.Generator(),  # DataLoader draws a seed from it instead of the training loop's generator
         )
         self._pin = torch.cuda.is_available() if config.pin_memory is None else config.pin_memory

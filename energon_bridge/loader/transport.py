@@ -6,25 +6,32 @@ faults. A batch is pickled with its tensors and arrays out of band: all of it go
 message in DataLoader's queue is a few bytes, which a pipe writes in one piece, so that a killed worker cannot leave
 half a message. The training process rebuilds tensors as views of the block and gives it back when the last is gone.
 
+Blocks are also lent inside the worker, as memory to decode images into (`samples.slabs`). A batch that lies in such a
+block crosses without being copied, if nobody else in the worker refers to the block: whoever gets the batch may write
+into it. The worker uses the block again when neither process has anything of it.
+
 Where the arena is full (batches kept by the trainer, or a batch larger than the arena), the block is a memory file
 (memfd) of the worker instead, which has no name either. Blocks of an arena are found first fit, so its resident size is
 what is under way at a time.
 
 Layout of a block: `<Q` number of buffers (the pickle stream is buffer 0), `<Q` length of each, then the buffers, each
-at a multiple of 64 bytes.
+at a multiple of 64 bytes; of a buffer that lies in a block of its own the length here is 0.
 """
 
 from __future__ import annotations
 
+import copyreg
 import io
 import mmap
 import os
 import pickle
 import struct
+import sys
+import threading
 import weakref
-from collections import deque
+from collections import ChainMap, deque
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -34,43 +41,107 @@ _SLOTS = 256
 _HEADER = _SLOTS
 """Bytes in front of an arena: one flag per slot, not 0 while its block is in use."""
 
-_WRITTEN, _OPENED = 1, 2
+_WRITTEN, _OPENED, _LENT = 1, 2, 3
+# What the local variable, the call and the one view that is about to be sent hold.
+_ONE_VIEW = 3
 
 DEFAULT_ARENA_BYTES = 1 << 30
 """Address space per worker; memory is used only for what is under way."""
 
 
 class Block(np.ndarray[Any, Any]):
-    """The bytes of a received message: every view of it keeps it alive, and a finaliser runs when the last is gone.
+    """The bytes of a block: every view of it keeps it alive, so that the end of the last can be noticed.
 
     A type of its own because numpy makes a view of a plain array refer to the array's owner instead.
     """
 
 
+class _Lent(NamedTuple):
+    """A block that the worker itself has: offsets in the arena, and the block as long as it is in use there."""
+
+    offset: int
+    end: int
+    block: weakref.ref[Block]
+
+
 class Arena:
-    """Shared memory of one worker. The worker writes and claims slots; the training process reads and frees them."""
+    """Shared memory of one worker. The worker writes, lends and claims slots; the training process reads and frees."""
 
     def __init__(self, size: int = DEFAULT_ARENA_BYTES) -> None:
         self.size = size
         self._map = mmap.mmap(-1, _HEADER + size)
-        self._used: dict[int, tuple[int, int]] = {}  # of the worker: slot -> (offset, end)
+        self._address = int(np.frombuffer(self._map, np.uint8, 1, _HEADER).ctypes.data)
+        # Of the worker, whose threads may all decode:
+        self._lock = threading.Lock()
+        self._used: dict[int, tuple[int, int]] = {}  # slot -> (offset, end)
+        self._lent: dict[int, _Lent] = {}
 
     def write(self, chunks: Sequence[memoryview | bytes], total: int) -> tuple[int, int, int] | None:
         """Copy chunks into a free block and return its (slot, offset, length), or None where there is no room."""
-        self._used = {slot: place for slot, place in self._used.items() if self._map[slot]}
-        slot = next((slot for slot in range(_SLOTS) if slot not in self._used), None)
-        offset = 0
-        for low, high in sorted(self._used.values()):
-            if low - offset >= total:
-                break
-            offset = high
-        if slot is None or offset + total > self.size:
+        with self._lock:
+            place = self._claim(total, _WRITTEN)
+        if place is None:
             return None
-        self._map[slot] = _WRITTEN
-        self._used[slot] = (offset, _aligned(offset + total))
+        slot, offset = place
         view = memoryview(self._map)
         _copy(chunks, view[_HEADER + offset : _HEADER + offset + total])
         return slot, offset, total
+
+    def lend(self, size: int) -> Block | None:
+        """Return a block for the worker to write into, given back when nothing refers to it; None: there is no room."""
+        with self._lock:
+            place = self._claim(size, _LENT)
+            if place is None:
+                return None
+            slot, offset = place
+            block = np.frombuffer(self._map, np.uint8, size, _HEADER + offset).view(Block)
+            self._lent[slot] = _Lent(offset, offset + size, weakref.ref(block))
+        return block
+
+    def lent_at(self, address: int, size: int) -> tuple[int, Block] | None:
+        """Return address and block of the lent memory that holds so many bytes from an address on, if there is one."""
+        offset = address - self._address
+        for lent in list(self._lent.values()):
+            if lent.offset <= offset and offset + size <= lent.end and (block := lent.block()) is not None:
+                return self._address + lent.offset, block
+        return None
+
+    def hand_over(self, buffer: memoryview) -> tuple[int, int, int] | None:
+        """Return (slot, offset, length) of a buffer in a lent block, which is sent with it.
+
+        None if it is in no such block, or if the block has been sent before or has other users in the worker.
+        """
+        if not self._lent:
+            return None
+        offset = int(np.frombuffer(buffer, np.uint8).ctypes.data) - self._address
+        for slot, lent in list(self._lent.items()):
+            if lent.offset <= offset < lent.end:
+                block = lent.block()
+                if self._map[slot] != _LENT or sys.getrefcount(block) > _ONE_VIEW:
+                    return None
+                self._map[slot] = _WRITTEN
+                return slot, offset, buffer.nbytes
+        return None
+
+    def _claim(self, size: int, state: int) -> tuple[int, int] | None:
+        """Return slot and offset of a free block of that size, first fit, which is now in use."""
+        for slot, lent in list(self._lent.items()):
+            if lent.block() is None:
+                del self._lent[slot]
+                if self._map[slot] == _LENT:
+                    self._map[slot] = 0
+        self._used = {slot: place for slot, place in self._used.items() if self._map[slot] or slot in self._lent}
+        slot = next((slot for slot in range(_SLOTS) if slot not in self._used), None)
+        offset = 0
+        for low, high in sorted(self._used.values()):
+            if low - offset >= size:
+                break
+            offset = high
+        if slot is None or offset + size > self.size:
+            return None
+        self._map[slot] = state
+        self._used[slot] = (offset, _aligned(offset + size))
+        return slot, offset
 
     def forget(self) -> None:
         """Free the blocks that were never opened: the training process dropped their messages, in an earlier pass."""
@@ -109,11 +180,17 @@ class Outbox:
         stream = io.BytesIO()
         _Pickler(stream, protocol=5, buffer_callback=lambda b: buffers.append(b.raw())).dump(item)
         parts = [stream.getbuffer(), *buffers]
+        elsewhere: list[tuple[int, int, int, int]] = []
+        if self._arena is not None:
+            for number, buffer in enumerate(buffers, 1):
+                if (found := self._arena.hand_over(buffer)) is not None:
+                    elsewhere.append((number, *found))
+                    parts[number] = buffer[:0]
         header = struct.pack(f"<{1 + len(parts)}Q", len(parts), *(part.nbytes for part in parts))
         chunks: list[memoryview | bytes] = [header, *parts]
         total = sum(_aligned(len(chunk)) for chunk in chunks)
         place = None if self._arena is None else self._arena.write(chunks, total)
-        return place or self._file(chunks, total)
+        return Message(place or self._file(chunks, total), tuple(elsewhere))
 
     def close(self) -> None:
         """Close the memory files; those not opened by then cannot be any more."""
@@ -147,16 +224,24 @@ class MemoryFile(NamedTuple):
             os.close(file)
 
 
-Message = tuple[int, int, int] | MemoryFile
+class Message(NamedTuple):
+    """Where a packed item is: (slot, offset, length) in the arena, or a file.
+
+    `elsewhere` has number, slot, offset and length of each buffer that lies in a block of its own.
+    """
+
+    place: tuple[int, int, int] | MemoryFile
+    elsewhere: tuple[tuple[int, int, int, int], ...] = ()
 
 
 def unpack(message: Message, arena: Arena | None) -> Any:
     """Return the item that a message of an outbox stands for; its tensors are views of shared memory."""
-    if isinstance(message, MemoryFile):
-        block = message.open()
+    place, elsewhere = message
+    if isinstance(place, MemoryFile):
+        block = place.open()
     else:
         assert arena is not None
-        block = arena.open(*message)
+        block = arena.open(*place)
     view = memoryview(block)  # type: ignore[arg-type]  # numpy 2.1 does not say that an array is a buffer
     (count,) = struct.unpack_from("<Q", view, 0)
     lengths = struct.unpack_from(f"<{count}Q", view, 8)
@@ -165,6 +250,9 @@ def unpack(message: Message, arena: Arena | None) -> Any:
     for length in lengths:
         parts.append(view[offset : offset + length])
         offset += _aligned(length)
+    for number, *of_its_own in elsewhere:
+        assert arena is not None
+        parts[number] = memoryview(arena.open(*of_its_own))  # type: ignore[arg-type]
     return pickle.loads(parts[0], buffers=[pickle.PickleBuffer(part) for part in parts[1:]])
 
 
@@ -179,21 +267,25 @@ def _copy(chunks: Sequence[memoryview | bytes], target: memoryview) -> None:
         offset += _aligned(len(chunk))
 
 
-class _Pickler(pickle.Pickler):
-    """Pickles dense CPU tensors out of band, with their memory layout (a CHW view over HWC memory stays one)."""
+def _reduced(tensor: torch.Tensor) -> Any:
+    """Pickle a dense CPU tensor out of band, with its memory layout (a CHW view over HWC memory stays one)."""
+    if tensor.layout is not torch.strided or tensor.device.type != "cpu":
+        return tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    if tensor.requires_grad or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+        return tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    dense = tensor.permute(order)
+    if not dense.is_contiguous():
+        order, dense = list(range(tensor.dim())), tensor.contiguous()
+    flat: Any = dense.reshape(-1).view(torch.uint8).numpy()
+    inverse = tuple(order.index(d) for d in range(tensor.dim()))
+    return _rebuild, (pickle.PickleBuffer(flat), tensor.dtype, tuple(dense.shape), inverse)
 
-    def reducer_override(self, obj: Any) -> Any:
-        if type(obj) is not torch.Tensor or obj.layout is not torch.strided or obj.device.type != "cpu":
-            return NotImplemented
-        if obj.requires_grad or obj.is_quantized or obj.is_conj() or obj.is_neg():
-            return NotImplemented
-        order = sorted(range(obj.dim()), key=obj.stride, reverse=True)
-        dense = obj.permute(order)
-        if not dense.is_contiguous():
-            order, dense = list(range(obj.dim())), obj.contiguous()
-        flat: Any = dense.reshape(-1).view(torch.uint8).numpy()
-        inverse = tuple(order.index(d) for d in range(obj.dim()))
-        return _rebuild, (pickle.PickleBuffer(flat), obj.dtype, tuple(dense.shape), inverse)
+
+class _Pickler(pickle.Pickler):
+    """Pickles tensors by `_reduced`; subclasses of Tensor as they wish."""
+
+    dispatch_table: ClassVar[Any] = ChainMap({torch.Tensor: _reduced}, copyreg.dispatch_table)
 
 
 def _rebuild(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...], inverse: tuple[int, ...]) -> torch.Tensor:

@@ -22,6 +22,7 @@ import torch.utils.data
 from energon_bridge.errors import HookTimeoutError
 from energon_bridge.loader.transport import Arena, Outbox
 from energon_bridge.plan.blend import Blend
+from energon_bridge.samples.slabs import Lender
 from energon_bridge.stream.finite import FiniteStream, PassRows
 from energon_bridge.stream.lane import Lane
 from energon_bridge.stream.pipeline import Pipeline
@@ -36,6 +37,7 @@ class Stream(Protocol):
 
     def prepare(self, unit: int, count: int) -> None: ...
     def produce(self, unit: int) -> Produced: ...
+    def decode_into(self, memory: Lender) -> None: ...
     def close(self) -> None: ...
 
 
@@ -62,6 +64,9 @@ class LaneStreams:
     def produce(self, unit: int) -> Produced:
         return _reported(self._pipeline, unit, self._lane(unit).produce)
 
+    def decode_into(self, memory: Lender) -> None:
+        self._pipeline.decode_into(memory)
+
     def close(self) -> None:
         self._pipeline.close()
 
@@ -79,6 +84,9 @@ class FiniteStreams:
 
     def produce(self, unit: int) -> Produced:
         return _reported(self._pipeline, unit, lambda: self._stream.produce(unit))
+
+    def decode_into(self, memory: Lender) -> None:
+        self._pipeline.decode_into(memory)
 
     def close(self) -> None:
         self._pipeline.close()
@@ -173,7 +181,10 @@ class WorkerTicks(torch.utils.data.IterableDataset[Any]):
                 arena.forget()
         self._passes += 1
         units = ticks(self._schedule(), self._num_workers, info.id)
-        for item in produced(self._make_stream(), units, self._ahead):
+        stream = self._make_stream()
+        if arena is not None:
+            stream.decode_into(arena)
+        for item in produced(stream, units, self._ahead):
             yield None if item is None else (info.id, self._outbox.pack(item))
 
 

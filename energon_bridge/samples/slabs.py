@@ -3,7 +3,8 @@
 Copying decoded pixels into a batch costs a third of what decoding a small JPEG does, and fresh memory for every batch
 costs page faults on top. So the images of a microbatch are decoded side by side into a *slab*, each into the row of its
 draw, and `batch_stack` finds that its rows already lie as the batch would. Slabs come from a pool and go back to it
-when nobody has a tensor over them any more.
+when nobody has a tensor over them any more. In a worker process they lie in the memory that it shares with the training
+process, so that a batch is not copied on its way there either.
 
 Invariant: values are those of separate memory. A row is given out once; a slab is used again only when the pool holds
 the last reference to it, and rows are taken for a batch only where they lie in a slab of that pool, in order and
@@ -12,10 +13,12 @@ without a gap. What does not fit (an image of another size, rows that a hook rep
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 from collections.abc import Sequence
 from contextvars import ContextVar
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -29,15 +32,31 @@ _KEPT = 4
 """Unused slabs that are kept."""
 _PAUSE = 256
 _MISFITS = 8
-_TORCH: dict[type, torch.dtype] = {np.uint8: torch.uint8, np.float32: torch.float32}
 # What the pool's list, the loop over it and the call itself hold.
 _UNUSED = 3
 
 
+class Lender(Protocol):
+    """Memory that knows by itself when it is not used any more."""
+
+    def lend(self, size: int) -> np.ndarray | None:
+        """Return that many bytes, shape (size,), or None if there is no room."""
+        ...
+
+    def lent_at(self, address: int, size: int) -> tuple[int, np.ndarray] | None:
+        """Return address and array of the lent memory that holds so many bytes from an address on."""
+        ...
+
+
 class SlabPool:
-    """The slabs of one process."""
+    """The slabs of one process.
+
+    Attributes:
+        lender: Where their memory comes from; None, or where it has no room: the process's own.
+    """
 
     def __init__(self) -> None:
+        self.lender: Lender | None = None
         self._lock = threading.Lock()
         self._bases: list[tuple[int, np.ndarray]] = []  # with their addresses
         self._fits = self._misfits = self._pause = 0
@@ -51,6 +70,8 @@ class SlabPool:
 
     def memory(self, size: int) -> np.ndarray:
         """Return uninitialised memory of that many bytes, shape (size,), used again where that is possible."""
+        if self.lender is not None and (lent := self.lender.lend(size)) is not None:
+            return lent
         with self._lock:
             found: np.ndarray | None = None
             kept, unused = [], 0
@@ -82,18 +103,31 @@ class SlabPool:
     def adopt(self, rows: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """Return n rows of shape (…) as one tensor (n, …) over their own memory, or None where it must be copied."""
         first = rows[0]
-        step = first.nbytes
-        start = first.data_ptr()
-        if not step or first.requires_grad or not self._holds(start, len(rows) * step):
+        size, start = first.nbytes, first.data_ptr()
+        found = self._memory_at(start, len(rows) * size) if size and first.device.type == "cpu" else None
+        if found is None:
             return None
-        for number, row in enumerate(rows):
-            if row.data_ptr() != start + number * step or row.dtype != first.dtype or not row.is_contiguous():
+        shape, stride, dtype = first.shape, first.stride(), first.dtype
+        order = memory_order(first)
+        dense = first.permute(order)
+        if not dense.is_contiguous():
+            return None
+        at = start
+        for row in rows:
+            if row.data_ptr() != at or row.shape != shape or row.stride() != stride or row.dtype != dtype:
                 return None
-        return first.as_strided((len(rows), *first.shape), (first.numel(), *first.stride()))
+            if row.requires_grad:
+                return None
+            at += size
+        address, base = found
+        memory = torch.from_numpy(base[start - address : at - address]).view(dtype)
+        return memory.view(len(rows), *dense.shape).permute(undo(order))
 
-    def _holds(self, start: int, size: int) -> bool:
+    def _memory_at(self, start: int, size: int) -> tuple[int, np.ndarray] | None:
+        if self.lender is not None and (lent := self.lender.lent_at(start, size)) is not None:
+            return lent
         with self._lock:
-            return any(0 <= start - address <= base.size - size for address, base in self._bases)
+            return next(((at, base) for at, base in self._bases if 0 <= start - at <= base.size - size), None)
 
 
 class Slab:
@@ -105,22 +139,21 @@ class Slab:
         self._pool = pool
         self._rows = rows
         self._lock = threading.Lock()
-        self._memory: torch.Tensor | None = None
+        self._memory: np.ndarray | None = None
 
-    def row(self, number: int, shape: tuple[int, ...], dtype: type[np.uint8 | np.float32]) -> torch.Tensor | None:
+    def row(self, number: int, shape: tuple[int, ...], dtype: type[np.uint8 | np.float32]) -> np.ndarray | None:
         """Return the memory of a row; None if it has another shape."""
         with self._lock:
             if self._memory is None:
-                size = self._rows * int(np.prod(shape)) * np.dtype(dtype).itemsize
-                memory = self._pool.memory(size).view(dtype).reshape(self._rows, *shape)
-                self._memory = torch.from_numpy(memory)
-        row = self._memory[number]
-        fits = row.shape == shape and row.dtype == _TORCH[dtype]
+                size = self._rows * math.prod(shape) * np.dtype(dtype).itemsize
+                self._memory = self._pool.memory(size).view(dtype).reshape(self._rows, *shape)
+        row: np.ndarray = self._memory[number]
+        fits = row.shape == shape and row.dtype == dtype
         self._pool.fitted(fits)
         return row if fits else None
 
 
-def row_for(shape: tuple[int, ...], dtype: type[np.uint8 | np.float32]) -> torch.Tensor | None:
+def row_for(shape: tuple[int, ...], dtype: type[np.uint8 | np.float32]) -> np.ndarray | None:
     """Return the memory that an image of this shape may be decoded into, or None where there is none for it."""
     slot = SLOT.get()
     if slot is None:
@@ -128,3 +161,14 @@ def row_for(shape: tuple[int, ...], dtype: type[np.uint8 | np.float32]) -> torch
     SLOT.set(None)
     slab, number = slot
     return slab.row(number, shape, dtype)
+
+
+def memory_order(tensor: torch.Tensor) -> list[int]:
+    """Return the dimensions of a tensor from the one with the widest step in memory to the one with the narrowest."""
+    strides = tensor.stride()
+    return sorted(range(tensor.ndim), key=lambda dim: -strides[dim])
+
+
+def undo(order: Sequence[int]) -> list[int]:
+    """Return the permutation that puts a batch of rows laid out by `order` back, the row number first."""
+    return [0, *(1 + order.index(dim) for dim in range(len(order)))]

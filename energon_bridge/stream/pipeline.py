@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from energon_bridge.errors import DecodeError, FatalSampleError, SkipSample
-from energon_bridge.samples.slabs import SLABS, Slab, SlabPool
+from energon_bridge.samples.slabs import SLABS, Lender, Slab, SlabPool
 from energon_bridge.stream.activity import Activities
 from energon_bridge.stream.budget import Budget
 from energon_bridge.stream.cooking import StorePool, cook_of, cooker_of
@@ -160,6 +160,11 @@ class Pipeline:
         """Start reading a round that will be needed, where that is worth a thread."""
         if self._reading is not None and buffer.reader.slow:
             self._reading.submit(buffer.read_ahead)
+
+    def decode_into(self, memory: Lender) -> None:
+        """Decode the images of microbatches into memory of that lender."""
+        if self.slabs is not None:
+            self.slabs.lender = memory
 
     def watch(self, settings: WatchdogSettings, where: str) -> None:
         """Watch over the microbatches that are made; `where` names the process."""

@@ -26,10 +26,10 @@ import logging
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from importlib import import_module
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -102,26 +102,24 @@ class SampleDecoder:
 
         Raises DecodeError, naming the part and the codec's complaint.
         """
-        name = part_name
         if isinstance(data, ByteRange):
             if self.keeps_unread(part_name):
                 return self._av(data, part_name)
             raw: bytes | bytearray | memoryview = data.read()
         else:
             raw = data
-        if name.endswith(".gz"):
-            name = name[:-3]
+        kind = _kind_of(part_name)
+        if kind.zipped:
             raw = _run("gz", gzip.decompress, part_name, raw)
-        extension = name.rpartition(".")[2]
-        if extension.lower() in IMAGE_EXTENSIONS or (self.guess_content and guess_image_extension(raw)):
+        if kind.is_image or (self.guess_content and guess_image_extension(raw)):
             if self.defer_images and not DELIVERING.get():
                 return DeferredImage(bytes(raw), self._form, part_name)
             return decode_image(raw, self._form, part=part_name)
-        if extension.lower() in AV_EXTENSIONS or (self.guess_content and kind_by_head(bytes(raw[:HEAD_BYTES])) == "av"):
+        if kind.is_av or (self.guess_content and kind_by_head(bytes(raw[:HEAD_BYTES])) == "av"):
             return self._av(bytes(raw), part_name)
-        codec = _CODECS.get(extension)
+        codec = _CODECS.get(kind.extension)
         # A memoryview would keep the whole read alive.
-        return bytes(raw) if codec is None else _run(extension, codec, part_name, bytes(raw))
+        return bytes(raw) if codec is None else _run(kind.extension, codec, part_name, bytes(raw))
 
     def _av(self, data: bytes | ByteRange, part_name: str) -> Any:
         decoder = AVDecoder(data, name=part_name)
@@ -228,3 +226,20 @@ _CODECS: dict[str, Callable[[bytes], Any]] = {
     "npz": _npz,
     "pth": _pth,
 }
+
+
+class _Kind(NamedTuple):
+    """What the name of a part says about it."""
+
+    zipped: bool
+    extension: str
+    is_image: bool
+    is_av: bool
+
+
+@lru_cache(maxsize=4096)  # the same few names for every sample
+def _kind_of(part_name: str) -> _Kind:
+    name = part_name.removesuffix(".gz")
+    extension = name.rpartition(".")[2]
+    of_media = extension.lower()
+    return _Kind(name != part_name, extension, of_media in IMAGE_EXTENSIONS, of_media in AV_EXTENSIONS)

@@ -175,13 +175,13 @@ def _in_slab(data: bytes | bytearray | memoryview, form: ImageForm) -> torch.Ten
         return None
     try:
         if form.scaled:
-            pixels = simplejpeg.decode_jpeg(data, form.mode, buffer=_scratch(row.numel()), **size)
-            np.divide(pixels, _FULL, out=row.numpy())
+            pixels = simplejpeg.decode_jpeg(data, form.mode, buffer=_scratch(row.size), **size)
+            np.divide(pixels, _FULL, out=row)
         else:
-            simplejpeg.decode_jpeg(data, form.mode, buffer=row.numpy(), **size)
+            simplejpeg.decode_jpeg(data, form.mode, buffer=row, **size)
     except ValueError:
         return None
-    return row.permute(2, 0, 1)
+    return torch.from_numpy(row).permute(2, 0, 1)
 
 
 def _scratch(size: int) -> np.ndarray:
