@@ -1,8 +1,12 @@
-"""Queues between the training process and its workers: a pipe each, and no threads.
+"""Queues between the training process and its workers: a pipe each, without threads and without locks.
 
 A `multiprocessing.Queue` gives every item to a thread of the sender, which writes it: two thread switches for each
-batch, in both processes, and one more thread whose locks a fork can catch. What is sent here is a few bytes (batches
-cross in shared memory, `transport`), which a pipe takes at once.
+batch, in both processes, one more thread whose locks a fork can catch, and a lock that a killed writer takes along.
+What is sent here is a few bytes (batches cross in shared memory, `transport`). The kernel writes up to PIPE_BUF bytes
+in one piece; what is longer, such as a worker's error, is sent in several, which the reader puts together by writer.
+
+Layout of a piece, of a `multiprocessing.Connection`: `<I` the writer's process, `<?` whether it is the last of its
+item, then bytes of the pickled item.
 
 DataLoader makes its queues through the context that it is given, so `PIPES` is all that it takes. A queue has one
 reader and any number of writers.
@@ -10,44 +14,52 @@ reader and any number of writers.
 
 from __future__ import annotations
 
-import mmap
+import os
+import pickle
 import queue
 import select
+import struct
+import threading
+from collections import deque
 from multiprocessing.connection import Pipe
 from multiprocessing.context import ForkContext
-from multiprocessing.reduction import ForkingPickler
 from typing import Any
+
+_HEAD = struct.Struct("<I?")
+_PIECE = select.PIPE_BUF - 4 - _HEAD.size
+"""Bytes of an item in a piece; a connection writes the length of the piece in front, in 4 bytes."""
 
 
 class PipeQueue:
     """What DataLoader uses of a `multiprocessing.Queue`."""
 
-    def __init__(self, context: ForkContext) -> None:
+    def __init__(self) -> None:
         self._reader, self._writer = Pipe(duplex=False)
-        self._lock = context.Lock()  # for items that a pipe does not take in one piece, such as a worker's error
-        self._poll = select.poll()
-        self._poll.register(self._reader.fileno(), select.POLLIN)
-        self._sent = mmap.mmap(-1, 8)  # all writers together; changed with the lock held
-        self._received = 0
+        self._read: deque[Any] = deque()
+        self._parts: dict[int, bytes] = {}
+        self._reading = threading.Lock()
 
     def put(self, item: Any) -> None:
         """Send an item; waits while the pipe is full."""
-        data = ForkingPickler.dumps(item)
-        with self._lock:
-            self._sent[:] = (int.from_bytes(self._sent[:]) + 1).to_bytes(8)
-            self._writer.send_bytes(data)
+        data = pickle.dumps(item, pickle.HIGHEST_PROTOCOL)
+        for low in range(0, len(data), _PIECE):
+            last = low + _PIECE >= len(data)
+            self._writer.send_bytes(_HEAD.pack(os.getpid(), last) + data[low : low + _PIECE])
 
     def get(self, timeout: float | None = None) -> Any:
-        """Return the oldest item. Raises queue.Empty if none comes within so many seconds."""
-        if not self._poll.poll(None if timeout is None else 1000 * timeout):
-            raise queue.Empty
-        item = ForkingPickler.loads(self._reader.recv_bytes())
-        self._received += 1
-        return item
+        """Return the oldest item. Raises queue.Empty if nothing comes for so many seconds."""
+        while not self._read:
+            if not self._arrived(timeout):
+                raise queue.Empty
+            with self._reading:
+                self._take_in()
+        return self._read.popleft()
 
     def qsize(self) -> int:
-        """Return how many items are under way to the reader, which asks."""
-        return int.from_bytes(self._sent[:]) - self._received
+        """Return how many items the reader, which asks, could get without waiting."""
+        with self._reading:
+            self._take_in()
+            return len(self._read)
 
     def close(self) -> None:
         """Let go of the pipe in this process."""
@@ -59,13 +71,28 @@ class PipeQueue:
 
     join_thread = cancel_join_thread
 
+    def _take_in(self) -> None:
+        while not self._reader.closed and self._arrived(0):
+            piece = self._reader.recv_bytes()
+            writer, last = _HEAD.unpack_from(piece)
+            data = self._parts.pop(writer, b"") + piece[_HEAD.size :]
+            if last:
+                self._read.append(pickle.loads(data))
+            else:
+                self._parts[writer] = data
+
+    def _arrived(self, timeout: float | None) -> bool:
+        poll = select.poll()  # one of this call, since the loader's metrics may be asked for on another thread
+        poll.register(self._reader.fileno(), select.POLLIN)
+        return bool(poll.poll(None if timeout is None else 1000 * timeout))
+
 
 class PipeContext(ForkContext):
     """Forks, with queues that are pipes."""
 
     def Queue(self, maxsize: int = 0) -> PipeQueue:  # type: ignore[override]  # noqa: N802  # its name there
         """Return a queue. What bounds it is that DataLoader asks for a few items at a time."""
-        return PipeQueue(self)
+        return PipeQueue()
 
 
 PIPES = PipeContext()

@@ -6,10 +6,12 @@ was delivered.
 
 from __future__ import annotations
 
+import functools
 import logging
 import mmap
 import multiprocessing.connection
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,6 +21,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from energon_bridge.errors import HookTimeoutError, WorkerDiedError
 from energon_bridge.loader.transport import Arena, unpack
+from energon_bridge.loader.workers import set_up_worker
 from energon_bridge.stream.state import Produced
 from energon_bridge.stream.watchdog import EXIT_CODE
 
@@ -40,11 +43,14 @@ class WorkerIterator(_MultiProcessingDataLoaderIter):
 
     Args:
         loader: The loader.
-        begun: Shared memory with a byte for each worker, which the worker sets when it begins.
     """
 
-    def __init__(self, loader: torch.utils.data.DataLoader[Any], begun: mmap.mmap) -> None:
-        self._begun: mmap.mmap | None = begun
+    def __init__(self, loader: torch.utils.data.DataLoader[Any]) -> None:
+        # A byte for each worker, which the worker sets when it begins.
+        self._begun: mmap.mmap | None = mmap.mmap(-1, loader.num_workers)
+        # The kernel ends the workers with the thread that forks them, which must live as long as this process.
+        lasting = threading.current_thread() is threading.main_thread()
+        loader.worker_init_fn = functools.partial(set_up_worker, begun=self._begun, die_with_parent=lasting)
         self._deadline = time.monotonic() + _BEGIN_SECONDS
         # An interrupt while they start must not reach them before they ignore it; this process gets it afterwards.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})

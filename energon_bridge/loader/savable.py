@@ -8,10 +8,7 @@ ahead is not part of it, so saving asks nobody anything and restoring replays no
 from __future__ import annotations
 
 import copy
-import functools
 import logging
-import mmap
-import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from types import GenericAlias
@@ -28,7 +25,7 @@ from energon_bridge.loader.position import OnMismatch, Position
 from energon_bridge.loader.pipes import PIPES
 from energon_bridge.loader.processes import WorkerIterator, WorkerSource
 from energon_bridge.loader.transport import Arena
-from energon_bridge.loader.workers import Stream, WorkerTicks, identity, produced, set_up_worker, weak
+from energon_bridge.loader.workers import Stream, WorkerTicks, identity, produced, weak
 from energon_bridge.stream.again import restore
 from energon_bridge.stream.finite import mask_loss
 from energon_bridge.stream.pipeline import attach
@@ -236,11 +233,7 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         self._held.clear()
         # Fresh ones: new workers cannot know which blocks of the old arenas the trainer still holds.
         self._arenas[:] = [_arena() for _ in self._arenas]
-        # The kernel ends the workers with the thread that forks them, which must live as long as this process.
-        lasting = threading.current_thread() is threading.main_thread()
-        begun = mmap.mmap(-1, self.config.num_workers)
-        self.worker_init_fn = functools.partial(set_up_worker, begun=begun, die_with_parent=lasting)
-        return WorkerIterator(self, begun)
+        return WorkerIterator(self)
 
     def _stop(self) -> None:
         self._workers.stop()

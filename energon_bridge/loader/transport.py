@@ -31,7 +31,7 @@ import threading
 import weakref
 from collections import ChainMap, deque
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -131,17 +131,17 @@ class Arena:
                 if self._map[slot] == _LENT:
                     self._map[slot] = 0
         self._used = {slot: place for slot, place in self._used.items() if self._map[slot] or slot in self._lent}
-        slot = next((slot for slot in range(_SLOTS) if slot not in self._used), None)
+        free = next((slot for slot in range(_SLOTS) if slot not in self._used), None)
         offset = 0
         for low, high in sorted(self._used.values()):
             if low - offset >= size:
                 break
             offset = high
-        if slot is None or offset + size > self.size:
+        if free is None or offset + size > self.size:
             return None
-        self._map[slot] = state
-        self._used[slot] = (offset, _aligned(offset + size))
-        return slot, offset
+        self._map[free] = state
+        self._used[free] = (offset, _aligned(offset + size))
+        return free, offset
 
     def forget(self) -> None:
         """Free the blocks that were never opened: the training process dropped their messages, in an earlier pass."""
@@ -178,7 +178,10 @@ class Outbox:
         """Pickle an item into a block of the arena or into a memory file; return the message that finds it."""
         buffers: list[memoryview] = []
         stream = io.BytesIO()
-        _Pickler(stream, protocol=5, buffer_callback=lambda b: buffers.append(b.raw())).dump(item)
+        pickler = pickle.Pickler(stream, protocol=5, buffer_callback=lambda b: buffers.append(b.raw()))
+        # Tensors by `_reduced`, subclasses of theirs as they wish.
+        pickler.dispatch_table = ChainMap({torch.Tensor: _reduced}, copyreg.dispatch_table)
+        pickler.dump(item)
         parts = [stream.getbuffer(), *buffers]
         elsewhere: list[tuple[int, int, int, int]] = []
         if self._arena is not None:
@@ -280,12 +283,6 @@ def _reduced(tensor: torch.Tensor) -> Any:
     flat: Any = dense.reshape(-1).view(torch.uint8).numpy()
     inverse = tuple(order.index(d) for d in range(tensor.dim()))
     return _rebuild, (pickle.PickleBuffer(flat), tensor.dtype, tuple(dense.shape), inverse)
-
-
-class _Pickler(pickle.Pickler):
-    """Pickles tensors by `_reduced`; subclasses of Tensor as they wish."""
-
-    dispatch_table: ClassVar[Any] = ChainMap({torch.Tensor: _reduced}, copyreg.dispatch_table)
 
 
 def _rebuild(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...], inverse: tuple[int, ...]) -> torch.Tensor:
