@@ -31,7 +31,7 @@ def test_a_worker_that_never_begins_is_replaced(
             time.sleep(1000)
         original(worker, **kwargs)
 
-    monkeypatch.setattr("energon_bridge.loader.savable.set_up_worker", set_up)
+    monkeypatch.setattr("energon_bridge.loader.processes.set_up_worker", set_up)
     monkeypatch.setattr("energon_bridge.loader.processes._BEGIN_SECONDS", 1.0)
     with (
         closing(get_savable_loader(dataset, worker_config=config_of(1, 2))) as loader,
@@ -56,7 +56,7 @@ def test_a_worker_that_never_begins_is_gone_when_the_loader_is_closed(
             time.sleep(1000)
         original(worker, **kwargs)
 
-    monkeypatch.setattr("energon_bridge.loader.savable.set_up_worker", set_up)
+    monkeypatch.setattr("energon_bridge.loader.processes.set_up_worker", set_up)
     monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2)
     loader = get_savable_loader(dataset, worker_config=config_of(1, 2))
     next(iter(loader))  # of worker 0

@@ -21,8 +21,8 @@ from energon_bridge.errors import ConfigurationError, LoaderError
 from energon_bridge.loader import document as doc
 from energon_bridge.loader.budget import check_rates
 from energon_bridge.loader.metrics import flat_metrics
-from energon_bridge.loader.position import OnMismatch, Position
 from energon_bridge.loader.pipes import PIPES
+from energon_bridge.loader.position import OnMismatch, Position
 from energon_bridge.loader.processes import WorkerIterator, WorkerSource
 from energon_bridge.loader.transport import Arena
 from energon_bridge.loader.workers import Stream, WorkerTicks, identity, produced, weak

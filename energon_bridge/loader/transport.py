@@ -29,7 +29,7 @@ import struct
 import sys
 import threading
 import weakref
-from collections import ChainMap, deque
+from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -180,7 +180,7 @@ class Outbox:
         stream = io.BytesIO()
         pickler = pickle.Pickler(stream, protocol=5, buffer_callback=lambda b: buffers.append(b.raw()))
         # Tensors by `_reduced`, subclasses of theirs as they wish.
-        pickler.dispatch_table = ChainMap({torch.Tensor: _reduced}, copyreg.dispatch_table)
+        pickler.dispatch_table = copyreg.dispatch_table | {torch.Tensor: _reduced}
         pickler.dump(item)
         parts = [stream.getbuffer(), *buffers]
         elsewhere: list[tuple[int, int, int, int]] = []
