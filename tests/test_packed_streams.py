@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -76,22 +77,31 @@ def test_packs_of_the_multimodal_encoder_are_full_and_hold_each_sample_once(path
     assert used / (120 * SEQ_LENGTH) > 0.95
 
 
-class Splitting(MultiModalTaskEncoder):
-    """Drops or refuses by the packer's policy what is longer than 30 tokens."""
-
-    def encode_sample(self, sample: Any) -> Any:
-        (admitted,) = self.packer.admit(super().encode_sample(sample))
-        return admitted
-
-
-def test_dropped_samples_are_counted_as_skipped(path: Path) -> None:
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_dropped_samples_are_counted_as_skipped(path: Path, batch_size: int) -> None:
     packer: Packer[Any] = Packer(limits={"tokens": 30}, size_of=lambda one: len(one.tokens), over_long="drop")
-    task_encoder = encoder(Splitting, packer=packer)
-    batches, state = batches_of(path, task_encoder, 60, batch_size=1, packing_buffer_size=40)
+    task_encoder = encoder(packer=packer)
+    batches, state = batches_of(path, task_encoder, 60, batch_size=batch_size, packing_buffer_size=40)
     assert all(batch.tokens.shape[1] <= 30 for batch in batches)
     assert {words_of(int(key)) < 30 for batch in batches for key in members(batch)} == {True}
     counts = counts_of(state)
     assert counts["dropped"] == counts["skipped"] > 0
+
+
+def test_samples_are_split_where_the_packer_says_so(path: Path) -> None:
+    def halves(sample: Any, limits: Any) -> list[Any]:
+        columns = ("tokens", "labels", "loss_mask")
+        parts = zip(*(getattr(sample, name).split(limits["tokens"]) for name in columns), strict=True)
+        return [replace(sample, **dict(zip(columns, part, strict=True))) for part in parts]
+
+    packer: Packer[Any] = Packer(
+        limits={"tokens": 30}, size_of=lambda one: len(one.tokens), over_long="split", cut=halves
+    )
+    batches, state = batches_of(path, encoder(packer=packer), 60, batch_size=1, packing_buffer_size=40)
+    assert all(batch.tokens.shape[1] <= 30 for batch in batches)
+    counts = counts_of(state)
+    assert counts["pieces"] > counts["split"] > 0
+    assert counts["skipped"] == 0
 
 
 class Grouping(MultiModalTaskEncoder):

@@ -11,7 +11,7 @@ it and names it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -60,7 +60,8 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
         pad_to_multiple_of: Batches, and the samples of packs, are padded to a multiple of this length.
         pad_to_max_length: Pad every batch, and every pack, to `seq_length`: one shape for all batches.
         add_bos: Begin with the tokenizer's begin-of-sequence token where it has one.
-        packer: How samples are packed, where packing is on. None: by best fit into `seq_length` tokens.
+        packer: How samples are packed; what no pack can hold is dropped, truncated, split or refused as it says, when
+            it is encoded. None: by best fit into `seq_length` tokens, where packing is on.
 
     Raises:
         ConfigurationError: The image tokens alone fill `seq_length`, or the image token has no id.
@@ -96,6 +97,7 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
         self.add_bos = add_bos
         # The longest row: a sample of seq_length tokens must fit when it is padded, too.
         self._row_length = seq_length + -seq_length % pad_to_multiple_of
+        self._admits = packer is not None  # by itself no sample is longer than seq_length
         self.packer = packer or Packer(limits={"tokens": self._row_length}, size_of=self.padded_length)
         self._encoders: dict[type, SampleEncoder] = dict(SAMPLE_ENCODERS)
         self._image_token_id = _image_token_id(tokenizer, self.config)
@@ -114,12 +116,13 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
         """
         self._encoders[sample_type] = encoder
 
-    def encode_sample(self, sample: Any) -> MultiModalSample:
-        """Encode one sample.
+    def encode_sample(self, sample: Any) -> MultiModalSample | Iterator[MultiModalSample]:
+        """Encode one sample; a packer that splits may make a generator of several.
 
         Raises:
             SampleError: The sample cannot be trained on: no answer, a wrong number of placeholders, or an image that
                 does not fit into `seq_length`.
+            SkipSample, OverLongSampleError: It is more than a pack of the given packer holds, by its policy.
         """
         encoder = self._encoder_of(sample)
         try:
@@ -137,7 +140,7 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
             raise SampleError(f"sample {_key(sample)!r}: {error}") from error
         tokens, labels, loss_mask = finished
         joined = concat_visual(visual)
-        return MultiModalSample.derive_from(
+        encoded = MultiModalSample.derive_from(
             sample,
             tokens=tokens,
             labels=labels,
@@ -147,6 +150,7 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
             num_images=len(visual),
             mrope_position_ids=self._mrope(tokens, joined.get("image_grid_thw")),
         )
+        return self.packer.admitted(encoded) if self._admits else encoded
 
     def padded_length(self, sample: MultiModalSample) -> int:
         """Return how many tokens a sample takes in a pack."""

@@ -29,7 +29,7 @@ sorted by length.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from fractions import Fraction
@@ -146,6 +146,11 @@ class Packer(Generic[T]):
         else:
             count_over_long("truncated")
         return pieces
+
+    def admitted(self, sample: T) -> T | Iterator[T]:
+        """Return what `admit` does as an encode hook hands it over: one sample, or a generator of several."""
+        pieces = self.admit(sample)
+        return pieces[0] if len(pieces) == 1 else (piece for piece in pieces)
 
     def select(self, samples: Sequence[T], *, flush: bool | None = None) -> list[list[T]]:
         """Return the packs that leave the buffer now, oldest samples first; `flush` delivers all of them.

@@ -8,7 +8,7 @@ buffer has no pixels, and only what is delivered is decoded.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, cast
@@ -60,8 +60,8 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
         family: What the model makes of images and videos: `family_of(model.config, tokenizer, image_processor)`, a
             QwenFamily, a FixedTokenFamily or one of your own. None: the model reads texts only.
         config: How conversations are rendered, learned, limited and padded.
-        packer: How samples are packed, where packing is on; it is given `PreparedSample`s. None: by best fit into
-            `seq_length` tokens.
+        packer: How samples are packed; it is given `PreparedSample`s, and what no pack can hold is dropped, truncated,
+            split or refused as it says. None: by best fit into `seq_length` tokens, where packing is on.
 
     Attributes:
         counts: What became of over-long samples, by policy and limit: in this process, so far.
@@ -94,6 +94,7 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
         self._placeholders = placeholders_of(tokenizer, family)
         self._bos = bos_of(tokenizer, self.config.add_bos)
         self._row_length = self.config.seq_length + -self.config.seq_length % self.config.pad_to_multiple_of
+        self._admits = packer is not None  # by itself no sample is longer than seq_length
         self.packer = packer or Packer(limits={"tokens": self._row_length}, size_of=self.padded_length)
         self._encoders: dict[type, Callable[[Any, MultiModalSampleConfig], Any]] = dict(SAMPLE_ENCODERS)
         # What the encoders of sample types write; the placeholder is that of conversations, not the model's.
@@ -144,20 +145,18 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
 
     def encode(self, sample: Any) -> MultiModalSample:
         """Encode one sample at once, pixels and all. Raises SampleError and SkipSample as the two steps do."""
-        return self.postencode_sample(self.preencode_sample(sample))
+        return self.postencode_sample(self._prepared(sample))
 
-    def preencode_sample(self, sample: Any) -> PreparedSample:
-        """Render and tokenise one sample, its images counted from their sizes.
+    def preencode_sample(self, sample: Any) -> PreparedSample | Iterator[PreparedSample]:
+        """Render and tokenise one sample, its images counted from their sizes; a packer that splits makes several.
 
         Raises:
             SampleError: The sample cannot be trained on: no answer, or not as many images as places.
             SkipSample: It is over a limit whose policy is to drop.
             OverLongSampleError: It is over a limit whose policy is to raise.
         """
-        try:
-            return self._prepared(sample)
-        except (SampleError, SkipSample, OverLongSampleError) as error:
-            raise type(error)(f"sample {_key(sample)!r}: {error}") from error
+        prepared = self._prepared(sample)
+        return self.packer.admitted(prepared) if self._admits else prepared
 
     def postencode_sample(self, sample: PreparedSample) -> MultiModalSample:
         """Process the images and videos of one sample. Raises SampleError if they are not as large as planned."""
@@ -204,6 +203,12 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
         return batch_sequences(sequences, length, self._filling)
 
     def _prepared(self, sample: Any) -> PreparedSample:
+        try:
+            return self._planned_sample(sample)
+        except (SampleError, SkipSample, OverLongSampleError) as error:
+            raise type(error)(f"sample {_key(sample)!r}: {error}") from error
+
+    def _planned_sample(self, sample: Any) -> PreparedSample:
         content = self._content_of(sample)
         segments, answer = self._rendered(content)
         images, videos = list(content.images), self._videos(getattr(content, "videos", ()))
