@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -177,6 +178,29 @@ def test_a_prompt_is_shown_its_own_images_of_any_size(bundles: dict[str, ModelBu
     bundle.model.eval()
     alone = [module._predict(encoder.batch([encode(encoder, chat(size, key="x"))])) for size in ((16, 16), (64, 16))]
     assert [p.generated for p in module._predict(batch)] == [p.generated for (p,) in alone]
+
+
+def test_videos_of_a_prompt_stay_when_images_behind_it_are_left_out() -> None:
+    image, video = 7, 9
+    tokens = torch.tensor([[1, video, video, 2, image, 3], [1, image, video, 2, 4, 5]])
+    batch: Any = SimpleNamespace(tokens=tokens, num_images=[1, 1], __key__=["a", "b"])
+    inputs = {
+        "pixel_values": torch.arange(2),
+        "image_grid_thw": torch.ones(2, 3, dtype=torch.int64),
+        "pixel_values_videos": torch.arange(5),
+        "video_grid_thw": torch.ones(2, 3, dtype=torch.int64),
+    }
+    ids = {"image_token_id": image, "per_image": None, "video_token_id": video}
+    shown = visible_images(inputs, batch, tokens[:, :4], **ids)
+    assert shown["pixel_values"].tolist() == [1]
+    assert len(shown["image_grid_thw"]) == 1
+    assert torch.equal(shown["pixel_values_videos"], inputs["pixel_values_videos"])
+    assert torch.equal(shown["video_grid_thw"], inputs["video_grid_thw"])
+    first: Any = SimpleNamespace(tokens=tokens[:1], num_images=[1], __key__=["a"])
+    only = visible_images(inputs, first, tokens[:1, :4], **ids)
+    assert sorted(only) == ["pixel_values_videos", "video_grid_thw"]
+    with pytest.raises(ConfigurationError, match=r"\['a', 'b'\] have videos behind the first answer"):
+        visible_images(inputs, batch, tokens[:, :2], **ids)
 
 
 # Crude samples -------------------------------------------------------------------------------------------------------

@@ -82,8 +82,9 @@ def visible_images(
     *,
     image_token_id: int,
     per_image: int | None,
+    video_token_id: int | None = None,
 ) -> dict[str, Tensor]:
-    """Leave out the images that stand behind the prompts.
+    """Leave out the images that stand behind the prompts; videos stay, and must stand in the prompts.
 
     Args:
         inputs: What the image processor made of all images of the batch: a row for each image, or, where there is an
@@ -92,33 +93,42 @@ def visible_images(
         prompts: What `prompts_of` made of it.
         image_token_id: Stands for an image in tokens and prompts.
         per_image: That often for each; None if it depends on the image: then each is a run of such tokens.
+        video_token_id: Stands for a video, if the model takes any.
 
     Raises:
-        ConfigurationError: Images must be left out, and which they are cannot be told.
+        ConfigurationError: Images must be left out, and which they are cannot be told; or a video must.
     """
+    if video_token_id is not None:
+        if not torch.equal(_count(prompts, video_token_id), _count(batch.tokens, video_token_id)):
+            raise ConfigurationError(_NOT_TOLD.format(what="videos", keys=batch.__key__, why="videos are not cut off"))
+        videos = {name: values for name, values in inputs.items() if name in _OF_VIDEOS}
+        inputs = {name: values for name, values in inputs.items() if name not in _OF_VIDEOS}
+    else:
+        videos = {}
     if torch.equal(_count(prompts, image_token_id), _count(batch.tokens, image_token_id)):
-        return dict(inputs)
+        return {**inputs, **videos}
     shown = _images_in(prompts, image_token_id, per_image)
     if _images_in(batch.tokens, image_token_id, per_image) != list(batch.num_images):
-        raise ConfigurationError(_NOT_TOLD.format(keys=batch.__key__, why="images stand side by side"))
+        raise ConfigurationError(_NOT_TOLD.format(what="images", keys=batch.__key__, why="images stand side by side"))
     counts = zip(batch.num_images, shown, strict=True)
     keep = torch.tensor([number < first for images, first in counts for number in range(images)])
     if not keep.any():
-        return {}
+        return videos
     grid = inputs.get("image_grid_thw")
     patches = None if grid is None else keep.repeat_interleave(grid.cpu().prod(dim=-1))
-    kept: dict[str, Tensor] = {}
+    kept = dict(videos)
     for name, values in inputs.items():
         rows = next((rows for rows in (keep, patches) if rows is not None and len(rows) == len(values)), None)
         if rows is None:
             why = f"{name} has {len(values)} rows for {len(keep)} images"
-            raise ConfigurationError(_NOT_TOLD.format(keys=batch.__key__, why=why))
+            raise ConfigurationError(_NOT_TOLD.format(what="images", keys=batch.__key__, why=why))
         kept[name] = values[rows.to(values.device)]
     return kept
 
 
+_OF_VIDEOS = frozenset({"pixel_values_videos", "video_grid_thw", "second_per_grid_ts"})
 _NOT_TOLD = (
-    "samples {keys} have images behind the first answer, and the images of a prompt cannot be told from the others: "
+    "samples {keys} have {what} behind the first answer, and the {what} of a prompt cannot be told from the others: "
     "{why}. Set validation.generate=false"
 )
 

@@ -201,7 +201,14 @@ class VisionLanguageModule(LightningModule):
             batch = unpack_batch(batch, Filling(pad_id=self._pad_id(), ignore=-100))
         prompts, prompt_mask = prompts_of(batch, self._pad_id())
         inputs = self._visual_inputs(batch)
-        inputs = visible_images(inputs, batch, prompts, image_token_id=self.image_token_id, per_image=self.image_tokens)
+        inputs = visible_images(
+            inputs,
+            batch,
+            prompts,
+            image_token_id=self.image_token_id,
+            per_image=self.image_tokens,
+            video_token_id=getattr(self.model.config, "video_token_id", None),
+        )
         if self._wants_token_types:
             inputs["mm_token_type_ids"] = self._token_types(prompts)
         texts = generate_answers(
