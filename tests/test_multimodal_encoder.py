@@ -23,7 +23,7 @@ from multimodal import (
 from PIL import Image
 
 from energon_bridge.errors import ConfigurationError, SampleError
-from energon_bridge.samples import CaptioningSample, VidQASample
+from energon_bridge.samples import CaptioningSample, InterleavedSample, VidQASample
 from energon_bridge.task_encoder.conversation import (
     Conversation,
     ConversationTemplateConfig,
@@ -39,6 +39,7 @@ from energon_bridge.training.config import DataConfig
 from energon_bridge.training.encoder import ShuffledImagesTaskEncoder, training_task_encoder
 from energon_bridge.training.generation import prompts_of
 from energon_bridge.training.presets import ModelBundle
+from energon_bridge.training.tiny_models import LLAVA_TOKENS, train_tokenizer
 
 
 def test_only_the_caption_carries_loss_and_labels_are_shifted() -> None:
@@ -288,3 +289,45 @@ def test_a_question_keeps_its_own_placeholder() -> None:
     config = MultiModalSampleConfig()
     assert place_images("see <image>?", 1, config) == "see <image>?"
     assert place_images("see?", 2, config) == "see?\n<image>\n<image>"
+
+
+class OneByOne:
+    """A fast tokenizer that does not say so."""
+
+    is_fast = False
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+
+@pytest.mark.parametrize("seq_length", [24, 256])
+def test_fast_tokenizers_are_called_once_for_all_texts_of_a_sample(
+    seq_length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = ["a cat, and a dog", "", "two birds  in a tree", "nothing more"]
+    tokenizer = train_tokenizer(texts, 300, LLAVA_TOKENS)
+    sequence = [part for text in texts for part in (Image.new("RGB", (4, 4)), text)]
+    sample = InterleavedSample(__key__="one", sequence=sequence)
+    config = MultiModalSampleConfig(image_token=ImageToken(token_str="<image>", before="a ", after=" dog"))
+    calls: list[Any] = []
+    call = type(tokenizer).__call__
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        return call(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(tokenizer), "__call__", counted)
+    fast, slow = (
+        MultiModalTaskEncoder(one, PixelProcessor(), config, seq_length, image_tokens_per_image=3)
+        for one in (tokenizer, OneByOne(tokenizer))
+    )
+    ours = [fast.encode_sample(sample) for _ in range(5)]
+    assert len(calls) == 5 + 1  # and what stands around each image, once
+    theirs = slow.encode_sample(sample)
+    for one in ours:
+        assert torch.equal(one.tokens, theirs.tokens)
+        assert torch.equal(one.loss_mask, theirs.loss_mask)
+        assert one.num_images == theirs.num_images

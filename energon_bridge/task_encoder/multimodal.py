@@ -12,6 +12,7 @@ it and names it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -203,8 +204,10 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
             sequence.add([bos], learned=False)
         token = self.config.image_token
         visual: list[dict[str, Tensor]] = []
-        for piece in rendered.pieces:
-            for number, text in enumerate(piece.text.split(token.token_str)):
+        texts = [piece.text.split(token.token_str) for piece in rendered.pieces]
+        tokens = iter(self._encode_texts([text for part in texts for text in part]))
+        for piece, part in zip(rendered.pieces, texts, strict=True):
+            for number in range(len(part)):
                 if sequence.full:
                     return visual
                 if number:
@@ -215,15 +218,14 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
                         return visual
                     visual.append(image)
                     sequence.add(expanded, learned=False)
-                sequence.add(self._encode_text(text), learned=piece.learned)
+                sequence.add(next(tokens), learned=piece.learned)
             if piece.ends and eos is not None:
                 sequence.add([eos], learned=True)
         return visual
 
     def _image_tokens(self, visual: Mapping[str, Tensor]) -> list[int]:
-        token = self.config.image_token
-        middle = [self._image_token_id] * self._count_image_tokens(visual)
-        return [*self._encode_text(token.before), *middle, *self._encode_text(token.after)]
+        before, after = self._around_image
+        return [*before, *[self._image_token_id] * self._count_image_tokens(visual), *after]
 
     def _count_image_tokens(self, visual: Mapping[str, Tensor]) -> int:
         count = self.image_tokens_per_image
@@ -252,8 +254,18 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
                 f"{before} tokens of text; set seq_length to at least {before + image_tokens + 1}"
             )
 
-    def _encode_text(self, text: str) -> list[int]:
-        return list(self.tokenizer.encode(text, add_special_tokens=False)) if text else []
+    @cached_property
+    def _around_image(self) -> list[list[int]]:
+        token = self.config.image_token
+        return self._encode_texts([token.before, token.after])
+
+    def _encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the tokens of each text; of fast tokenizers in one call, which costs more than a short text does."""
+        tokenizer = self.tokenizer
+        if not getattr(tokenizer, "is_fast", False):
+            return [list(tokenizer.encode(text, add_special_tokens=False)) if text else [] for text in texts]
+        encoded = tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)
+        return list(encoded["input_ids"])
 
 
 def _key(sample: Any) -> Any:
