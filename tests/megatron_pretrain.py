@@ -2,8 +2,8 @@
 
 It is what a user would write: a task encoder, a provider, a model, a forward step, and the call of `pretrain`. Image
 and caption become one sequence (levels of image patches, then bytes) for a tiny GPT. Each rank appends a line for every
-microbatch that its model has seen to `RECORD/dpN-tpN-ppN.jsonl`: step, training or not, keys, a digest of the tensors
-of the batch, and on the last pipeline stage the loss.
+microbatch that its model has seen to `RECORD/dpN-tpN-ppN-vpN.jsonl`: step, training or not, keys, a digest of the
+tensors of the batch, and on the last pipeline stage the loss.
 
 Without CUDA it runs on the CPU, which Megatron-LM does not support: `pretend_cuda` answers for CUDA, more of it than
 `energon_bridge.training.megatron.cpu_backend` because `pretrain` asks for more. The loop, its checkpoints and the
@@ -29,6 +29,7 @@ from megatron.core import parallel_state
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.utils import unwrap_model
 from megatron.training import get_args, initialize, training
 from megatron.training.arguments import core_transformer_config_from_args
 
@@ -58,6 +59,8 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
     for name in ("--dataloader-save", "--dataloader-load", "--energon-path", "--energon-feeding", "--record"):
         if name not in parser._option_string_actions:  # a version may have it by itself
             parser.add_argument(name)
+    parser.add_argument("--energon-validation", default="one")
+    parser.add_argument("--energon-resume", default="files")
     return parser
 
 
@@ -77,6 +80,22 @@ def make_data() -> EnergonMultiModalDataModule:
     )
 
 
+def provider(counts: Any, vp_stage: int | None = None) -> Any:
+    # The options are known only now.
+    return made_provider()(counts, vp_stage)
+
+
+provider.is_distributed = True  # type: ignore[attr-defined]
+
+
+@functools.cache
+def made_provider() -> Any:
+    args = get_args()
+    return train_valid_test_dataloaders_provider(
+        make_data, validation_sets=args.energon_validation, resume=args.energon_resume
+    )
+
+
 def make_model(pre_process: bool = True, post_process: bool = True, **kwargs: Any) -> GPTModel:
     args = get_args()
     return GPTModel(
@@ -87,6 +106,7 @@ def make_model(pre_process: bool = True, post_process: bool = True, **kwargs: An
         pre_process=pre_process,
         post_process=post_process,
         share_embeddings_and_output_weights=False,
+        vp_stage=kwargs.get("vp_stage"),
     )
 
 
@@ -98,15 +118,17 @@ def forward_step(batches: Iterator[Any], model: torch.nn.Module, *_: Any) -> tup
     positions = torch.arange(SEQUENCE, device=tokens.device).expand(len(tokens), -1)
     hidden = torch.ones(1, 1, SEQUENCE, SEQUENCE, device=tokens.device).triu(1).bool()
     output = model(tokens[:, :-1].contiguous(), positions, hidden, labels=tokens[:, 1:].contiguous())
-    if not parallel_state.is_pipeline_last_stage():
-        write(seen)
-    return output, functools.partial(loss_of, seen, mask)
+    gpt = unwrap_model(model)
+    record = functools.partial(write, gpt.vp_stage or 0, seen)
+    if not gpt.post_process:
+        record()
+    return output, functools.partial(loss_of, record, mask)
 
 
-def loss_of(seen: dict[str, Any], mask: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
+def loss_of(record: Any, mask: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
     total = (output.float() * mask).sum()
     count = mask.sum().to(torch.int)
-    write({**seen, "loss": float(total / count)})
+    record(loss=float(total / count))
     return total, count, {"lm loss": torch.stack([total.detach(), count.to(total.dtype)])}
 
 
@@ -117,12 +139,12 @@ def digest(*tensors: torch.Tensor) -> str:
     return found.hexdigest()
 
 
-def write(line: dict[str, Any]) -> None:
+def write(vp: int, seen: dict[str, Any], **more: Any) -> None:
     dp = parallel_state.get_data_parallel_rank()
     tp = parallel_state.get_tensor_model_parallel_rank()
     pp = parallel_state.get_pipeline_model_parallel_rank()
-    with (Path(get_args().record) / f"dp{dp}-tp{tp}-pp{pp}.jsonl").open("a") as file:
-        file.write(json.dumps(line) + "\n")
+    with (Path(get_args().record) / f"dp{dp}-tp{tp}-pp{pp}-vp{vp}.jsonl").open("a") as file:
+        file.write(json.dumps({**seen, **more}) + "\n")
 
 
 class Nothing:
@@ -176,7 +198,7 @@ def pretend_cuda() -> Iterator[None]:
 def main() -> None:
     names = inspect.signature(training.pretrain).parameters
     offered: dict[str, Any] = {
-        "train_valid_test_dataset_provider": train_valid_test_dataloaders_provider(make_data),
+        "train_valid_test_dataset_provider": provider,
         "model_provider": make_model,
         "model_type": ModelType.encoder_or_decoder,
         "forward_step_func": forward_step,

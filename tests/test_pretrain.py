@@ -50,20 +50,28 @@ ARGUMENTS = shlex.split("""
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout:
-    """What the ranks of a run are for."""
+    """What the ranks of a run are for, and how they get their data."""
 
     world: int = 1
     replicas: int = 1
-    arguments: tuple[str, ...] = ()
+    chunks: int = 1
+    arguments: str = ""
     feeding: str = "all"
     workers: int = 0
+    resume: str = "files"
 
 
 LAYOUTS = {
     "one rank": Layout(workers=1),
     "two replicas": Layout(world=2, replicas=2),
-    "two tensor ranks": Layout(world=2, arguments=("--tensor-model-parallel-size", "2"), feeding="broadcast"),
-    "two pipeline stages": Layout(world=2, arguments=("--pipeline-model-parallel-size", "2")),
+    "two tensor ranks": Layout(world=2, arguments="--tensor-model-parallel-size 2", feeding="broadcast"),
+    "two pipeline stages": Layout(world=2, arguments="--pipeline-model-parallel-size 2"),
+    "virtual pipeline stages": Layout(
+        world=2,
+        chunks=2,
+        arguments="--pipeline-model-parallel-size 2 --num-layers 4 --num-layers-per-virtual-pipeline-stage 1",
+        resume="seek",
+    ),
 }
 
 
@@ -137,10 +145,11 @@ def environment(**variables: str) -> dict[str, str]:
 def pretrain(megatron: Megatron, dataset: Path, folder: Path, layout: Layout, *arguments: str) -> Run:
     """Run `pretrain` in new processes, one for each rank."""
     cuda = megatron.devices >= layout.world
-    command = [megatron.python, "-W", "ignore", str(PROGRAM), *ARGUMENTS, *layout.arguments, *arguments]
+    command = [megatron.python, "-W", "ignore", str(PROGRAM), *ARGUMENTS, *layout.arguments.split(), *arguments]
     command += ["--distributed-backend", "nccl" if cuda else "gloo", "--num-workers", str(layout.workers)]
     command += ["--energon-path", str(dataset), "--energon-feeding", layout.feeding, "--record", str(folder)]
-    command += ["--save", str(folder / "model"), "--dataloader-save", str(folder / "data")]
+    command += ["--save", str(folder / "model"), "--energon-resume", layout.resume]
+    command += ["--dataloader-save", str(folder / "data")] if layout.resume == "files" else []
     shared = {"WORLD_SIZE": str(layout.world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     shared |= {} if cuda else {"CUDA_VISIBLE_DEVICES": ""}
     logs = [folder / f"rank{rank}.log" for rank in range(layout.world)]
@@ -166,7 +175,7 @@ def read_run(folder: Path, layout: Layout, *, exact: bool) -> Run:
     replicas = []
     for replica in range(layout.replicas):
         ranks = [read_lines(path) for path in sorted(folder.glob(f"dp{replica}-*.jsonl"))]
-        assert len(ranks) == layout.world // layout.replicas
+        assert len(ranks) == layout.chunks * layout.world // layout.replicas
         seen = [[without_loss(line) for line in lines] for lines in ranks]
         assert all(lines == seen[0] for lines in seen)
         with_loss = [lines for lines in ranks if "loss" in lines[0]]  # of the last pipeline stage
@@ -197,10 +206,11 @@ def losses(lines: list[dict[str, Any]], first_step: int = 0) -> list[float]:
     return [line["loss"] for line in lines if line["step"] >= first_step]
 
 
-def resume(run: Run) -> list[str]:
-    """Return the arguments that let a run go on from the checkpoint in the middle of another."""
-    source = ["--load", str(run.folder / "model"), "--dataloader-load", str(run.folder / "data")]
-    return [*source, "--ckpt-step", str(SAVED_AT)]
+def resumed(megatron: Megatron, dataset: Path, folder: Path, layout: str, before: Run) -> Run:
+    """Go on from the checkpoint in the middle of another run."""
+    arguments = ["--load", str(before.folder / "model"), "--ckpt-step", str(SAVED_AT)]
+    arguments += ["--dataloader-load", str(before.folder / "data")] if LAYOUTS[layout].resume == "files" else []
+    return pretrain(megatron, dataset, folder, LAYOUTS[layout], *arguments)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -223,7 +233,7 @@ def test_pretrain_goes_on_from_its_checkpoint(
     layout: str, megatron: Megatron, dataset: Path, whole: Callable[[str], Run], tmp_path: Path
 ) -> None:
     before = whole(layout)
-    after = pretrain(megatron, dataset, tmp_path, LAYOUTS[layout], *resume(before))
+    after = resumed(megatron, dataset, tmp_path, layout, before)
     assert batches(after.training) == batches(before.training, SAVED_AT)
     assert batches(after.validation) == batches(before.validation, SAVED_AT)
     tolerance = {"abs": 0.0, "rel": 0.0} if before.exact else {"rel": 1e-4}
@@ -231,11 +241,27 @@ def test_pretrain_goes_on_from_its_checkpoint(
     assert losses(after.validation) == pytest.approx(losses(before.validation, SAVED_AT), **tolerance)
 
 
-@pytest.mark.parametrize(("saved", "resumed"), [("one rank", "two replicas"), ("two replicas", "one rank")])
+@pytest.mark.parametrize(("saved", "loaded"), [("one rank", "two replicas"), ("two replicas", "one rank")])
 def test_pretrain_goes_on_with_other_ranks(
-    saved: str, resumed: str, megatron: Megatron, dataset: Path, whole: Callable[[str], Run], tmp_path: Path
+    saved: str, loaded: str, megatron: Megatron, dataset: Path, whole: Callable[[str], Run], tmp_path: Path
 ) -> None:
     before = whole(saved)
-    after = pretrain(megatron, dataset, tmp_path, LAYOUTS[resumed], *resume(before))
+    after = resumed(megatron, dataset, tmp_path, loaded, before)
     assert batches(after.training) == batches(before.training, SAVED_AT)
     assert batches(after.validation) == batches(before.validation, SAVED_AT)
+
+
+@pytest.mark.parametrize("layout", ["one rank", "two replicas"])
+def test_full_validation_takes_every_sample_of_every_dataset_once(
+    layout: str, megatron: Megatron, dataset: Path, tmp_path: Path
+) -> None:
+    larger = create_captioning_test_dataset(tmp_path / "larger", num_train=8, num_val=16)
+    mix = tmp_path / "mix.yaml"
+    blend = "".join(f"      - {{path: {path}, weight: 1}}\n" for path in (dataset, larger))
+    text = "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n"
+    mix.write_text(text + "".join(f"  {split}:\n    blend:\n{blend}" for split in ("train", "val")))
+    options = ["--energon-validation", "each", "--multiple-validation-sets", "--full-validation"]
+    run = pretrain(megatron, mix, tmp_path, LAYOUTS[layout], *options, "--train-iters", "2")
+    once = [f"val-{number:05d}" for number in [*range(8), *range(16)]]
+    # After step 2, and when training is done.
+    assert [key for line in run.validation for key in line["keys"]] == once * 2
