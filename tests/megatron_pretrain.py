@@ -97,9 +97,12 @@ def made_provider() -> Any:
 
 
 def make_model(pre_process: bool = True, post_process: bool = True, **kwargs: Any) -> GPTModel:
-    args = get_args()
+    config = kwargs.get("config") or core_transformer_config_from_args(get_args())
+    if get_args().distributed_backend == "gloo":
+        # Sends of the interleaved schedule that are under way would read memory that is used again.
+        config.deallocate_pipeline_outputs = False
     return GPTModel(
-        kwargs.get("config") or core_transformer_config_from_args(args),
+        config,
         get_gpt_layer_local_spec(),
         VOCABULARY,
         SEQUENCE,
