@@ -221,3 +221,6 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     with nullcontext() if torch.cuda.is_available() else pretend_cuda():
         main()
+        # The interpreter's end would find the threads of gloo at work, and abort now and then.
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
