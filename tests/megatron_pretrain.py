@@ -181,7 +181,7 @@ def pretend_cuda() -> Iterator[None]:
         "stream": nullcontext(),
     }
     answers |= dict.fromkeys(("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"), 0)
-    answers |= dict.fromkeys(("set_device", "set_rng_state", "set_stream", "empty_cache", "reset_peak_memory_stats"))
+    answers |= dict.fromkeys(("set_device", "set_stream", "empty_cache", "reset_peak_memory_stats"))
     for name, value in answers.items():
         setattr(torch.cuda, name, lambda *_, value=value, **__: value)
     torch.cuda.Stream = torch.cuda.Event = Nothing  # type: ignore[assignment,misc]

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 pytest.importorskip("megatron.core")
 
+from engine import GroupingEncoder
 from megatron.core import parallel_state
 from megatron.core.rerun_state_machine import RerunDataIterator
 from replicas import digests, module, on_ranks, place
@@ -365,6 +366,8 @@ def test_files_of_another_run_are_refused(files: Path, dataset: Path) -> None:
         ({"loader_ranks": "some"}, {}, "loader_ranks must be one of"),
         ({"validation_sets": "some"}, {}, "validation_sets must be"),
         ({"resume": "some"}, {}, "resume must be"),
+        ({"resume": "seek", "packing_buffer_size": 4}, {}, "packs them, so that their number differs"),
+        ({"resume": "seek", "task_encoder": GroupingEncoder()}, {}, "groups them, so that their number differs"),
         ({}, {"eval_micro_batch_size": 4}, "eval_micro_batch_size is 4 in the arguments of Megatron-LM and 2"),
         ({}, {"micro_batch_size": 4}, "micro_batch_size is 4 in the arguments of Megatron-LM and 2"),
         ({"loader_ranks": "tp0_pp_edges", "feeding": "broadcast"}, {}, "leaves ranks without an iterator"),
@@ -373,8 +376,10 @@ def test_files_of_another_run_are_refused(files: Path, dataset: Path) -> None:
 def test_options_that_do_not_fit_are_refused(
     options: dict[str, Any], arguments: dict[str, Any], text: str, dataset: Path
 ) -> None:
-    feeding = options.pop("feeding", "all")
+    of_data = {
+        name: options.pop(name) for name in ("feeding", "packing_buffer_size", "task_encoder") if name in options
+    }
     with pytest.raises(ConfigurationError, match=text):
         train_valid_test_dataloaders_provider(
-            lambda: module(dataset, feeding=feeding), arguments=lambda: SimpleNamespace(**arguments), **options
+            lambda: module(dataset, **of_data), arguments=lambda: SimpleNamespace(**arguments), **options
         )(COUNTS)

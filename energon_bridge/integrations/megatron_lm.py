@@ -26,6 +26,7 @@ from energon_bridge.errors import ConfigurationError, StepMismatchError
 from energon_bridge.integrations.chunks import Chunk, SharedStream
 from energon_bridge.integrations.rank_files import read_rank_files
 from energon_bridge.loader.document import State
+from energon_bridge.stream.user_code import UserCode
 from energon_bridge.topology import parallel_place
 
 logger = logging.getLogger(__name__)
@@ -69,8 +70,8 @@ def train_valid_test_dataloaders_provider(
             (Megatron-LM's `--multiple-validation-sets`).
         resume: How the training data finds the iteration of a checkpoint. `files`: by what Megatron-LM has saved.
             `seek`: by arithmetic, from the samples that the model has seen; nothing is read. That is exact where the
-            task encoder skips no sample and neither packs nor groups, and needs no `--dataloader-save`, with which
-            runs that have virtual pipeline stages fail (Megatron-LM up to 0.19).
+            task encoder skips no sample; encoders that pack or group are refused. It needs no `--dataloader-save`, with
+            which runs that have virtual pipeline stages fail (Megatron-LM up to 0.19).
         arguments: Returns Megatron-LM's arguments; default: `megatron.training.get_args`. Looked at are `iteration`,
             `dataloader_load` or else `dataloader_save` (where the state of the data is; an option that the program
             adds, as for Megatron-LM's own saving), `micro_batch_size`, `global_batch_size`, `consumed_train_samples`,
@@ -128,6 +129,8 @@ class _Run:
         if self._data is None:
             self._data = self._make_data()
             _check_sizes(self._data, self._arguments())
+            if self._resume == "seek":
+                _check_can_seek(self._data)
         if vp_stage is not None and self._arguments is _megatron_arguments:
             _check_not_saved(self._arguments())
         if not self._loads(self._data, vp_stage):
@@ -227,6 +230,17 @@ def _check_sizes(data: EnergonMultiModalDataModule, arguments: Any) -> None:
             continue
         raise ConfigurationError(
             f"{name} is {asked} in the arguments of Megatron-LM and {given} in the data module: give both the same"
+        )
+
+
+def _check_can_seek(data: EnergonMultiModalDataModule) -> None:
+    """Refuse encoders under which the number of a step does not say which samples came before it."""
+    packs = data.packing_buffer_size is not None
+    if packs or UserCode(data.task_encoder, packs=packs).groups:
+        raise ConfigurationError(
+            "resume='seek' finds a step by counting samples, but the task encoder "
+            f"{'packs' if packs else 'groups'} them, so that their number differs from step to step: give "
+            "resume='files' and --dataloader-save"
         )
 
 
