@@ -21,6 +21,7 @@ for _variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
 FIXTURES = Path(__file__).parent / "fixtures" / "energon-7.4.1"
 SHARED_MEMORY = Path("/dev/shm")
 SECONDS_TO_GO_AWAY = 10.0
+MEGATRON = "megatron.training"
 
 # The same examples on every machine; HYPOTHESIS_PROFILE=explore looks for new ones.
 settings.register_profile("repeat", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -123,3 +124,10 @@ def nothing_left_behind() -> Iterator[None]:
             break
         time.sleep(0.1)
     assert not left, "the tests left behind: " + "; ".join(left)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Name the Megatron-LM that tests/test_pretrain.py ran with, where it ran."""
+    passed = terminalreporter.stats.get("passed", [])
+    for version in sorted({value for report in passed for name, value in report.user_properties if name == MEGATRON}):
+        terminalreporter.write_line(f"pretrain() of {MEGATRON} ran: megatron-core {version}")

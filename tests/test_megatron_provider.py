@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import shutil
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ import torch.distributed as dist
 
 pytest.importorskip("megatron.core")
 
+from engine import GroupingEncoder
 from megatron.core import parallel_state
 from megatron.core.rerun_state_machine import RerunDataIterator
 from replicas import digests, module, on_ranks, place
@@ -233,6 +235,41 @@ def test_an_iterator_for_each_validation_set(feeding: str, dataset: Path, tmp_pa
     assert results == [([4, 4], [{"part": 0}, {"part": 1}], None)] * 2
 
 
+@pytest.mark.parametrize(("dp", "whole", "length"), [(1, 8, 1), (1, 6, 2), (2, 8, 2), (2, 4, 4)])
+def test_full_validation_counts_in_iterations(dp: int, whole: int, length: int, dataset: Path) -> None:
+    arguments = SimpleNamespace(full_validation=True, eval_micro_batch_size=MICRO_BATCH, eval_global_batch_size=whole)
+    arguments.data_parallel_size = dp
+    provider = train_valid_test_dataloaders_provider(lambda: module(dataset), arguments=lambda: arguments)
+    _, valid, _ = provider((1, None, 0))
+    assert len(valid) == length  # type: ignore[arg-type]
+    # A pass is whole all the same.
+    assert len(list(iter(valid))) == 4  # type: ignore[arg-type]
+
+
+def test_runs_without_files_go_on_by_arithmetic(dataset: Path, tmp_path: Path) -> None:
+    def run(iteration: int) -> Any:
+        arguments = loop_arguments(tmp_path / "nothing is there", iteration)
+        arguments.data_parallel_size = dist.get_world_size()
+        provider = train_valid_test_dataloaders_provider(
+            lambda: module(dataset, global_batch_size=GLOBAL_BATCH), resume="seek", arguments=lambda: arguments
+        )
+        return place()["dp"], [Loop(provider, arguments).iteration()], []
+
+    whole = on_ranks(tmp_path, 1, lambda rank: train(dataset, tmp_path / "alone", steps=4))
+    for world in (1, 2):
+        assert global_batches(on_ranks(tmp_path, world, lambda rank: run(3))) == global_batches(whole)[3:]
+
+
+def test_saving_with_virtual_stages_is_refused(dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The check is for Megatron-LM's own loop, which gives its own arguments.
+    real = SimpleNamespace(get_args=lambda: SimpleNamespace(dataloader_save=str(tmp_path)))
+    monkeypatch.setitem(sys.modules, "megatron.training", real)  # type: ignore[arg-type]
+    provider = train_valid_test_dataloaders_provider(lambda: module(dataset))
+    provider(COUNTS)
+    with pytest.raises(ConfigurationError, match="give the provider resume='seek'"):
+        provider(COUNTS, vp_stage=0)
+
+
 def test_what_the_loop_asks_of_an_iterator(dataset: Path) -> None:
     provider = train_valid_test_dataloaders_provider(lambda: module(dataset), arguments=lambda: None)
     train, valid, _ = provider(COUNTS)
@@ -328,6 +365,10 @@ def test_files_of_another_run_are_refused(files: Path, dataset: Path) -> None:
     [
         ({"loader_ranks": "some"}, {}, "loader_ranks must be one of"),
         ({"validation_sets": "some"}, {}, "validation_sets must be"),
+        ({"resume": "some"}, {}, "resume must be"),
+        ({"resume": "seek", "packing_buffer_size": 4}, {}, "packs them, so that their number differs"),
+        ({"resume": "seek", "task_encoder": GroupingEncoder()}, {}, "groups them, so that their number differs"),
+        ({}, {"eval_micro_batch_size": 4}, "eval_micro_batch_size is 4 in the arguments of Megatron-LM and 2"),
         ({}, {"micro_batch_size": 4}, "micro_batch_size is 4 in the arguments of Megatron-LM and 2"),
         ({"loader_ranks": "tp0_pp_edges", "feeding": "broadcast"}, {}, "leaves ranks without an iterator"),
     ],
@@ -335,8 +376,10 @@ def test_files_of_another_run_are_refused(files: Path, dataset: Path) -> None:
 def test_options_that_do_not_fit_are_refused(
     options: dict[str, Any], arguments: dict[str, Any], text: str, dataset: Path
 ) -> None:
-    feeding = options.pop("feeding", "all")
+    of_data = {
+        name: options.pop(name) for name in ("feeding", "packing_buffer_size", "task_encoder") if name in options
+    }
     with pytest.raises(ConfigurationError, match=text):
         train_valid_test_dataloaders_provider(
-            lambda: module(dataset, feeding=feeding), arguments=lambda: SimpleNamespace(**arguments), **options
+            lambda: module(dataset, **of_data), arguments=lambda: SimpleNamespace(**arguments), **options
         )(COUNTS)

@@ -9,7 +9,8 @@ What the loop wants, and gets: the provider is called on every rank (`is_distrib
 loaded, once for each model chunk with virtual pipeline parallelism. It returns iterators (nobody calls `iter` on them),
 plain None for what there is none of, and a length that is never 0. `next()` is one microbatch. The loop saves the
 training iterator by its `save_state()`, one file per data-parallel rank (`rank_files`), and restores nothing: that is
-done here, before the first batch, from the files of all ranks, so their number may have changed.
+done here, before the first batch, from the files of all ranks, so their number may have changed. It cannot save the
+iterators of virtual pipeline stages; `resume="seek"` is for them.
 """
 
 from __future__ import annotations
@@ -25,11 +26,14 @@ from energon_bridge.errors import ConfigurationError, StepMismatchError
 from energon_bridge.integrations.chunks import Chunk, SharedStream
 from energon_bridge.integrations.rank_files import read_rank_files
 from energon_bridge.loader.document import State
+from energon_bridge.stream.user_code import UserCode
 from energon_bridge.topology import parallel_place
 
 logger = logging.getLogger(__name__)
 
 LoaderRanks = Literal["all", "tp0_pp_edges"]
+
+Resume = Literal["files", "seek"]
 
 Iterators = EnergonDataloader | Chunk | list[EnergonDataloader] | list[Chunk] | None
 
@@ -51,6 +55,7 @@ def train_valid_test_dataloaders_provider(
     *,
     loader_ranks: LoaderRanks = "all",
     validation_sets: Literal["one", "each"] = "one",
+    resume: Resume = "files",
     arguments: Callable[[], Any] | None = None,
 ) -> Provider:
     """Return the provider of a run.
@@ -63,10 +68,14 @@ def train_valid_test_dataloaders_provider(
             example, whose `get_batch` broadcasts over the tensor ranks; the others get None.
         validation_sets: `one` iterator over the validation data, or one for `each` dataset of the mix, in a list
             (Megatron-LM's `--multiple-validation-sets`).
+        resume: How the training data finds the iteration of a checkpoint. `files`: by what Megatron-LM has saved.
+            `seek`: by arithmetic, from the samples that the model has seen; nothing is read. That is exact where the
+            task encoder skips no sample; encoders that pack or group are refused. It needs no `--dataloader-save`, with
+            which runs that have virtual pipeline stages fail (Megatron-LM up to 0.19).
         arguments: Returns Megatron-LM's arguments; default: `megatron.training.get_args`. Looked at are `iteration`,
             `dataloader_load` or else `dataloader_save` (where the state of the data is; an option that the program
-            adds, as for Megatron-LM's own saving), `micro_batch_size`, `global_batch_size` and
-            `consumed_train_samples`.
+            adds, as for Megatron-LM's own saving), `micro_batch_size`, `global_batch_size`, `consumed_train_samples`,
+            `data_parallel_size`, `full_validation` and the batch sizes of validation.
 
     Returns:
         A function of `(train_val_test_num_samples, vp_stage=None)` that returns `(train, valid, None)`. Of the numbers
@@ -82,7 +91,9 @@ def train_valid_test_dataloaders_provider(
         )
     if validation_sets not in ("one", "each"):
         raise ConfigurationError(f"validation_sets must be 'one' or 'each', got {validation_sets!r}")
-    run = _Run(make_data, loader_ranks, validation_sets == "each", arguments or _megatron_arguments)
+    if resume not in get_args(Resume):
+        raise ConfigurationError(f"resume must be 'files' or 'seek', got {resume!r}")
+    run = _Run(make_data, loader_ranks, validation_sets == "each", resume, arguments or _megatron_arguments)
 
     def provider(
         train_val_test_num_samples: Sequence[int | None], vp_stage: int | None = None
@@ -102,11 +113,13 @@ class _Run:
         make_data: Callable[[], EnergonMultiModalDataModule],
         loader_ranks: LoaderRanks,
         each: bool,
+        resume: Resume,
         arguments: Callable[[], Any],
     ) -> None:
         self._make_data = make_data
         self._loader_ranks = loader_ranks
         self._each = each
+        self._resume = resume
         self._arguments = arguments
         self._data: EnergonMultiModalDataModule | None = None
         self._train: SharedStream | None = None
@@ -116,6 +129,10 @@ class _Run:
         if self._data is None:
             self._data = self._make_data()
             _check_sizes(self._data, self._arguments())
+            if self._resume == "seek":
+                _check_can_seek(self._data)
+        if vp_stage is not None and self._arguments is _megatron_arguments:
+            _check_not_saved(self._arguments())
         if not self._loads(self._data, vp_stage):
             return None, None, None
         train_count, valid_count = counts[0], counts[1]
@@ -157,6 +174,9 @@ class _Run:
     def _validation(self, data: EnergonMultiModalDataModule) -> list[SharedStream]:
         if self._valid is None:
             found = data.val_dataloaders() if self._each else [data.val_dataloader()]
+            microbatches = _microbatches_of_full_validation(self._arguments())
+            for dataloader in found if microbatches else ():
+                dataloader.length = -(-len(dataloader) // microbatches)
             self._valid = [SharedStream(dataloader) for dataloader in found]
         return self._valid
 
@@ -166,6 +186,11 @@ class _Run:
         iteration = getattr(arguments, "iteration", 0) or 0
         root = getattr(arguments, "dataloader_load", None) or getattr(arguments, "dataloader_save", None)
         if not iteration:
+            return
+        if self._resume == "seek":
+            train.loader.seek(
+                arguments.consumed_train_samples // (data.micro_batch_size * arguments.data_parallel_size)
+            )
             return
         if root is None:
             logger.warning(
@@ -199,13 +224,49 @@ def _model_chunks() -> int:
 
 def _check_sizes(data: EnergonMultiModalDataModule, arguments: Any) -> None:
     """Refuse batch sizes that are not those of Megatron-LM, which counts microbatches by its own."""
-    for name in ("micro_batch_size", "global_batch_size"):
-        asked, given = getattr(arguments, name, None), getattr(data, name)
+    for name in ("micro_batch_size", "global_batch_size", "eval_micro_batch_size"):
+        asked, given = getattr(arguments, name, None), getattr(data, name.removeprefix("eval_"))
         if asked is None or given == asked or (name, given) == ("global_batch_size", 1):
             continue
         raise ConfigurationError(
             f"{name} is {asked} in the arguments of Megatron-LM and {given} in the data module: give both the same"
         )
+
+
+def _check_can_seek(data: EnergonMultiModalDataModule) -> None:
+    """Refuse encoders under which the number of a step does not say which samples came before it."""
+    packs = data.packing_buffer_size is not None
+    if packs or UserCode(data.task_encoder, packs=packs).groups:
+        raise ConfigurationError(
+            "resume='seek' finds a step by counting samples, but the task encoder "
+            f"{'packs' if packs else 'groups'} them, so that their number differs from step to step: give "
+            "resume='files' and --dataloader-save"
+        )
+
+
+def _check_not_saved(arguments: Any) -> None:
+    """Refuse what would end the run at its first checkpoint: each stage has an iterator, and only one can be saved."""
+    if getattr(arguments, "dataloader_save", None):
+        raise ConfigurationError(
+            "--dataloader-save is given, but Megatron-LM cannot save the iterators of virtual pipeline stages (at the "
+            "first checkpoint: 'list' object has no attribute 'iterable'): leave it out, and give the provider "
+            "resume='seek', which needs no state"
+        )
+
+
+def _microbatches_of_full_validation(arguments: Any) -> int:
+    """Return how many microbatches a rank takes in an iteration of validation, 0 without `--full-validation`.
+
+    There Megatron-LM makes as many iterations as the iterator is long, each of that many microbatches.
+    """
+    if not getattr(arguments, "full_validation", False):
+        return 0
+    # Sizes of their own for validation came with 0.18.
+    micro, whole = (
+        getattr(arguments, f"eval_{name}", None) or getattr(arguments, name)
+        for name in ("micro_batch_size", "global_batch_size")
+    )
+    return max(1, whole // (micro * arguments.data_parallel_size))
 
 
 def _check_consumed(state: State, consumed: int | None, micro_batch_size: int, where: str) -> None:
