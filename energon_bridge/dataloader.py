@@ -120,6 +120,8 @@ class EnergonDataloader:
     def __next__(self) -> Any:
         """Return the next batch; a finite loader starts again at its end.
 
+        After an error the next call goes on behind the last batch that was delivered (a validation pass begins anew).
+
         Raises:
             EmptyDatasetError: The loader yields nothing at all.
         """
@@ -127,7 +129,11 @@ class EnergonDataloader:
             self._refuse_masked()  # the loader itself may have been restored
             self._stream = iter(cyclic_iter(self.loader))
         start = time.perf_counter()
-        batch = next(self._stream)
+        try:
+            batch = next(self._stream)
+        except BaseException:
+            self._stream = None  # a generator that raised has ended, the data has not
+            raise
         self.wait_seconds += time.perf_counter() - start
         self.batches += 1
         return batch

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import islice
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from engine import DefaultTaskEncoder, config_of, text_dataset
 
+from energon_bridge import get_savable_loader, get_train_dataset
 from energon_bridge.dataloader import EnergonDataloader, cyclic_iter
 from energon_bridge.errors import ConfigurationError, EmptyDatasetError
 
@@ -155,3 +158,40 @@ def test_waiting_is_counted() -> None:
     dataloader = EnergonDataloader(slow())
     next(dataloader)
     assert 0.02 <= dataloader.wait_seconds < 2
+
+
+class Interrupted(DefaultTaskEncoder):
+    """Is interrupted once, by something that has nothing to do with the data."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.left = at
+
+    def encode_batch(self, batch: Any) -> Any:
+        self.left -= 1
+        if self.left == 0:
+            raise KeyboardInterrupt
+        return batch
+
+
+def test_an_error_is_not_the_end_of_the_data(tmp_path: Path) -> None:
+    path = text_dataset(tmp_path / "text", train=[20, 17])
+
+    def opened(at: int) -> EnergonDataloader:
+        dataset = get_train_dataset(
+            path,
+            batch_size=3,
+            shuffle_buffer_size=5,
+            max_samples_per_sequence=5,
+            task_encoder=Interrupted(at),
+            worker_config=config_of(1, 0),
+        )
+        return EnergonDataloader(get_savable_loader(dataset))
+
+    expected = [batch.__key__ for batch in islice(opened(-1), 12)]
+    dataloader = opened(6)
+    found = [next(dataloader).__key__ for _ in range(5)]
+    with pytest.raises(KeyboardInterrupt):
+        next(dataloader)
+    found += [next(dataloader).__key__ for _ in range(7)]
+    assert found == expected
