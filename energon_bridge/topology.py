@@ -48,8 +48,8 @@ class WorkerConfig:
         decode_threads: Threads that read and decode, per process; default: cores divided among the local processes.
         microbatches_per_global_batch: `global_batch_size / micro_batch_size`; makes L fit every legal number of ranks.
         pin_memory: Copy batches to pinned memory; default: where CUDA is available.
-        held_bytes: Bytes that the contents of samples waiting to be packed may take, per process. What is beyond is
-            dropped and encoded again when it is needed; the stream stays the same.
+        held_bytes: Bytes that the contents of samples waiting to be packed or grouped may take, per process. What is
+            beyond is dropped and encoded again when it is needed; the stream stays the same.
         max_worker_restarts: How often dead workers are started again in one run before `WorkerDiedError`.
     """
 

@@ -96,6 +96,51 @@ def test_contents_keep_to_the_budget(data: Path, budget: int, monkeypatch: pytes
     assert row["encoded_again"] > row["samples"] / 4
 
 
+class Grouped(Bulky):
+    """Rows wait for others with as many numbers, packs or samples."""
+
+    def batch_group_criterion(self, row: Any) -> tuple[Any, int | None]:
+        return len(row.noise), 5
+
+
+@pytest.mark.parametrize("budget", [0, 12 * BULK, 40 * BULK])
+@pytest.mark.parametrize("packing", [None, 20])
+def test_groups_keep_to_the_budget_too(
+    data: Path, packing: int | None, budget: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def of(held_bytes: int, ranks: int = 1, state: Any = None) -> list[SavableDataLoader]:
+        spec = train_dataset(data, task_encoder=Grouped(), packing_buffer_size=packing, batch_size=None)
+        return loaders_of(spec, ranks, 0, state=state, num_lanes=LANES, held_bytes=held_bytes)
+
+    expected = deliver(of(1 << 30), 40, [17])
+    most: list[int] = []
+    keep = Budget.keep
+
+    def kept(self: Budget, served: Any) -> None:
+        keep(self, served)
+        most.append(self.held)
+
+    monkeypatch.setattr(Budget, "keep", kept)
+    found = deliver(of(budget), 40, [17])
+    assert found.digests == expected.digests
+    assert found.states == expected.states
+    assert budget // 2 <= max(most) <= budget
+    monkeypatch.undo()
+    resumed = deliver(of(budget, 2, found.states[17]), 10)
+    assert resumed.digests == deliver(of(1 << 30, 2, expected.states[17]), 10).digests
+
+
+def test_contents_of_groups_are_encoded_again(data: Path) -> None:
+    spec = train_dataset(data, task_encoder=Grouped(), batch_size=None)
+    again = []
+    for held_bytes in (0, 1 << 30):
+        (loader,) = loaders_of(spec, 1, 0, num_lanes=LANES, held_bytes=held_bytes)
+        delivered = sum(len(batch.__key__) for batch in islice(loader, 30))
+        (row,) = loader.counters()
+        again.append(row["encoded_again"])
+    assert again == [delivered * 4 // 5, 0], "all rows of a batch but the last one had to wait"
+
+
 def test_nothing_is_encoded_again_where_there_is_room(data: Path, caplog: pytest.LogCaptureFixture) -> None:
     (loader,) = opened(data, 1 << 30)
     sum(1 for _ in islice(loader, 60))

@@ -3,6 +3,9 @@
 In the state of a lane there are the rows that wait, in the order in which they came. Their groups are found by asking
 the encoder again, when the first row is drawn after a restore. A pass that ends is grouped before it begins
 (`loader/listing.py`); what waits at its end becomes smaller batches.
+
+The contents of waiting rows share the process's budget of bytes (`stream/budget.py`): what is let go, the newest rows
+first, is made again when its group is full.
 """
 
 from __future__ import annotations
@@ -102,6 +105,9 @@ class Grouping:
         pipeline: Runs the hook.
         batch_size: Rows of a batch, where the criterion does not say.
         waiting: Rows of a state, in order; their contents are made before they are grouped.
+
+    Attributes:
+        held: Bytes of the contents that wait here.
     """
 
     def __init__(self, pipeline: Pipeline, batch_size: int | None, waiting: list[Row]) -> None:
@@ -109,6 +115,8 @@ class Grouping:
         self._waiting = waiting
         self._groups: Groups[Row] = Groups(batch_size)
         self._refused = 0  # rows in a row
+        self.held = 0
+        pipeline.budget.join(self)
 
     def waiting(self) -> Held:
         """Return what waits here, as references."""
@@ -123,8 +131,28 @@ class Grouping:
                 assert not full, "a group that waits is not full"
         while True:
             full = self._add(next_row(), counts)
-            if full:
-                return full
+            rows = self._with_contents(full, remake)
+            if full and len(rows) == len(full):
+                return rows
+            for row in rows:  # the others no longer encode, and are counted
+                self._add(row, counts)
+
+    def let_go(self, size: int) -> None:
+        """Let go of contents of at least so many bytes, the newest rows first."""
+        least = self.held - size
+        for row in reversed(self._groups.waiting):
+            if self.held <= least:
+                return
+            if row.content is not None:
+                row.content = None
+                self._pipeline.budget.hold(self, -row.size)
+
+    def _with_contents(self, rows: list[Row], remake: Callable[[list[Row]], list[Row]]) -> list[Row]:
+        """Return the rows of a group that is no longer held, without those that cannot be made again."""
+        made: list[Row] = []
+        for row in rows:
+            made += [row] if row.content is not None else remake([row])
+        return made
 
     def _add(self, row: Row, counts: Counts) -> list[Row]:
         """Put a row into its group; return the rows of the group if that makes it full."""
@@ -134,7 +162,13 @@ class Grouping:
             self._give_up_if_barren()
             return []
         self._refused = 0
-        return self._groups.add(row, *found)
+        budget = self._pipeline.budget
+        budget.hold(self, row.size)
+        full = self._groups.add(row, *found)
+        budget.hold(self, -sum(member.size for member in full if member.content is not None))
+        if not full:
+            budget.keep(self)
+        return full
 
     def _give_up_if_barren(self) -> None:
         if self._refused > _BARREN and self._refused > 10 * self._pipeline.num_samples:
