@@ -65,8 +65,8 @@ class Budget:
         if not self._said:
             self._said = True
             logger.warning(
-                "samples that wait to be packed or grouped take more than held_bytes=%d in this process (%d lanes): what "
-                "is beyond is encoded again when it is needed (`encoded_again` in loader.counters()). Raise "
+                "samples that wait to be packed or grouped take more than held_bytes=%d in this process (%d lanes): "
+                "what is beyond is encoded again when it is needed (`encoded_again` in loader.counters()). Raise "
                 "WorkerConfig(held_bytes=…), lower packing_buffer_size, or add what is large in postencode_sample",
                 self._most,
                 max(self._lanes, len(self._holders)),
