@@ -26,8 +26,10 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _M1 = 0xBF58476D1CE4E5B9
 _M2 = 0x94D049BB133111EB
 _ROUNDS = 6
+_FEW = 8  # numbers that are walked one by one sooner than as an array
 
 IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
 UIntArray = npt.NDArray[np.uint64]
 
 
@@ -127,7 +129,7 @@ class Permutation:
         """Return the numbers at many places, shape as given."""
         out = places.astype(np.uint64)
         walking = np.arange(out.size)
-        while walking.size:
+        while walking.size > _FEW:
             x = out[walking]
             left, right = x >> np.uint64(self._half), x & np.uint64(self._mask)
             for key in self._keys:
@@ -135,4 +137,6 @@ class Permutation:
             x = (left << np.uint64(self._half)) | right
             out[walking] = x
             walking = walking[x >= np.uint64(self.n)]
+        for place in walking.tolist():
+            out[place] = self.at(int(out[place]))
         return out.astype(np.int64)

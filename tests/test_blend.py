@@ -76,7 +76,7 @@ def random_weights(seed: int) -> np.ndarray:
 
 
 def test_golden_draws() -> None:
-    """Of order version 2. Another number here is another order: raise ORDER_VERSION."""
+    """Since order version 2. Another number here is another order: raise ORDER_VERSION."""
     assert {lanes: lane_step(lanes) for lanes in GOLDEN_STEPS} == GOLDEN_STEPS
     blend = WeightedBlend(weights=Constant(5, 2, 1), num_lanes=LANES, key=7)
     assert [blend.leaves(lane, 10, 12).tolist() for lane in (0, 23)] == GOLDEN_WEIGHTED

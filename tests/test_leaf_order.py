@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 from strategies import keys, lane_counts, leaf_orders, shard_layouts
 
 from energon_bridge.plan.leaf import ORDER_VERSION, LeafOrder
-from energon_bridge.rng import Permutation, below, fold, shuffled
+from energon_bridge.rng import Permutation, below, draws, fold, shuffled
 
 EPOCHS = 3
 
@@ -44,7 +44,7 @@ def by_the_book(order: LeafOrder, lane: int, epoch: int) -> list[int]:
     if order.slice_length is None:
         edges = np.cumsum([0, *order.shard_counts]).tolist()
         slices = [list(range(a, b)) for a, b in itertools.pairwise(edges) if a < b]
-        places = shuffled(fold(order.key, 1, epoch), len(slices)).tolist()
+        places = shards_by_the_book(len(slices), fold(order.key, 1, epoch))
         length = n / len(slices)
     else:
         length = order.slice_length
@@ -73,6 +73,19 @@ def by_the_book(order: LeafOrder, lane: int, epoch: int) -> list[int]:
                 taken += piece[(t * len(piece) + phase) // rounds : ((t + 1) * len(piece) + phase) // rounds]
             drawn += [taken[i] for i in shuffled(fold(key, 3, t), len(taken)).tolist()]
     return drawn
+
+
+def shards_by_the_book(shards: int, key: int) -> list[int]:
+    """Return the order of whole shards in an epoch, by hand where they are dealt into groups."""
+    if shards < 512:
+        return shuffled(key, shards).tolist()
+    groups: list[list[int]] = [[] for _ in range(2 ** (shards.bit_length() - 9))]
+    row_keys = draws(key, -(-shards // len(groups))).tolist()
+    for shard in range(shards):
+        row, number = divmod(shard, len(groups))
+        step, turn = row_keys[row] >> 48 | 1, row_keys[row] % 2**16
+        groups[(number * step + turn) % len(groups)].append(shard)
+    return [group[i] for number, group in enumerate(groups) for i in shuffled(fold(key, number), len(group)).tolist()]
 
 
 @given(leaf_orders())
@@ -104,6 +117,39 @@ def test_the_order_is_the_one_of_the_rules(order: LeafOrder) -> None:
     for lane in range(min(order.num_lanes, 4)):
         expected = [by_the_book(order, lane, epoch) for epoch in range(EPOCHS)]
         assert epochs_of(order, lane) == expected
+
+
+@pytest.mark.parametrize("shards", [511, 512, 1023, 1024, 2500])
+@pytest.mark.parametrize(("num_lanes", "buffer"), [(1, 0), (3, 7), (24, 2000)])
+def test_many_whole_shards_are_dealt_by_the_rules(shards: int, num_lanes: int, buffer: int) -> None:
+    counts = [(number * 7) % 5 for number in range(shards * 5 // 4)]  # some of which are empty
+    order = order_of(counts, num_lanes=num_lanes, key=shards, slice_length=None, shuffle_buffer_size=buffer)
+    lanes = [epochs_of(order, lane, 2) for lane in range(num_lanes)]
+    for epoch in range(2):
+        assert [lane[epoch] for lane in lanes] == [by_the_book(order, lane, epoch) for lane in range(num_lanes)]
+        assert sorted(itertools.chain(*(lane[epoch] for lane in lanes))) == list(range(sum(counts)))
+    far = lanes[-1][1][-1]
+    assert replace(order).round_at(num_lanes - 1, len(lanes[-1][0]) + len(lanes[-1][1]) - 1).indices.tolist()[-1] == far
+
+
+def test_epochs_keep_no_shards_together() -> None:
+    """Shards near each other in one epoch are near each other in the next as often as chance has it."""
+    shards, near = 6000, 20
+    order = order_of([1] * shards, num_lanes=1, slice_length=None, shuffle_buffer_size=0, parallel_shard_iters=1)
+    epochs = np.array(epochs_of(order, 0, 4))
+    places = np.argsort(epochs, axis=1)
+    together = 0
+    for epoch, later in itertools.permutations(range(4), 2):
+        follow = places[later][epochs[epoch]]
+        together += sum(int((np.abs(follow[d:] - follow[:-d]) <= near).sum()) for d in range(1, near + 1))
+    expected = 12 * near * 2 * near
+    assert abs(together / expected - 1) < 0.05
+    # Any shard may come first, and the dataset's own neighbours are no neighbours.
+    assert len(set(epochs[:, 0].tolist())) == 4
+    assert int((np.abs(np.diff(places, axis=1)) == 1).sum()) <= 4
+    # Every part of the dataset is spread over the epoch: of 600 shards in a row every tenth of an epoch has about 60.
+    spread = [np.histogram2d(place, np.arange(shards), bins=10)[0] for place in places]
+    assert all(each.min() > 40 and each.max() < 80 for each in spread)
 
 
 @given(leaf_orders(), st.integers(0, 10**6), st.data())
@@ -218,7 +264,7 @@ def test_the_order_of_a_leaf_since_version_1(
     kwargs: dict[str, Any], counts: list[int], lane: int, expected: list[int]
 ) -> None:
     """A change here breaks every saved state: raise ORDER_VERSION, and keep these values for the old one."""
-    assert ORDER_VERSION == 2
+    assert ORDER_VERSION == 3
     order = order_of(counts, **kwargs)
     drawn: list[int] = []
     while len(drawn) < len(expected):

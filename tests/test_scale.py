@@ -8,7 +8,6 @@ import os
 import random
 import subprocess
 import sys
-import time
 import tracemalloc
 from pathlib import Path
 
@@ -18,7 +17,9 @@ import pytest
 from energon_bridge import WorkerConfig, get_savable_loader, get_train_dataset, get_val_dataset
 from energon_bridge.format.dataset import PreparedDataset
 from energon_bridge.loader.leaves import OpenLeaf
+from energon_bridge.plan import leaf
 from energon_bridge.plan.leaf import LeafOrder
+from energon_bridge.rng import shuffled
 from energon_bridge.samples import TextSample
 from energon_bridge.storage import open_store
 from energon_bridge.stream.reader import LeafReader, RoundBuffer
@@ -95,13 +96,12 @@ SHARDS, PER_SHARD = 100_000, 10_000
 LANES = 64
 
 
-def order(shards: int) -> LeafOrder:
-    leaf = OpenLeaf(dataset=dataset(shards), start=0, stop=shards * PER_SHARD)
+def order(shards: int, slice_length: int | None = 100) -> LeafOrder:
     return LeafOrder(
-        shard_counts=leaf.shard_counts,
+        shard_counts=OpenLeaf(dataset=dataset(shards), start=0, stop=shards * PER_SHARD).shard_counts,
         num_lanes=LANES,
         key=7,
-        slice_length=100,
+        slice_length=slice_length,
         shuffle_buffer_size=1000,
         parallel_shard_iters=16,
     )
@@ -109,12 +109,14 @@ def order(shards: int) -> LeafOrder:
 
 def dataset(shards: int) -> PreparedDataset:
     """Return a dataset of which there is no byte; nothing of it is read here."""
+    counts = PER_SHARD + np.arange(shards, dtype=np.int64) * 7919 % 4001 - 2000
+    counts[-1] += shards * PER_SHARD - counts.sum()
     return PreparedDataset(
         path="/nowhere",
         store=open_store("/nowhere"),
         split_part="train",
         shard_names=tuple(f"shard_{number:06d}.tar" for number in range(shards)),
-        shard_counts=np.full(shards, PER_SHARD, dtype=np.int64),
+        shard_counts=counts,
         shard_sizes=np.full(shards, 10 << 20, dtype=np.int64),
         excluded=frozenset(),
         sample_type=TextSample,
@@ -134,34 +136,39 @@ def positions(shards: int, count: int) -> list[tuple[int, int]]:
     return [(chooser.randrange(LANES), chooser.randrange(last)) for _ in range(count)]
 
 
-def seek_all(reader: LeafReader, of: LeafOrder, places: list[tuple[int, int]]) -> list[float]:
-    """Return the seconds of each seek, from the number of a draw to its sample, shard and place in the shard."""
-    seconds = []
-    for lane, draw in places:
-        start = time.perf_counter()
-        buffer = RoundBuffer(reader, of.round_at(lane, draw))
-        index = int(buffer.indices[draw - buffer.first])
-        reader.place_of(index)
-        seconds.append(time.perf_counter() - start)
-        assert buffer.first <= draw < buffer.first + len(buffer)
-        assert 0 <= index < of.num_samples
-    return seconds
+def seek(reader: LeafReader, of: LeafOrder, lane: int, draw: int) -> None:
+    """Go from the number of a draw to its sample, shard and place in the shard."""
+    buffer = RoundBuffer(reader, of.round_at(lane, draw))
+    index = int(buffer.indices[draw - buffer.first])
+    _, place = reader.place_of(index)
+    assert buffer.first <= draw < buffer.first + len(buffer)
+    assert 0 <= index < of.num_samples
+    assert 0 <= place < 12_001
 
 
-def test_a_billion_samples_take_little_memory_and_any_position_is_near():
+@pytest.mark.parametrize("slice_length", [100, None])
+def test_a_billion_samples_take_little_memory_and_any_position_is_near(
+    slice_length: int | None, monkeypatch: pytest.MonkeyPatch
+):
+    """Most of the positions are in an epoch that nobody has asked for before."""
+    numbers: list[int] = []  # of the slices and samples that are put in order
+    monkeypatch.setattr(leaf, "shuffled", lambda key, n: numbers.append(n) or shuffled(key, n))
+    large = order(SHARDS, slice_length)
+    reader = LeafReader(dataset(SHARDS), tolerant=False)
     tracemalloc.start()
     try:
-        large = LeafReader(dataset(SHARDS), tolerant=False), order(SHARDS)
-        seek_all(*large, positions(SHARDS, 200))
-        held, peak = tracemalloc.get_traced_memory()
+        seek(reader, large, 0, 0)  # finds out where the shards begin
+        for lane, draw in positions(SHARDS, 200):
+            numbers.clear()
+            before, _ = tracemalloc.get_traced_memory()
+            tracemalloc.reset_peak()
+            seek(reader, large, lane, draw)
+            held, peak = tracemalloc.get_traced_memory()
+            assert sum(numbers) < 4000
+            assert peak - before < 2 << 20  # an array of one number for each shard takes 0.8 MB
     finally:
         tracemalloc.stop()
-    assert held < peak < 100 << 20
-    small = LeafReader(dataset(10), tolerant=False), order(10)
-    of_small, of_large = (
-        sorted(seek_all(*leaf, positions(shards, 400)))[200] for leaf, shards in ((small, 10), (large, SHARDS))
-    )
-    assert of_large < 20 * of_small  # ten thousand times the samples; both are some dozens of microseconds
+    assert held < 20 << 20
 
 
 def test_every_sample_of_a_billion_is_somewhere_once():

@@ -26,11 +26,8 @@ from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
-from energon_bridge.rng import MASK64, IntArray, fold
-
-FloatArray = npt.NDArray[np.float64]
+from energon_bridge.rng import MASK64, FloatArray, IntArray, fold
 
 _A = 0x9E3779B97F4A7C15
 _B = 0xBB67AE8584CAA73B
