@@ -36,7 +36,7 @@ ORDER_VERSION = 3
 """Raised with every change of a rule in this package that changes which sample comes when.
 
 2: the lanes of a weighted mix stand apart by a step chosen for their number (`plan/lane_step.py`).
-3: many whole shards are shuffled in groups.
+3: many whole shards are shuffled in groups; weights that move keep the global order even too (`plan/scheduled.py`).
 """
 
 _SLICES, _WINDOW, _ROUND = 1, 2, 3

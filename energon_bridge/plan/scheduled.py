@@ -1,24 +1,32 @@
 """The order of a mix whose weights move from draw to draw (linear and cosine schedules).
 
-Constant weights are followed by `WeightedBlend` without memory. Weights that move would bring that rule out of step:
-where their slope meets the spacing of its points, whole stretches of draws go to one side. So the line of global draws
-is cut into blocks, and what a block has of each leaf is settled first. With K_i(g) the sum of leaf i's shares before
-global draw g, lane l has `ceil(K_i(g)/L - phase(i, l))` draws of leaf i before a block that begins at g: within one of
-what the shares ask for, however long the run. Inside a block of n draws the order is like that of `WeightedBlend`:
-the draws are ranked by its `u`, with `B = floor(2^64 (sqrt3 - 1))` for any number of lanes, and the leaves, in order of
-identity, take as many ranks each as they have draws.
+Constant weights are followed by `WeightedBlend` without memory. Weights that move bring that rule out of step: where
+their slope meets the spacing of its points, a lane gets whole stretches of draws of one leaf too many. So a lane's
+draws are cut into blocks of about 128, and what it has of each leaf before a block is *settled*. With K the sum of the
+leaf's shares over the lane's first 128 b draws, K_1 that of its first 128, and n the draws that it gets of those, it
+has `n + ceil(K - K_1 - phase)` before block b: never further than three from K, however long the run. (These add up to
+a few more or fewer than 128 b; their sum is where the block begins. The phase is a key of leaf and lane, moved a
+quarter of `n - K_1` against that.)
 
-Shares are taken exactly at *knots* and in straight lines between them, so that K_i is a closed form, and a bisection
-over the blocks finds a draw. A block is the shorter the faster the shares move: at most 256 draws of a lane, and so few
-that no share moves by more than the block has draws per draw. Only the four basic operations on float64 decide counts;
-IEEE 754 prescribes their bits.
+Inside a block every draw first takes the leaf that `WeightedBlend` would give it, with the shares of that very draw:
+that keeps the global order even. Then leaves with too many draws hand single ones over to leaves with too few, until
+the counts are the settled ones; in a mix of five leaves that is one draw or two in a block. Which draw: where the share
+of a leaf with too few, divided by a keyed number, is largest. So draws are given away where they could as well have
+been taken, and over all lanes the two even out. Where no leaf with too few has a share at any draw of a leaf with too
+many, a third leaf stands between them. Nothing is handed over in the first block unless n would be more than 1.5 off,
+so that many lanes follow a short schedule evenly too.
+
+Shares are taken exactly at *knots* and in straight lines between them, so that K is a closed form, and a bisection over
+the blocks finds a draw. Only the four basic operations on float64 decide; IEEE 754 prescribes their bits.
+
+Measured with schedules of five leaves in 1 to 480 lanes: after any draw a lane is within 5 of the sum of its shares,
+and any 240 consecutive draws of the global order are within 9 of theirs with up to 48 lanes, within 13 with more.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -27,13 +35,17 @@ from typing import Protocol
 
 import numpy as np
 
-from energon_bridge.rng import MASK64, FloatArray, IntArray, fold
+from energon_bridge.plan.lane_step import DRAW_STEP, lane_step
+from energon_bridge.rng import MASK64, FloatArray, IntArray, UIntArray, draws, fold
 
-_A = 0x9E3779B97F4A7C15
-_B = 0xBB67AE8584CAA73B
-_PHASE, _ORDER = 7, 8
-_MAX_BLOCK = 256
+_LANE_PHASE = 0x6A09E667F3BCC908  # sqrt2 - 1: what is settled must not go with the order of the lanes
+_PHASE, _ORDER, _HAND_OVER = 7, 8, 9
+_BLOCK, _NEAR, _PULL = 128, 1.5, 0.25
 _MAX_KNOTS, _MAX_KNOT_VALUES = 1024, 1 << 18
+
+
+Moment = tuple[IntArray, FloatArray]
+"""Where draws are on the line of shares: the last knot before each and how far it is from there."""
 
 
 class MovingWeights(Protocol):
@@ -106,9 +118,9 @@ class ScheduledBlend:
 
     def _block_before(self, lane: int, number: int) -> int:
         """Return the last block before which a lane has at most `number` draws."""
-        low, high = 0, 1
-        while int(self._counts(lane, high).sum()) <= number:
-            low, high = high, 2 * high
+        leaves = self._counts(lane, 0).size
+        # A settled count is less than three off its sum of shares.
+        low, high = max(0, (number - 3 * leaves) // _BLOCK), (number + 3 * leaves) // _BLOCK + 1
         while high - low > 1:
             middle = (low + high) // 2
             if int(self._counts(lane, middle).sum()) <= number:
@@ -119,32 +131,59 @@ class ScheduledBlend:
 
     def _counts(self, lane: int, block: int) -> IntArray:
         """Return a lane's draws of each leaf before a block, shape (leaves,)."""
-        sums = self._line.sums(self._line.start_of(block)) / self.num_lanes
-        leaves = np.arange(sums.size, dtype=np.uint64)
-        keys = np.uint64((fold(self.key, _PHASE) + lane * _B) & MASK64) + leaves * np.uint64(_A)
+        sums, counts = self._first_block(lane)
+        if block == 0:
+            return np.zeros_like(counts)
+        leaves = np.arange(counts.size, dtype=np.uint64)
+        keys = np.uint64((fold(self.key, _PHASE) + lane * _LANE_PHASE) & MASK64) + leaves * np.uint64(DRAW_STEP)
         phases = ((keys >> np.uint64(32)).astype(np.float64) + 0.5) / 2.0**32
-        return np.ceil(sums - phases).clip(0).astype(np.int64)
+        phases = np.clip(phases + _PULL * (counts - sums), 2.0**-32, 1.0 - 2.0**-32)
+        return counts + np.ceil(self._sums(lane, block) - sums - phases).clip(0).astype(np.int64)
+
+    def _first_block(self, lane: int) -> tuple[FloatArray, IntArray]:
+        """Return a lane's sum of shares, and its draws, of each leaf in its first block, shape (leaves,) each."""
+        found = self._first_blocks.get(lane)
+        if found is None:
+            sums = self._sums(lane, 1)
+            counts = np.bincount(self._unsettled(lane, 0, _BLOCK)[0], minlength=sums.size)
+            counts = np.clip(counts, np.ceil(sums - _NEAR), np.floor(sums + _NEAR)).astype(np.int64)
+            found = self._first_blocks[lane] = sums, counts
+        return found
+
+    @cached_property
+    def _first_blocks(self) -> dict[int, tuple[FloatArray, IntArray]]:
+        return {}
+
+    def _sums(self, lane: int, block: int) -> FloatArray:
+        return self._line.sums((lane - self.start) % self.num_lanes, self.num_lanes, block * _BLOCK)
 
     def _ordered(self, lane: int, block: int, first: int) -> IntArray:
         """Return the leaves of the draws of a block, which begins at draw `first`."""
-        sizes = np.maximum(self._counts(lane, block + 1) - self._counts(lane, block), 0)
-        in_order = np.repeat(np.arange(sizes.size), sizes)
-        u = np.uint64((fold(self.key, _ORDER) + lane * _B + first * _A) & MASK64) + np.arange(
-            in_order.size, dtype=np.uint64
-        ) * np.uint64(_A)
-        out = np.empty_like(in_order)
-        out[np.argsort(u, kind="stable")] = in_order
-        return out
+        before = self._counts(lane, block)
+        sizes = np.maximum(self._counts(lane, block + 1) - before, 0)
+        leaves, moment = self._unsettled(lane, first, int(sizes.sum()))
+        luck = (draws(fold(self.key, _HAND_OVER, lane, block), leaves.size) >> np.uint64(12)).astype(np.float64) + 0.5
+        extra = np.bincount(leaves, minlength=sizes.size) - sizes
+        _hand_over(leaves, extra, lambda short: self._line.shares(moment, short), luck)
+        return leaves
+
+    def _unsettled(self, lane: int, first: int, count: int) -> tuple[IntArray, Moment]:
+        """Return the leaves that some draws fall to by their shares alone, and where the draws are."""
+        place = (lane - self.start) % self.num_lanes
+        origin = (fold(self.key, _ORDER) + place * lane_step(self.num_lanes) + first * DRAW_STEP) & MASK64
+        u: UIntArray = np.uint64(origin) + np.arange(count, dtype=np.uint64) * np.uint64(DRAW_STEP)
+        moment = self._line.moment((first + np.arange(count, dtype=np.int64)) * self.num_lanes + place)
+        return self._line.leaves(moment, (u >> np.uint64(11)).astype(np.float64) / 2.0**53), moment
 
     @cached_property
     def _line(self) -> _ShareLine:
-        return _ShareLine(self.weights, self.start, self.num_lanes)
+        return _ShareLine(self.weights, self.start)
 
 
 class _ShareLine:
-    """Shares of leaves in straight lines between knots, their sums, and the blocks; draws count from `start`."""
+    """Shares of leaves in straight lines between knots, and their sums; draws count from `start`."""
 
-    def __init__(self, weights: MovingWeights, start: int, num_lanes: int) -> None:
+    def __init__(self, weights: MovingWeights, start: int) -> None:
         points = [0, *(point - start for point in weights.points() if point > start)]
         stretches = [_knots(weights, start, low, high) for low, high in pairwise(points)]
         knots = [knot for stretch in stretches for knot in stretch] + [points[-1]]
@@ -156,29 +195,89 @@ class _ShareLine:
         ends = np.where(moving[:, None], self._shares[1:], self._shares[:-1])
         self._slopes = np.zeros_like(self._shares)
         self._slopes[:-1] = (ends - self._shares[:-1]) / lengths
-        areas = lengths * (self._shares[:-1] + ends) * 0.5
-        self._sums = np.concatenate((np.zeros((1, self._shares.shape[1])), np.cumsum(areas, axis=0)))
-        steepest = np.abs(self._slopes).max(axis=1) * num_lanes
-        self._stretches, self._widths, self._blocks = points, [], [0]
-        place = 0
-        for knots_inside, (low, high) in zip(stretches, pairwise(points), strict=True):
-            steep = float(steepest[place : place + len(knots_inside)].max())
-            place += len(knots_inside)
-            draws = _MAX_BLOCK if steep == 0 else max(1, min(_MAX_BLOCK, math.isqrt(int(1 / steep))))
-            self._widths.append(draws * num_lanes)
-            self._blocks.append(self._blocks[-1] + -(-(high - low) // self._widths[-1]))
-        self._widths.append(_MAX_BLOCK * num_lanes)
+        self._passed: dict[
+            int, tuple[int, FloatArray]
+        ] = {}  # for each first draw, the whole pieces passed and their sum
+        self._bounds, self._bound_slopes = np.cumsum(self._shares, axis=1), np.cumsum(self._slopes, axis=1)
 
-    def start_of(self, block: int) -> int:
-        """Return the global draw at which a block begins."""
-        stretch = bisect_right(self._blocks, block) - 1
-        return self._stretches[stretch] + (block - self._blocks[stretch]) * self._widths[stretch]
+    def sums(self, first: int, step: int, count: int) -> FloatArray:
+        """Return the sum of each leaf's shares at `count` draws, `step` apart from `first` on, shape (leaves,)."""
+        last = max(0, int(np.searchsorted(self._knots, first + (count - 1) * step, side="right")) - 1)
+        passed, total = self._passed.get(first, (0, np.zeros(self._shares.shape[1])))
+        if passed > last:
+            passed, total = 0, np.zeros_like(total)
+        pieces = slice(passed, last + 1)
+        before = np.clip(-((first - self._knots[pieces]) // step), 0, count)
+        inside = np.diff(before, append=count).astype(np.float64)[:, None]
+        ahead = (before * step + first - self._knots[pieces]).astype(np.float64)[:, None]
+        parts = inside * (self._shares[pieces] + (ahead + (inside - 1.0) * (0.5 * step)) * self._slopes[pieces])
+        # One after the other, from the first piece on, so that every way of asking rounds alike.
+        totals = np.cumsum(np.concatenate((total[None], parts)), axis=0)
+        self._passed[first] = last, totals[-2]
+        return totals[-1]
 
-    def sums(self, draw: int) -> FloatArray:
-        """Return the sum of each leaf's shares before a draw, shape (leaves,)."""
-        piece = int(np.searchsorted(self._knots, draw, side="right")) - 1
-        passed = float(draw - int(self._knots[piece]))
-        return self._sums[piece] + passed * (self._shares[piece] + (0.5 * passed) * self._slopes[piece])
+    def moment(self, draws: IntArray) -> Moment:
+        """Return for each draw the last knot before it and how far it is from there, shape (draws,) each."""
+        piece = np.searchsorted(self._knots, draws, side="right") - 1
+        return piece, (draws - self._knots[piece]).astype(np.float64)
+
+    def shares(self, moment: Moment, leaves: IntArray) -> FloatArray:
+        """Return the shares of some leaves, shape (draws, leaves)."""
+        piece, passed = moment[0][:, None], moment[1][:, None]
+        return self._shares[piece, leaves] + passed * self._slopes[piece, leaves]
+
+    def leaves(self, moment: Moment, u: FloatArray) -> IntArray:
+        """Return the leaf in whose interval of the shares each of `u` in [0, 1) falls, shape (draws,)."""
+        piece, passed = moment
+        total = self._bounds[piece, -1] + passed * self._bound_slopes[piece, -1]
+        u = np.minimum(u * total, np.nextafter(total, 0.0))
+        low = np.zeros(u.size, dtype=np.int64)
+        high = np.full(u.size, self._bounds.shape[1] - 1)
+        for _ in range((self._bounds.shape[1] - 1).bit_length()):
+            middle = (low + high) // 2
+            above = self._bounds[piece, middle] + passed * self._bound_slopes[piece, middle] > u
+            low, high = np.where(above, low, middle + 1), np.where(above, middle, high)
+        return np.minimum(low, high)
+
+
+def _hand_over(leaves: IntArray, extra: IntArray, shares: Callable[[IntArray], FloatArray], luck: FloatArray) -> None:
+    """Give draws of leaves with too many (`extra` > 0) to leaves with too few, in place, until none has either.
+
+    Args:
+        leaves: The leaf of each draw, shape (draws,).
+        extra: How many draws too many each leaf has, shape (leaves,); they add up to 0.
+        shares: Returns the shares of some leaves at each draw, shape (draws, some).
+        luck: A positive number for each draw: the smaller, the sooner it is given away. No draw is given away twice
+            while there is another.
+    """
+    rows = np.arange(leaves.size)
+    wanting = 0
+    while extra.any():
+        if not wanting:
+            short = np.flatnonzero(extra < 0)
+            wanting, pull = short.size, shares(short)
+            best = pull.argmax(axis=1)
+            score = pull[rows, best] / luck
+        has = extra[leaves]
+        choice = np.where(has > 0, score, 0.0)
+        if choice.max() <= 0:
+            choice = np.where(has == 0, score, 0.0)
+        row = int(choice.argmax())
+        column = int(best[row])
+        if choice[row] <= 0:  # no leaf with too few has a share in this block
+            row, column = int(has.argmax()), int(extra[short].argmin())
+        old, new = leaves[row], short[column]
+        leaves[row], luck[row], score[row] = new, np.inf, 0.0
+        extra[old] -= 1
+        extra[new] += 1
+        if extra[old] < 0:
+            wanting = 0
+        elif extra[new] == 0:
+            wanting -= 1
+            pull[:, column] = 0.0
+            stale = np.flatnonzero(best == column)
+            best[stale] = pull[stale].argmax(axis=1)
+            score[stale] = pull[stale, best[stale]] / luck[stale]
 
 
 def _knots(weights: MovingWeights, start: int, low: int, high: int) -> list[int]:
