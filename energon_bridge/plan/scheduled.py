@@ -131,23 +131,31 @@ class ScheduledBlend:
 
     def _counts(self, lane: int, block: int) -> IntArray:
         """Return a lane's draws of each leaf before a block, shape (leaves,)."""
-        sums, counts = self._first_block(lane)
-        if block == 0:
-            return np.zeros_like(counts)
-        leaves = np.arange(counts.size, dtype=np.uint64)
-        keys = np.uint64((fold(self.key, _PHASE) + lane * _LANE_PHASE) & MASK64) + leaves * np.uint64(DRAW_STEP)
-        phases = ((keys >> np.uint64(32)).astype(np.float64) + 0.5) / 2.0**32
-        phases = np.clip(phases + _PULL * (counts - sums), 2.0**-32, 1.0 - 2.0**-32)
-        return counts + np.ceil(self._sums(lane, block) - sums - phases).clip(0).astype(np.int64)
+        known, found = self._last_counts.get(lane, (-1, None))
+        if found is None or known != block:  # one block's end is the next one's beginning
+            offsets, counts = self._first_block(lane)
+            found = (
+                counts + np.ceil(self._sums(lane, block) - offsets).clip(0).astype(np.int64) if block else 0 * counts
+            )
+            self._last_counts[lane] = block, found
+        return found
+
+    @cached_property
+    def _last_counts(self) -> dict[int, tuple[int, IntArray]]:
+        return {}
 
     def _first_block(self, lane: int) -> tuple[FloatArray, IntArray]:
-        """Return a lane's sum of shares, and its draws, of each leaf in its first block, shape (leaves,) each."""
+        """Return a lane's sum of shares plus its phase, and its draws, of each leaf in its first block."""
         found = self._first_blocks.get(lane)
         if found is None:
             sums = self._sums(lane, 1)
             counts = np.bincount(self._unsettled(lane, 0, _BLOCK)[0], minlength=sums.size)
             counts = np.clip(counts, np.ceil(sums - _NEAR), np.floor(sums + _NEAR)).astype(np.int64)
-            found = self._first_blocks[lane] = sums, counts
+            leaves = np.arange(counts.size, dtype=np.uint64)
+            keys = np.uint64((fold(self.key, _PHASE) + lane * _LANE_PHASE) & MASK64) + leaves * np.uint64(DRAW_STEP)
+            phases = ((keys >> np.uint64(32)).astype(np.float64) + 0.5) / 2.0**32
+            phases = np.clip(phases + _PULL * (counts - sums), 2.0**-32, 1.0 - 2.0**-32)
+            found = self._first_blocks[lane] = sums + phases, counts
         return found
 
     @cached_property
