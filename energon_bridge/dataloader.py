@@ -18,11 +18,13 @@ training step has seen. Lightning fetches ahead of a loader without a length; th
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterable, Iterator, Sized
 from typing import Any, Literal
 
 from energon_bridge.errors import ConfigurationError, EmptyDatasetError, MaskedMicrobatchesError
+from energon_bridge.loader.document import FORMAT
 from energon_bridge.replica import BroadcastLoader, Replica, open_loader
 
 MaskedMicrobatches = Literal["refuse", "allow"]
@@ -152,7 +154,10 @@ class EnergonDataloader:
 
     def save_state(self) -> Any:
         """Return the state of this data-parallel rank (what Megatron-LM writes, one file per rank)."""
-        return self.loader.save_state_rank()
+        state = self.loader.save_state_rank()
+        # Ranks of a replica may write the same file at the same time, so equal states must become equal bytes. A pickle
+        # also depends on which of its strings are one object; what JSON reads depends on the values alone.
+        return json.loads(json.dumps(state)) if isinstance(state, dict) and state.get("format") == FORMAT else state
 
     def restore_state(self, state: Any) -> None:
         """Continue from a state of `save_state`; the next batch is the one that followed it.
