@@ -47,6 +47,18 @@ class WordTokenizer:
         return text + (f"{chat_template} " if add_generation_prompt else "")
 
 
+class SlowTokenizer:
+    """A fast tokenizer that does not say so: it is called text by text, and not asked where its tokens stand."""
+
+    is_fast = False
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+
 class PixelProcessor:
     """Images as they are, in [0, 1]."""
 

@@ -14,6 +14,7 @@ from multimodal import (
     PAD,
     GridProcessor,
     PixelProcessor,
+    SlowTokenizer,
     WordTokenizer,
     caption,
     encoder,
@@ -291,18 +292,6 @@ def test_a_question_keeps_its_own_placeholder() -> None:
     assert place_images("see?", 2, config) == "see?\n<image>\n<image>"
 
 
-class OneByOne:
-    """A fast tokenizer that does not say so."""
-
-    is_fast = False
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._tokenizer, name)
-
-
 @pytest.mark.parametrize("seq_length", [24, 256])
 def test_fast_tokenizers_are_called_once_for_all_texts_of_a_sample(
     seq_length: int, monkeypatch: pytest.MonkeyPatch
@@ -322,7 +311,7 @@ def test_fast_tokenizers_are_called_once_for_all_texts_of_a_sample(
     monkeypatch.setattr(type(tokenizer), "__call__", counted)
     fast, slow = (
         MultiModalTaskEncoder(one, PixelProcessor(), config, seq_length, image_tokens_per_image=3)
-        for one in (tokenizer, OneByOne(tokenizer))
+        for one in (tokenizer, SlowTokenizer(tokenizer))
     )
     ours = [fast.encode_sample(sample) for _ in range(5)]
     assert len(calls) == 5 + 1  # and what stands around each image, once

@@ -15,9 +15,6 @@ from typing import Any, Protocol
 from energon_bridge.mix import Mix, WeightSchedule, parse_weight
 from energon_bridge.rng import key_of
 
-_RULE = "blocks"
-"""Named in the fingerprint of weights that move; a state of a run that followed them by another rule is refused."""
-
 
 class LeafWeights(Protocol):
     """Weights over the global draws of a run: draw g is draw `g div L` of lane `g mod L`."""
@@ -85,8 +82,7 @@ class MixWeights:
         points = [0, *self.points()]
         between = [low + (high - low) * quarter // 4 for low, high in pairwise(points) for quarter in (1, 2, 3)]
         weights = ((draw, *(float(weight) for weight in self.at(draw))) for draw in sorted({*points, *between}))
-        rule = (_RULE,) if self.moves else ()
-        return f"{key_of(*rule, *(repr(row) for row in weights)):016x}"
+        return f"{key_of(*(repr(row) for row in weights)):016x}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -141,9 +141,8 @@ class LeafOrder:
             base = first_samples + inside[:-1] - edges[:-1]
             key = fold(self.key, _WINDOW, epoch, place, number)
             cached = _Window(int(inside[0]) - start, base, np.diff(inside), self.shuffle_buffer_size, key)
-            if (
-                cached.rounds > 1
-            ):  # nobody comes back to the window of a single round; a thousand small leaves have many
+            # Nobody comes back to the window of a single round, of which a thousand small leaves have many.
+            if cached.rounds > 1:
                 if len(self._windows) > 2 * self.num_lanes:
                     self._windows.clear()
                 self._windows[epoch, place, number] = cached

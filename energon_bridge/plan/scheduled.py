@@ -203,9 +203,8 @@ class _ShareLine:
         ends = np.where(moving[:, None], self._shares[1:], self._shares[:-1])
         self._slopes = np.zeros_like(self._shares)
         self._slopes[:-1] = (ends - self._shares[:-1]) / lengths
-        self._passed: dict[
-            int, tuple[int, FloatArray]
-        ] = {}  # for each first draw, the whole pieces passed and their sum
+        # For each first draw the whole pieces passed, and their sum.
+        self._passed: dict[int, tuple[int, FloatArray]] = {}
         self._bounds, self._bound_slopes = np.cumsum(self._shares, axis=1), np.cumsum(self._slopes, axis=1)
 
     def sums(self, first: int, step: int, count: int) -> FloatArray:
