@@ -16,22 +16,23 @@ from __future__ import annotations
 import math
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
+from operator import attrgetter
 from typing import Protocol
 
 import numpy as np
 import torch
 
-SLOT: ContextVar[tuple[Slab, int] | None] = ContextVar("energon_bridge_slot", default=None)
-"""Where the next image of a sample goes, while a thread of the engine decodes it."""
 SLABS: ContextVar[SlabPool | None] = ContextVar("energon_bridge_slabs", default=None)
 """The pool whose rows may become batches, while the engine collates."""
 
+_REGISTER, _ODD = 32, 8
 _KEPT = 4
 """Unused slabs that are kept."""
 _PAUSE = 256
 _MISFITS = 8
+_TRAITS = tuple(map(attrgetter, ("shape", "dtype", "requires_grad")))
 # What the pool's list, the loop over it and the call itself hold.
 _UNUSED = 3
 
@@ -90,12 +91,10 @@ class SlabPool:
             self._bases = kept
             return found
 
-    def fitted(self, fits: bool) -> None:
-        """Note whether an image fitted its slab; where too many do not, no slab is given out for a while."""
-        if fits:
-            self._fits += 1
-            return
-        self._misfits += 1
+    def fitted(self, fits: int, misfits: int) -> None:
+        """Note how many images fitted their slabs; where too many do not, no slab is given out for a while."""
+        self._fits += fits
+        self._misfits += misfits
         if self._misfits > max(_MISFITS, self._fits // 8):
             self._fits = self._misfits = 0
             self._pause = _PAUSE
@@ -110,17 +109,15 @@ class SlabPool:
         shape, stride, dtype = first.shape, first.stride(), first.dtype
         order = memory_order(first)
         dense = first.permute(order)
-        if not dense.is_contiguous():
+        end = start + len(rows) * size
+        if not dense.is_contiguous() or list(map(torch.Tensor.data_ptr, rows)) != list(range(start, end, size)):
             return None
-        at = start
-        for row in rows:
-            if row.data_ptr() != at or row.shape != shape or row.stride() != stride or row.dtype != dtype:
-                return None
-            if row.requires_grad:
-                return None
-            at += size
+        # A column after the other: this is done for every image.
+        same = ({value} == set(map(get, rows)) for get, value in zip(_TRAITS, (shape, dtype, False), strict=True))
+        if not all(same) or {stride} != set(map(torch.Tensor.stride, rows)):
+            return None
         address, base = found
-        memory = torch.from_numpy(base[start - address : at - address]).view(dtype)
+        memory = torch.from_numpy(base[start - address : end - address]).view(dtype)
         return memory.view(len(rows), *dense.shape).permute(undo(order))
 
     def _memory_at(self, start: int, size: int) -> tuple[int, np.ndarray] | None:
@@ -133,34 +130,46 @@ class SlabPool:
 class Slab:
     """Memory for the images of the draws of one microbatch; the first image says how large the rows are."""
 
-    __slots__ = ("_lock", "_memory", "_pool", "_rows")
+    __slots__ = ("_arrays", "_lock", "_number", "_pool", "_tensors")
 
     def __init__(self, pool: SlabPool, rows: int) -> None:
         self._pool = pool
-        self._rows = rows
+        self._number = rows
         self._lock = threading.Lock()
-        self._memory: np.ndarray | None = None
+        self._arrays: list[np.ndarray] = []
+        self._tensors: list[torch.Tensor] = []
 
-    def row(self, number: int, shape: tuple[int, ...], dtype: type[np.uint8 | np.float32]) -> np.ndarray | None:
-        """Return the memory of a row; None if it has another shape."""
+    def rows(
+        self, shape: tuple[int, int, int], dtype: type[np.uint8 | np.float32]
+    ) -> tuple[list[np.ndarray], list[torch.Tensor]] | None:
+        """Return arrays (height, width, channels) and tensors (channels, height, width) over the memory of all rows.
+
+        None if the rows have another shape. A row is for one image, which whoever asks must see to.
+        """
         with self._lock:
-            if self._memory is None:
-                size = self._rows * math.prod(shape) * np.dtype(dtype).itemsize
-                self._memory = self._pool.memory(size).view(dtype).reshape(self._rows, *shape)
-        row: np.ndarray = self._memory[number]
-        fits = row.shape == shape and row.dtype == dtype
-        self._pool.fitted(fits)
-        return row if fits else None
+            if not self._arrays:
+                size = self._number * math.prod(shape) * np.dtype(dtype).itemsize
+                memory = self._pool.memory(size) if dtype is np.float32 else unaligned(self._pool.memory, size)
+                images = memory.view(dtype).reshape(self._number, *shape)
+                self._tensors = list(map(torch.from_numpy, images.transpose(0, 3, 1, 2)))
+                self._arrays = list(images)
+        first = self._arrays[0]
+        return (self._arrays, self._tensors) if first.shape == shape and first.dtype == dtype else None
+
+    def fitted(self, fits: int, misfits: int) -> None:
+        """Note how many images fitted; where too many do not, the pool gives out no slab for a while."""
+        self._pool.fitted(fits, misfits)
 
 
-def row_for(shape: tuple[int, ...], dtype: type[np.uint8 | np.float32]) -> np.ndarray | None:
-    """Return the memory that an image of this shape may be decoded into, or None where there is none for it."""
-    slot = SLOT.get()
-    if slot is None:
-        return None
-    SLOT.set(None)
-    slab, number = slot
-    return slab.row(number, shape, dtype)
+def unaligned(memory: Callable[[int], np.ndarray], size: int) -> np.ndarray:
+    """Return memory of that many bytes, shape (size,), at an address that suits libjpeg-turbo's output.
+
+    It writes pixels past the caches (with non-temporal stores) where their address is a multiple of the width of a
+    register. Whoever reads them next waits for them then, and decoding itself takes up to a tenth longer.
+    """
+    found = memory(size + _REGISTER)
+    first = (_ODD - found.ctypes.data) % _REGISTER
+    return found[first : first + size]
 
 
 def memory_order(tensor: torch.Tensor) -> list[int]:

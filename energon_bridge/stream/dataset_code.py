@@ -20,11 +20,11 @@ from energon_bridge.format.join import JoinedDataset
 from energon_bridge.format.tar import parse_sample
 from energon_bridge.rng import key_of
 from energon_bridge.samples import SourceInfo
-from energon_bridge.samples.slabs import SLOT, Slab
+from energon_bridge.samples.slabs import Slab
 from energon_bridge.stream.activity import Activities
 from energon_bridge.stream.reader import Unreadable
 from energon_bridge.stream.report import Place
-from energon_bridge.stream.values import EXCLUDED, NO_PARTS, Problem, RestoreKey, Values
+from energon_bridge.stream.values import EXCLUDED, NO_PARTS, Problem, RestoreKey, Rows, Values
 
 LOADER, FILTER, JOINER = 8, 9, 10
 """First words of the keys that seed these functions; those of the hooks are below (`user_code`)."""
@@ -61,21 +61,26 @@ class CodeValues(Values):
         indices: Sequence[int],
         shards: Sequence[int],
         restore_keys: Sequence[RestoreKey],
-        slots: Sequence[tuple[Slab, int]] = (),
+        into: Rows | None = None,
     ) -> list[Any]:
         """Return for the bytes of each sample what `Values.make` does, or an `Unmade`."""
         now = self._activities.mine()
         now.dataset, now.hook = self._dataset, "decode"
         out: list[Any] = []
         for one in zip(raws, indices, shards, restore_keys, strict=True):
-            if slots:
-                SLOT.set(slots[len(out)])
-            out.append(self._read(*one))
-        if slots:
-            SLOT.set(None)
+            row = None if into is None else (into[0], into[1][len(out)])
+            out.append(self._read(*one, row))
         return out
 
-    def _read(self, raw: Any, index: int, shard: int, restore_key: RestoreKey, begin: Begin | None = None) -> Any:
+    def _read(
+        self,
+        raw: Any,
+        index: int,
+        shard: int,
+        restore_key: RestoreKey,
+        row: tuple[Slab, int] | None = None,
+        begin: Begin | None = None,
+    ) -> Any:
         dataset, now = self._dataset, self._activities.mine()
         key, hook, parts = "", "read", NO_PARTS
         name = dataset.shard_names[shard]
@@ -87,7 +92,7 @@ class CodeValues(Values):
                 accepted: Mapping[str, bool] = self._accepted
                 if not accepted.keys() >= parts.keys():
                     if begin is None:
-                        return Unmade(partial(self._read, raw, index, shard, restore_key))
+                        return Unmade(partial(self._read, raw, index, shard, restore_key, None))
                     hook = "part_filter"
                     accepted = self._ask(parts, begin, index, key)
                 parts = {part: data for part, data in parts.items() if accepted[part]}
@@ -96,8 +101,11 @@ class CodeValues(Values):
                 now.index, now.key = index, key
             else:
                 begin(hook, dataset, index, key, ())
-            decode = self._decode or _as_bytes
-            values = {part: decode(part, data) for part, data in parts.items()}
+            image = None
+            if row is not None and self._decode_into is not None:
+                slab, number = row
+                image = self._decode_into(slab, [(number, parts)]).get(number)
+            values = self._values(parts, image)
             source = SourceInfo(dataset.path, index, name, tuple([f"{key}.{part}" for part in parts]))
             if dataset.sample_loader is None:
                 return self._sample(key, restore_key, source, values)

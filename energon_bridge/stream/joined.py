@@ -22,7 +22,7 @@ from energon_bridge.stream.activity import Activities
 from energon_bridge.stream.dataset_code import JOINER, Begin, Unmade, values_of
 from energon_bridge.stream.reader import LeafReader, RoundBuffer
 from energon_bridge.stream.report import Place
-from energon_bridge.stream.values import EXCLUDED, Columns, Problem, RestoreKey
+from energon_bridge.stream.values import EXCLUDED, Columns, Problem, RestoreKey, Rows
 
 RawRow = tuple[Any, ...]
 """The bytes (a memoryview) that each dataset of a join has for a row, None where it has no sample for it."""
@@ -81,11 +81,11 @@ class JoinValues:
         ]
 
     def load(
-        self, buffer: RoundBuffer, low: int, high: int, *, ahead: bool, slots: Sequence[tuple[Slab, int]] = ()
+        self, buffer: RoundBuffer, low: int, high: int, *, ahead: bool, into: Rows | None = None
     ) -> Columns:
         """Return for each draw [low, high) of a round its key, and an `Unmade` or the `Problem` in its place.
 
-        The `slots` are left empty: which of the images of a row would go there, only the joiner knows.
+        The rows are left empty: which of the images of a row would go there, only the joiner knows.
         """
         indices = buffer.indices[low:high]
         now = self._activities.mine()

@@ -8,10 +8,9 @@ from typing import Any
 from energon_bridge.errors import DecodeError
 from energon_bridge.format.jsonl import PART, parse_line
 from energon_bridge.samples import CrudeSample, SourceInfo
-from energon_bridge.samples.slabs import Slab
 from energon_bridge.stream.reader import Unreadable
 from energon_bridge.stream.report import Place
-from energon_bridge.stream.values import Problem, RestoreKey, Values
+from energon_bridge.stream.values import Problem, RestoreKey, Rows, Values
 
 
 class LineValues(Values):
@@ -23,7 +22,7 @@ class LineValues(Values):
         indices: Sequence[int],
         shards: Sequence[int],
         restore_keys: Sequence[RestoreKey],
-        slots: Sequence[tuple[Slab, int]] = (),
+        into: Rows | None = None,
     ) -> list[Any]:
         """Return for each line, with its index, the sample or the `Problem` in its place."""
         path, (shard_name,), subflavors = self._dataset.path, self._dataset.shard_names, self._dataset.subflavors

@@ -27,7 +27,7 @@ from energon_bridge.stream.report import MAX_MEMBERS, Place, place_in
 from energon_bridge.stream.settings import StreamSettings
 from energon_bridge.stream.state import COUNTERS, Counts
 from energon_bridge.stream.user_code import UserCode, running_hooks
-from energon_bridge.stream.values import Problem, RestoreKey
+from energon_bridge.stream.values import Problem, RestoreKey, Rows
 from energon_bridge.stream.watchdog import Watchdog, WatchdogSettings
 from energon_bridge.task_encoder.deferred import decode_deferred
 
@@ -46,6 +46,11 @@ class Segment:
     low: int
     high: int
     places: Sequence[int]
+
+
+def _rows(segment: Segment, into: tuple[Slab, int] | None) -> Rows | None:
+    """Return where the images of a segment go, given slab and row of the first draw of its load."""
+    return None if into is None else (into[0], [into[1] + place for place in segment.places])
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,21 +131,18 @@ class Pipeline:
 
         `into` is the slab for their images, and the row of the first.
         """
-        slots: Sequence[tuple[Slab, int]] = ()
         if len(segments) == 1:
             (one,) = segments
-            if into is not None:
-                slots = [(into[0], into[1] + place) for place in one.places]
             values = self.source(one.leaf).values
-            keys, samples, sizes = values.load(one.buffer, one.low, one.high, ahead=ahead, slots=slots)
+            rows = _rows(one, into)
+            keys, samples, sizes = values.load(one.buffer, one.low, one.high, ahead=ahead, into=rows)
             return Loaded(keys, samples, sizes, [one.leaf] * len(keys))
         total = sum(segment.high - segment.low for segment in segments)
         loaded = Loaded([("", 0, 0, 0)] * total, [None] * total, [0] * total, [0] * total)
         for segment in segments:
             values = self.source(segment.leaf).values
-            if into is not None:
-                slots = [(into[0], into[1] + place) for place in segment.places]
-            columns = values.load(segment.buffer, segment.low, segment.high, ahead=ahead, slots=slots)
+            rows = _rows(segment, into)
+            columns = values.load(segment.buffer, segment.low, segment.high, ahead=ahead, into=rows)
             for place, key, sample, size in zip(segment.places, *columns, strict=True):
                 loaded.keys[place], loaded.samples[place] = key, sample
                 loaded.sizes[place], loaded.leaves[place] = size, segment.leaf

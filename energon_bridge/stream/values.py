@@ -5,13 +5,13 @@ Code that comes with a dataset is for `dataset_code`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from energon_bridge.errors import FatalSampleError
 from energon_bridge.format.tar import parse_sample
 from energon_bridge.samples import CrudeSample, SourceInfo
-from energon_bridge.samples.slabs import SLOT, Slab
+from energon_bridge.samples.slabs import Slab
 from energon_bridge.stream.activity import Activities
 from energon_bridge.stream.reader import RoundBuffer, Unread, Unreadable
 from energon_bridge.stream.report import Place
@@ -19,11 +19,15 @@ from energon_bridge.stream.report import Place
 RestoreKey = tuple[str, int, int, int]
 """Identity of the leaf, index of the sample, epoch, and number of the output among those of its draw."""
 
+Rows = tuple[Slab, Sequence[int]]
+"""Where the images of consecutive draws may go: a slab, and the row of each draw."""
+
 Columns = tuple[list[RestoreKey], list[Any], list[int]]
 """Of consecutive draws the restore keys, the samples or `Problem`s, and the sizes in bytes."""
 
 
 NO_PARTS: dict[str, memoryview] = {}
+NO_IMAGES: dict[int, tuple[str, Any]] = {}
 
 
 class Problem:
@@ -56,16 +60,14 @@ class Values:
         self._identity = identity
         self._dataset = dataset
         self._decode = None if decoder is None else decoder.decode
+        self._decode_into = getattr(decoder, "decode_into", None)
         self._keeps: Any = getattr(decoder, "keeps_unread", None)
         self._parts = dataset.part_filter if isinstance(dataset.part_filter, frozenset) else None
 
     def load(
-        self, buffer: RoundBuffer, low: int, high: int, *, ahead: bool, slots: Sequence[tuple[Slab, int]] = ()
+        self, buffer: RoundBuffer, low: int, high: int, *, ahead: bool, into: Rows | None = None
     ) -> Columns:
-        """Return for each draw [low, high) of a round its key, and its sample or the `Problem` in its place.
-
-        `slots` say where the image of each draw goes, if they are not empty.
-        """
+        """Return for each draw [low, high) of a round its key, and its sample or the `Problem` in its place."""
         drawn = buffer.indices[low:high]
         indices, shards = drawn.tolist(), buffer.reader.shards_of(drawn).tolist()
         now = self._activities.mine()
@@ -74,7 +76,7 @@ class Values:
         epochs = buffer.epochs[low:high].tolist()
         identity = self._identity
         keys = [(identity, index, epoch, 0) for index, epoch in zip(indices, epochs, strict=True)]
-        samples = self.make(raws, indices, shards, keys, slots)
+        samples = self.make(raws, indices, shards, keys, into)
         now.rest()
         return keys, samples, list(map(len, raws))
 
@@ -84,41 +86,69 @@ class Values:
         indices: Sequence[int],
         shards: Sequence[int],
         restore_keys: Sequence[RestoreKey],
-        slots: Sequence[tuple[Slab, int]] = (),
+        into: Rows | None = None,
     ) -> list[Any]:
         """Return for the bytes of each sample, with its index and shard, the sample or the `Problem` in its place."""
         dataset = self._dataset
         path, names, excluded = dataset.path, dataset.shard_names, dataset.excluded
-        wanted, decode = self._parts, self._decode
-        out: list[Any] = []
         now = self._activities.mine()
-        now.dataset, now.hook = dataset, "decode"
-        for raw, index, shard, restore_key in zip(raws, indices, shards, restore_keys, strict=True):
-            key, hook, parts = "", "read", NO_PARTS
+        now.dataset, now.hook = dataset, "read"
+        parsed: list[tuple[str, dict[str, Any]] | Problem] = []
+        for raw, index, shard in zip(raws, indices, shards, strict=True):
             try:
-                key, parts = self._parse(raw, wanted)
-                now.index, now.key, hook = index, key, "decode"
-                if excluded and (names[shard], key) in excluded:
-                    out.append(EXCLUDED)
-                    continue
-                values: dict[str, Any]
-                if decode is None:
-                    values = {name: bytes(data) for name, data in parts.items()}
-                else:
-                    if slots:
-                        SLOT.set(slots[len(out)])
-                    values = {name: decode(name, data) for name, data in parts.items()}
+                found = self._parse(raw, self._parts)
+                parsed.append(EXCLUDED if excluded and (names[shard], found[0]) in excluded else found)
+            except FatalSampleError:
+                raise
+            except Exception as error:  # the policy of the stream decides what becomes of it
+                error = raw.error if type(raw) is Unreadable else error
+                parsed.append(Problem(error, "read", Place(path, names[shard], index, "", ())))
+        now.hook = "decode"
+        images = self._images(parsed, indices, into) if into is not None else NO_IMAGES
+        out: list[Any] = []
+        for one, index, shard, restore_key in zip(parsed, indices, shards, restore_keys, strict=True):
+            if type(one) is Problem:
+                out.append(one)
+                continue
+            key, parts = one
+            now.index, now.key, hook = index, key, "decode"
+            try:
+                values = self._values(parts, images.get(len(out)))
                 source = SourceInfo(path, index, names[shard], tuple([f"{key}.{name}" for name in parts]))
                 hook = "field_map"
                 out.append(self._sample(key, restore_key, source, values))
             except FatalSampleError:
                 raise
-            except Exception as error:  # the policy of the stream decides what becomes of it
-                error = raw.error if type(raw) is Unreadable else error
+            except Exception as error:
                 out.append(Problem(error, hook, Place(path, names[shard], index, key, tuple(parts))))
-        if slots:
-            SLOT.set(None)
         return out
+
+    def _images(self, parsed: Sequence[Any], indices: Sequence[int], into: Rows) -> dict[int, tuple[str, Any]]:
+        """Decode the first images of samples into rows of a slab; return those that are there, with their parts."""
+        if self._decode_into is None:
+            return NO_IMAGES
+        slab, rows = into
+        now = self._activities.mine()
+
+        def samples() -> Iterator[tuple[int, dict[str, Any]]]:
+            for one, index, row in zip(parsed, indices, rows, strict=True):
+                if type(one) is not Problem:
+                    now.key, parts = one
+                    now.index = index
+                    yield row, parts
+
+        images = self._decode_into(slab, samples())
+        return {place: images[row] for place, row in enumerate(rows) if row in images}
+
+    def _values(self, parts: dict[str, Any], image: tuple[str, Any] | None) -> dict[str, Any]:
+        """Return the decoded parts of a sample, of which an image may be there already."""
+        decode = self._decode
+        if decode is None:
+            return {name: bytes(data) for name, data in parts.items()}
+        if image is None:
+            return {name: decode(name, data) for name, data in parts.items()}
+        done, pixels = image
+        return {name: pixels if name == done else decode(name, data) for name, data in parts.items()}
 
     def name_of(self, raw: Any, index: int) -> tuple[str, tuple[str, ...]]:
         """Return key and parts of a sample, without decoding it."""

@@ -24,7 +24,7 @@ import io
 import json
 import logging
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from importlib import import_module
@@ -37,6 +37,7 @@ import torch
 from energon_bridge.av import AV_EXTENSIONS, AVDecoder
 from energon_bridge.errors import ConfigurationError, DecodeError
 from energon_bridge.format.media_kinds import HEAD_BYTES, kind_by_head
+from energon_bridge.samples.slabs import Slab
 from energon_bridge.storage.ranges import ByteRange
 from energon_bridge.task_encoder.current import DELIVERING
 from energon_bridge.task_encoder.deferred import DeferredImage
@@ -44,6 +45,7 @@ from energon_bridge.task_encoder.images import (
     IMAGE_EXTENSIONS,
     ImageForm,
     decode_image,
+    decode_rows,
     guess_image_extension,
     image_form,
 )
@@ -120,6 +122,28 @@ class SampleDecoder:
         codec = _CODECS.get(kind.extension)
         # A memoryview would keep the whole read alive.
         return bytes(raw) if codec is None else _run(kind.extension, codec, part_name, bytes(raw))
+
+    def decode_into(self, slab: Slab, samples: Iterable[tuple[int, Mapping[str, Any]]]) -> dict[int, tuple[str, Any]]:
+        """Decode the first image of each sample, given with the number of its row, into rows of a slab.
+
+        Returns the name of the part and the image by number. What is left out, which may be everything, has to go
+        through `decode`.
+        """
+        if self.defer_images or type(self).decode is not SampleDecoder.decode:
+            return {}
+        names: dict[int, str] = {}
+
+        def images() -> Iterator[tuple[int, Any]]:
+            for number, parts in samples:
+                for name, data in parts.items():
+                    kind = _kind_of(name)
+                    if kind.is_image and not kind.zipped:
+                        names[number] = name
+                        yield number, data
+                        break
+
+        decoded = decode_rows(images(), self._form, slab)
+        return {number: (names[number], image) for number, image in decoded.items()}
 
     def _av(self, data: bytes | ByteRange, part_name: str) -> Any:
         decoder = AVDecoder(data, name=part_name)

@@ -18,9 +18,11 @@ too small for it, come in full size.
 from __future__ import annotations
 
 import io
+from collections.abc import Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any, Literal
 
@@ -30,7 +32,7 @@ import torch
 from PIL import Image, UnidentifiedImageError
 
 from energon_bridge.errors import ConfigurationError, DecodeError
-from energon_bridge.samples.slabs import SLOT, row_for
+from energon_bridge.samples.slabs import Slab, unaligned
 
 Mode = Literal["L", "RGB", "RGBA"]
 
@@ -128,8 +130,6 @@ def decode_image(data: bytes | bytearray | memoryview, form: ImageForm, *, part:
     try:
         if form.container == "pil":
             return _pillow_image(data, form)
-        if SLOT.get() is not None and form.container == "torch" and (tensor := _in_slab(data, form)) is not None:
-            return tensor
         pixels = _turbo_pixels(data, form)
         if pixels is None:
             # np.array, not asarray: what Pillow lends is read-only
@@ -164,31 +164,45 @@ def _turbo_header(data: bytes | bytearray | memoryview, form: ImageForm) -> tupl
     return _scaled(height, width, form.target), colorspace
 
 
-def _in_slab(data: bytes | bytearray | memoryview, form: ImageForm) -> torch.Tensor | None:
-    """Decode an ordinary colour JPEG into its row of a slab, if it has one that fits."""
-    header = _turbo_header(data, form)
-    if header is None or form.mode == "L":
-        return None
-    size, _ = header
-    row = row_for((*size.values(), len(form.mode)), np.float32 if form.scaled else np.uint8)
-    if row is None:
-        return None
-    try:
-        if form.scaled:
-            pixels = simplejpeg.decode_jpeg(data, form.mode, buffer=_scratch(row.size), **size)
-            np.divide(pixels, _FULL, out=row)
-        else:
-            simplejpeg.decode_jpeg(data, form.mode, buffer=row, **size)
-    except ValueError:
-        return None
-    return torch.from_numpy(row).permute(2, 0, 1)
+def decode_rows(images: Iterable[tuple[int, Any]], form: ImageForm, slab: Slab) -> dict[int, torch.Tensor]:
+    """Decode the bytes of ordinary colour JPEGs, with the numbers of their rows, into rows of a slab.
+
+    Returns them by number; what is no such image, has another size, or does not decode is left out.
+    """
+    mode, kind = form.mode, np.float32 if form.scaled else np.uint8
+    if form.container != "torch" or mode == "L":
+        return {}
+    decoded: dict[int, torch.Tensor] = {}
+    size, rows, misfits = None, None, 0
+    for number, data in images:
+        header = _turbo_header(data, form)
+        if header is None:
+            continue
+        if header[0] is not size:
+            size = header[0]
+            rows = slab.rows((size["min_height"], size["min_width"], len(mode)), kind)
+        if rows is None:
+            misfits += 1
+            continue
+        arrays, tensors = rows
+        try:
+            if form.scaled:
+                pixels = simplejpeg.decode_jpeg(data, mode, buffer=_scratch(arrays[number].size), **size)
+                np.divide(pixels, _FULL, out=arrays[number])
+            else:
+                simplejpeg.decode_jpeg(data, mode, buffer=arrays[number], **size)
+        except ValueError:
+            continue
+        decoded[number] = tensors[number]
+    slab.fitted(len(decoded), misfits)
+    return decoded
 
 
 def _scratch(size: int) -> np.ndarray:
     """Return memory of this thread for at least that many bytes, warm from its last image."""
     memory = _SCRATCH.get()
     if memory is None or memory.size < size:
-        memory = np.empty(size, dtype=np.uint8)
+        memory = unaligned(lambda size: np.empty(size, dtype=np.uint8), size)
         _SCRATCH.set(memory)
     return memory
 
@@ -210,6 +224,7 @@ def _turbo_pixels(data: bytes | bytearray | memoryview, form: ImageForm) -> np.n
         return None
 
 
+@lru_cache(maxsize=4096)  # one dict for a size, so that images of one size are known by it
 def _scaled(height: int, width: int, target: tuple[int, int] | None) -> dict[str, int]:
     """Return what asks libjpeg-turbo for the smallest scale that Pillow's `draft` would choose."""
     scale = 1
