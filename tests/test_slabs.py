@@ -25,8 +25,7 @@ from energon_bridge import (
 )
 from energon_bridge.loader.transport import Arena, Message, Outbox, unpack
 from energon_bridge.prepare import parse_patterns, prepare_dataset, render_dataset_yaml
-from energon_bridge.samples import slabs
-from energon_bridge.samples.slabs import SLABS, SLOT, Slab, SlabPool
+from energon_bridge.samples.slabs import SLABS, Slab, SlabPool
 from energon_bridge.samples.stacking import batch_stack
 from energon_bridge.testing import create_captioning_test_dataset, write_shard
 
@@ -170,10 +169,13 @@ def test_images_of_many_sizes_stop_asking_for_slabs(tmp_path: Path, monkeypatch:
         assert torch.equal(ours.image, theirs.image)
 
 
-def rows_of(slab: Slab, count: int, shape: tuple[int, ...] = (2, 2), dtype: Any = np.uint8) -> list[torch.Tensor]:
+def rows_of(
+    slab: Slab, count: int, shape: tuple[int, int, int] = (2, 2, 1), dtype: Any = np.uint8
+) -> list[torch.Tensor]:
     """Return the first rows of a slab, each filled with its number."""
-    rows = [torch.from_numpy(slab.row(number, shape, dtype)) for number in range(count)]
-    return [row.fill_(number) for number, row in enumerate(rows)]
+    rows = slab.rows(shape, dtype)
+    assert rows is not None
+    return [row.fill_(number) for number, row in enumerate(rows[1][:count])]
 
 
 def test_memory_is_used_again_only_when_nobody_has_it() -> None:
@@ -206,31 +208,71 @@ def test_rows_that_do_not_lie_as_a_batch_are_copied(change: str) -> None:
     elif change == "gap":
         del rows[1]
     elif change == "foreign":
-        rows = list(torch.arange(16, dtype=torch.uint8).reshape(4, 2, 2))
+        rows = list(torch.arange(16, dtype=torch.uint8).reshape(4, 1, 2, 2))
     elif change == "dtype":
         rows[2] = rows[2].view(torch.int8)
     else:
-        rows[3] = rows[3][:, :1]
+        rows[3] = rows[3][:, :, :1]
     assert pool.adopt(rows) is None
 
 
 def test_rows_inside_a_slab_are_a_batch_of_their_own() -> None:
     pool = SlabPool()
     slab = Slab(pool, 4)
-    rows = rows_of(slab, 4, (2, 3), np.float32)
+    rows = rows_of(slab, 4, (2, 3, 1), np.float32)
     batch = pool.adopt(rows[1:3])
     assert batch is not None
     assert torch.equal(batch, torch.stack(rows[1:3]))
 
 
-def test_a_slot_is_taken_once() -> None:
-    pool = SlabPool()
-    token = SLOT.set((Slab(pool, 2), 0))
-    try:
-        assert slabs.row_for((2, 2), np.uint8) is not None
-        assert slabs.row_for((2, 2), np.uint8) is None
-    finally:
-        SLOT.reset(token)
+def encoded(size: int, kind: str = "jpeg", mode: str = "RGB") -> bytes:
+    stream = io.BytesIO()
+    Image.new(mode, (size, 8), 100).save(stream, kind)
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize("form", ["torchrgb8", "torchrgb"])
+def test_only_ordinary_images_of_one_size_are_decoded_into_rows(form: str) -> None:
+    images = [encoded(8), encoded(16), encoded(8, "png"), encoded(8, mode="CMYK"), encoded(8)[:200], encoded(8)]
+    samples = [(number, {"txt": b"a", "jpg": image, "1.jpg": image}) for number, image in enumerate(images)]
+    slab = Slab(SlabPool(), len(images))
+    decoder = SampleDecoder(image_decode=form)
+    found = decoder.decode_into(slab, samples)
+    assert sorted(found) == [0, 5]
+    rows = slab.rows((8, 8, 3), np.uint8 if form == "torchrgb8" else np.float32)
+    assert rows is not None
+    for number, (name, image) in found.items():
+        assert name == "jpg"
+        assert image is rows[1][number]
+        assert torch.equal(image, decoder.decode(name, images[number]))
+
+
+@pytest.mark.parametrize("form", ["rgb8", "torchl8", "pilrgb"])
+def test_other_forms_are_not_decoded_into_rows(form: str) -> None:
+    assert not SampleDecoder(image_decode=form).decode_into(Slab(SlabPool(), 1), [(0, {"jpg": encoded(8)})])
+
+
+class Inverting(SampleDecoder):
+    """Has a say in every part."""
+
+    def decode(self, part_name: str, data: Any) -> Any:
+        value = super().decode(part_name, data)
+        return 255 - value if isinstance(value, torch.Tensor) else value
+
+
+def test_a_decoder_with_a_decode_of_its_own_is_asked_for_every_part(pictures: Path) -> None:
+    changed, plain = Encoder("torchrgb8"), Encoder("torchrgb8")
+    changed.decoder = Inverting(image_decode="torchrgb8")
+    pairs = zip(batches(pictures, changed, threads=1), batches(pictures, plain, threads=1), strict=True)
+    assert all(torch.equal(ours.image, 255 - theirs.image) for ours, theirs in pairs)
+
+
+@pytest.mark.parametrize("shape", [(4, 5, 3), (3, 8, 3)])
+def test_pixels_do_not_start_where_they_would_be_written_past_the_caches(shape: tuple[int, int, int]) -> None:
+    for dtype in (np.uint8, np.float32):
+        rows = Slab(SlabPool(), 2).rows(shape, dtype)
+        assert rows is not None
+        assert bool(rows[0][0].ctypes.data % 16) == (dtype is np.uint8)
 
 
 def test_a_batch_hook_that_fails_leaves_no_pool_behind(pictures: Path) -> None:

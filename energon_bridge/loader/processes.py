@@ -62,6 +62,10 @@ class WorkerIterator(_MultiProcessingDataLoaderIter):
             torch._C._remove_worker_pids(id(self))
             self._worker_pids_set = False
 
+    def __next__(self) -> Any:
+        """Return the next item; DataLoader's own opens a range for the profiler first, which costs 50 us a batch."""
+        return super().__next__() if torch.autograd._profiler_enabled() else self._next_data()  # type: ignore[attr-defined]
+
     def _try_get_data(self, timeout: float = _POLL_SECONDS) -> Any:
         found = super()._try_get_data(timeout)
         if not found[0] and self._begun is not None and time.monotonic() > self._deadline:

@@ -41,6 +41,7 @@ _SLOTS = 256
 _HEADER = _SLOTS
 """Bytes in front of an arena: one flag per slot, not 0 while its block is in use."""
 
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _WRITTEN, _OPENED, _LENT = 1, 2, 3
 # What the local variable, the call and the one view that is about to be sent hold.
 _ONE_VIEW = 3
@@ -276,17 +277,24 @@ def _reduced(tensor: torch.Tensor) -> Any:
         return tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
     if tensor.requires_grad or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
         return tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-    dense = tensor.permute(order)
-    if not dense.is_contiguous():
-        order, dense = list(range(tensor.dim())), tensor.contiguous()
-    flat: Any = dense.reshape(-1).view(torch.uint8).numpy()
-    inverse = tuple(order.index(d) for d in range(tensor.dim()))
-    return _rebuild, (pickle.PickleBuffer(flat), tensor.dtype, tuple(dense.shape), inverse)
+    try:
+        array, dtype = tensor.numpy(), None
+    except TypeError:  # numpy has no such dtype
+        dtype = tensor.dtype
+        array = tensor.view(_BITS[tensor.itemsize]).numpy()
+    # Of numpy's, because a call into torch costs several times as much.
+    strides = array.strides
+    order = sorted(range(array.ndim), key=strides.__getitem__, reverse=True)
+    dense = array.transpose(order)
+    if not dense.flags.c_contiguous:
+        order, dense = list(range(array.ndim)), np.ascontiguousarray(array)
+    inverse = tuple(map(order.index, range(array.ndim)))
+    buffer = pickle.PickleBuffer(dense)  # type: ignore[arg-type]  # numpy 2.1 does not say that an array is a buffer
+    return _rebuild, (buffer, dense.dtype.str, dense.shape, inverse, dtype)
 
 
-def _rebuild(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...], inverse: tuple[int, ...]) -> torch.Tensor:
-    data = np.asarray(buffer)
-    if data.size == 0:
-        return torch.empty(shape, dtype=dtype).permute(inverse)
-    return torch.from_numpy(data).view(dtype).view(shape).permute(inverse)
+def _rebuild(
+    buffer: Any, kind: str, shape: tuple[int, ...], inverse: tuple[int, ...], dtype: torch.dtype | None
+) -> torch.Tensor:
+    tensor = torch.from_numpy(np.ndarray(shape, kind, buffer).transpose(inverse))
+    return tensor if dtype is None else tensor.view(dtype)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from energon_bridge.errors import ConfigurationError
-from energon_bridge.samples.slabs import SLABS, memory_order, undo
+from energon_bridge.samples.slabs import SLABS
 
 _NUMPY_DTYPES = frozenset((torch.uint8, torch.int32, torch.int64, torch.float32, torch.float64, torch.bool))
 
@@ -56,10 +56,10 @@ def batch_pad_stack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
                 f"has {tuple(tensor.shape)}; make them equal in encode_sample, or collate this field in batch"
             )
     largest = [max(sizes) for sizes in zip(*(tensor.shape for tensor in tensors), strict=True)]
-    order = memory_order(first)
+    order = _memory_order(first)
     dtype = reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
     memory = torch.zeros([len(tensors), *(largest[dim] for dim in order)], dtype=dtype, device=first.device)
-    batch = memory.permute(undo(order))
+    batch = memory.permute(_undo(order))
     for row, tensor in zip(batch, tensors, strict=True):
         row[tuple(slice(size) for size in tensor.shape)] = tensor
     return batch
@@ -95,14 +95,25 @@ def _stack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     if slabs is not None and (adopted := slabs.adopt(tensors)) is not None:
         return adopted
     first = tensors[0]
-    order = None if first.is_contiguous() else memory_order(first)
+    order = None if first.is_contiguous() else _memory_order(first)
     rows = tensors if order is None else [tensor.permute(*order) for tensor in tensors]
     if all(row.dtype in _NUMPY_DTYPES and row.device.type == "cpu" and not row.requires_grad for row in rows):
         # numpy copies on this thread; torch would start a team of threads that gets in the way of those that decode
         batch = torch.from_numpy(np.stack([row.numpy() for row in rows]))
     else:
         batch = torch.stack(list(rows))
-    return batch if order is None else batch.permute(undo(order))
+    return batch if order is None else batch.permute(_undo(order))
+
+
+def _memory_order(tensor: torch.Tensor) -> list[int]:
+    """Return the dimensions of a tensor from the one with the widest step in memory to the one with the narrowest."""
+    strides = tensor.stride()
+    return sorted(range(tensor.ndim), key=lambda dim: -strides[dim])
+
+
+def _undo(order: Sequence[int]) -> list[int]:
+    """Return the permutation that puts a batch of rows laid out by `order` back, the row number first."""
+    return [0, *(1 + order.index(dim) for dim in range(len(order)))]
 
 
 def _check_not_empty(tensors: Sequence[torch.Tensor]) -> None:

@@ -6,7 +6,6 @@ neighbours are one read in each of them. The joiner is user code, and runs with 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -17,7 +16,6 @@ from energon_bridge.errors import FatalSampleError
 from energon_bridge.format.join import JoinedDataset
 from energon_bridge.rng import IntArray
 from energon_bridge.samples import META_FIELDS, SourceInfo
-from energon_bridge.samples.slabs import Slab
 from energon_bridge.stream.activity import Activities
 from energon_bridge.stream.dataset_code import JOINER, Begin, Unmade, values_of
 from energon_bridge.stream.reader import LeafReader, RoundBuffer
@@ -80,9 +78,7 @@ class JoinValues:
             values_of(identity, part.dataset, decoder, activities, number) for number, part in enumerate(dataset.parts)
         ]
 
-    def load(
-        self, buffer: RoundBuffer, low: int, high: int, *, ahead: bool, into: Rows | None = None
-    ) -> Columns:
+    def load(self, buffer: RoundBuffer, low: int, high: int, *, ahead: bool, into: Rows | None = None) -> Columns:
         """Return for each draw [low, high) of a round its key, and an `Unmade` or the `Problem` in its place.
 
         The rows are left empty: which of the images of a row would go there, only the joiner knows.

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 
 from energon_bridge.errors import DecodeError, FatalSampleError, SkipSample
@@ -252,7 +253,7 @@ class Pipeline:
                 which = (output,) if len(batches) > 1 else ()
                 attach(batch, "__restore_key__", ("Batch", lane, number + output, tuple(keys), *which))
         for batch in batches:
-            attach(batch, "__valid__", torch.ones(len(samples), dtype=torch.bool))
+            attach(batch, "__valid__", torch.from_numpy(np.ones(len(samples), dtype=np.bool_)))
         return batches
 
     def batches(

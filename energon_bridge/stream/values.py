@@ -64,9 +64,7 @@ class Values:
         self._keeps: Any = getattr(decoder, "keeps_unread", None)
         self._parts = dataset.part_filter if isinstance(dataset.part_filter, frozenset) else None
 
-    def load(
-        self, buffer: RoundBuffer, low: int, high: int, *, ahead: bool, into: Rows | None = None
-    ) -> Columns:
+    def load(self, buffer: RoundBuffer, low: int, high: int, *, ahead: bool, into: Rows | None = None) -> Columns:
         """Return for each draw [low, high) of a round its key, and its sample or the `Problem` in its place."""
         drawn = buffer.indices[low:high]
         indices, shards = drawn.tolist(), buffer.reader.shards_of(drawn).tolist()
@@ -93,7 +91,7 @@ class Values:
         path, names, excluded = dataset.path, dataset.shard_names, dataset.excluded
         now = self._activities.mine()
         now.dataset, now.hook = dataset, "read"
-        parsed: list[tuple[str, dict[str, Any]] | Problem] = []
+        parsed: list[Any] = []  # key and parts of each, or the `Problem`
         for raw, index, shard in zip(raws, indices, shards, strict=True):
             try:
                 found = self._parse(raw, self._parts)

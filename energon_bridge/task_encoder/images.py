@@ -152,8 +152,6 @@ def _turbo_header(data: bytes | bytearray | memoryview, form: ImageForm) -> tupl
 
     How: the arguments that ask libjpeg-turbo for the scale, which are the height and width that come out.
     """
-    if data[:3] != b"\xff\xd8\xff":
-        return None
     try:
         height, width, colorspace, _ = simplejpeg.decode_jpeg_header(data)
     except ValueError:
