@@ -11,12 +11,16 @@ do not fit, and raises CorruptShardError.
 
 from __future__ import annotations
 
+import struct
+from functools import lru_cache
 from typing import NamedTuple
 
 from energon_bridge.errors import CorruptShardError
 from energon_bridge.format.names import split_member_name
 
 BLOCK = 512
+# Of a header: name, digits of the size, type, magic, and the first byte of the name's prefix.
+_HEADER = struct.Struct("<100s24x11s21xB100x5s83xB").unpack_from
 _REGULAR = b"0\x007"
 _NO_CONTENT = b"123456"
 _LONG_NAME = 76  # "L"
@@ -51,23 +55,17 @@ def parse_sample(
     prefix = b""
     position = 0
     while position + 512 <= length:
-        header = bytes(view[position : position + 512])
         # Fast path: a plain ustar header, of the first part (no prefix yet) or a further one.
-        if header[156] == 48 and not header[345] and header.startswith(prefix) and header[257:262] == b"ustar":
-            end = header.find(0, 0, 100)
+        path, digits, kind, magic, far = _HEADER(view, position)
+        if kind == 48 and not far and magic == b"ustar" and path.startswith(prefix):
+            if not key and (prefix := _prefix_of(path)):
+                key = prefix[:-1].decode()
+            name = _part_behind(path[len(prefix) :]) if prefix else None
             try:
-                name = header[len(prefix) : end if end >= 0 else 100].decode()
-                size = int(header[124:135], 8)
-            except ValueError:
-                name = "/"  # other spellings of names and sizes: the general path knows them
-            if not prefix:
-                names = split_member_name(name)
-                if names is not None and _is_plain(names[0]):
-                    key, name = names
-                    prefix = f"{key}.".encode()
-                else:
-                    name = "/"
-            if "/" not in name and "\n" not in name:
+                size = int(digits, 8)
+            except ValueError:  # other spellings of sizes: the general path knows them
+                name = None
+            if name is not None:
                 content = position + 512
                 position = content + (size + 511 & -512)
                 if content + size > length:
@@ -103,6 +101,25 @@ def parse_sample(
             f"Rebuild it with `energon prepare --tar-index-only`."
         )
     return key, found
+
+
+def _prefix_of(path: bytes) -> bytes:
+    """Return key and dot that a name field begins with, or nothing where it takes a look at the whole name."""
+    end, folder = path.find(0), path.rfind(b"/") + 1
+    dot = path.find(b".", folder, end if end >= 0 else 100)
+    if dot <= folder or not path.isascii() or b"\n" in path or path.startswith(b"__"):
+        return b""
+    return path[: dot + 1]
+
+
+@lru_cache(maxsize=4096)  # the same few names for every sample
+def _part_behind(rest: bytes) -> str | None:
+    """Return the part that a name field spells behind the key, or None where it takes a look at the whole name."""
+    try:
+        name = rest.partition(b"\0")[0].decode()
+    except UnicodeDecodeError:
+        return None
+    return None if "/" in name or "\n" in name else name
 
 
 def _is_plain(key: str) -> bool:

@@ -26,8 +26,11 @@ import torch
 
 SLABS: ContextVar[SlabPool | None] = ContextVar("energon_bridge_slabs", default=None)
 """The pool whose rows may become batches, while the engine collates."""
+UNALIGNED = 8
+"""Bytes to leave free in front of pixels. Where their address is a multiple of the width of a register, libjpeg-turbo
+writes them past the caches: whoever reads them next waits for them, and decoding itself takes up to a tenth longer.
+(Memory begins at a multiple of 16.)"""
 
-_REGISTER, _ODD = 32, 8
 _KEPT = 4
 """Unused slabs that are kept."""
 _PAUSE = 256
@@ -149,9 +152,9 @@ class Slab:
         """
         with self._lock:
             if not self._arrays:
-                size = self._number * math.prod(shape) * np.dtype(dtype).itemsize
-                memory = self._pool.memory(size) if dtype is np.float32 else unaligned(self._pool.memory, size)
-                images = memory.view(dtype).reshape(self._number, *shape)
+                first = UNALIGNED if dtype is np.uint8 else 0
+                memory = self._pool.memory(first + self._number * math.prod(shape) * np.dtype(dtype).itemsize)
+                images = memory[first:].view(dtype).reshape(self._number, *shape)
                 self._tensors = list(map(torch.from_numpy, images.transpose(0, 3, 1, 2)))
                 self._arrays = list(images)
         first = self._arrays[0]
@@ -160,14 +163,3 @@ class Slab:
     def fitted(self, fits: int, misfits: int) -> None:
         """Note how many images fitted; where too many do not, the pool gives out no slab for a while."""
         self._pool.fitted(fits, misfits)
-
-
-def unaligned(memory: Callable[[int], np.ndarray], size: int) -> np.ndarray:
-    """Return memory of that many bytes, shape (size,), at an address that suits libjpeg-turbo's output.
-
-    It writes pixels past the caches (with non-temporal stores) where their address is a multiple of the width of a
-    register. Whoever reads them next waits for them then, and decoding itself takes up to a tenth longer.
-    """
-    found = memory(size + _REGISTER)
-    first = (_ODD - found.ctypes.data) % _REGISTER
-    return found[first : first + size]

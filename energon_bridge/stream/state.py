@@ -124,6 +124,11 @@ class LaneState:
     held: Held = NOTHING_HELD
     batches_taken: int = 0
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # One goes along with every microbatch; what dataclasses do looks the fields up each time.
+        values = self.microbatches, self.draw, self.taken, self.leaf_draws, self.origin, self.held, self.batches_taken
+        return LaneState, values
+
     @classmethod
     def fresh(cls, leaves: int) -> LaneState:
         """Return the state of a lane that has delivered nothing."""
