@@ -109,14 +109,14 @@ class SlabPool:
         Written for few calls into torch, each of which costs far more between decoded images than its own work.
         """
         first = rows[0]
-        if first.dtype not in _DTYPES or first.device.type != "cpu" or first.requires_grad:
+        if first.dtype not in _DTYPES or first.device.type != "cpu" or first.layout is not torch.strided:
             return None
         size, start = first.nbytes, first.data_ptr()
         end = start + len(rows) * size
         if not size or list(map(torch.Tensor.data_ptr, rows)) != list(range(start, end, size)):
             return None
         found = self._memory_at(start, end - start)
-        if found is None or any(len(set(map(trait, rows))) > 1 for trait in _TRAITS):
+        if found is None or first.requires_grad or any(len(set(map(trait, rows))) > 1 for trait in _TRAITS):
             return None
         address, base = found
         row = first.numpy()
@@ -152,9 +152,9 @@ class Slab:
         """
         with self._lock:
             if not self._arrays:
-                first = UNALIGNED if dtype is np.uint8 else 0
-                memory = self._pool.memory(first + self._number * math.prod(shape) * np.dtype(dtype).itemsize)
-                images = memory[first:].view(dtype).reshape(self._number, *shape)
+                free = UNALIGNED if dtype is np.uint8 else 0
+                memory = self._pool.memory(free + self._number * math.prod(shape) * np.dtype(dtype).itemsize)
+                images = memory[free:].view(dtype).reshape(self._number, *shape)
                 self._tensors = list(map(torch.from_numpy, images.transpose(0, 3, 1, 2)))
                 self._arrays = list(images)
         first = self._arrays[0]

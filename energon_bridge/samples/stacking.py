@@ -30,6 +30,8 @@ def is_tensor_column(values: Sequence[Any]) -> bool:
 def batch_stack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Stack n tensors of one shape (…) into (n, …). Raises ConfigurationError if the shapes differ."""
     _check_not_empty(tensors)
+    if (adopted := _adopted(tensors)) is not None:
+        return adopted
     shape = tensors[0].shape
     for row, tensor in enumerate(tensors):
         if tensor.shape != shape:
@@ -46,6 +48,8 @@ def batch_pad_stack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     Rows of different dtypes are promoted as torch promotes them. Raises ConfigurationError if the ranks differ.
     """
     _check_not_empty(tensors)
+    if (adopted := _adopted(tensors)) is not None:
+        return adopted
     first = tensors[0]
     if all(tensor.shape == first.shape for tensor in tensors):
         return _stack(tensors)
@@ -90,10 +94,12 @@ def concat_pad(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return joined
 
 
-def _stack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+def _adopted(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     slabs = SLABS.get()
-    if slabs is not None and (adopted := slabs.adopt(tensors)) is not None:
-        return adopted
+    return None if slabs is None else slabs.adopt(tensors)
+
+
+def _stack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     first = tensors[0]
     order = None if first.is_contiguous() else _memory_order(first)
     rows = tensors if order is None else [tensor.permute(*order) for tensor in tensors]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -141,21 +142,26 @@ class Draws:
         high = min(low + wanted, len(loaded.keys))
         self._at = high
         self.draw += high - low
-        drawn, sizes = loaded.leaves[low:high], loaded.sizes[low:high]
-        for leaf in set(drawn):
-            self.leaf_draws[leaf] += drawn.count(leaf)
-        for leaf, size in zip(drawn, sizes, strict=True):
-            counts.of(leaf)[_BYTES] += size
-        for key, sample, leaf, size in zip(loaded.keys[low:high], loaded.samples[low:high], drawn, sizes, strict=True):
-            if type(sample) is Problem:
-                self._pipeline.encode(leaf, sample, key, counts)
-                continue
-            if judge.in_a_row:
-                judge.succeeded(self._pipeline.code.drawing)
-            out.keys.append(key)
-            out.samples.append(sample)
-            out.leaves.append(leaf)
-            out.sizes.append(size)
+        keys, samples = loaded.keys[low:high], loaded.samples[low:high]
+        leaves, sizes = loaded.leaves[low:high], loaded.sizes[low:high]
+        for leaf in set(leaves):
+            self.leaf_draws[leaf] += leaves.count(leaf)
+            counts.of(leaf)[_BYTES] += sum(size for of, size in zip(leaves, sizes, strict=True) if of == leaf)
+        if judge.in_a_row or Problem in set(map(type, samples)):
+            good = [self._is_good(*draw, counts) for draw in zip(leaves, samples, keys, strict=True)]
+            keys, samples, leaves, sizes = (list(compress(part, good)) for part in (keys, samples, leaves, sizes))
+        out.keys += keys
+        out.samples += samples
+        out.leaves += leaves
+        out.sizes += sizes
+
+    def _is_good(self, leaf: int, sample: Any, key: RestoreKey, counts: Counts) -> bool:
+        """Return whether a draw that no hook sees gives its sample; let the policy decide where it does not."""
+        if type(sample) is Problem:
+            self._pipeline.encode(leaf, sample, key, counts)
+            return False
+        self._pipeline.judge.succeeded(self._pipeline.code.drawing)
+        return True
 
     # Scheduling ------------------------------------------------------------------------------------------------------
 
