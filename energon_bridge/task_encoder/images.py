@@ -174,7 +174,7 @@ def decode_rows(images: Iterable[tuple[int, Any]], form: ImageForm, slab: Slab) 
         return {}
     decoded: dict[int, torch.Tensor] = {}
     size, rows, misfits = None, None, 0
-    buffer = np.setbufsize(_BUFFER)
+    buffer = np.setbufsize(_BUFFER) if form.scaled else 0
     try:
         for number, data in images:
             header = _turbo_header(data, form)
@@ -196,7 +196,8 @@ def decode_rows(images: Iterable[tuple[int, Any]], form: ImageForm, slab: Slab) 
                 continue
             decoded[number] = rows[1][number]
     finally:
-        np.setbufsize(buffer)
+        if buffer:
+            np.setbufsize(buffer)
     slab.fitted(len(decoded), misfits)
     return decoded
 
