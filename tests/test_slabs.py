@@ -66,7 +66,7 @@ class Changing(Encoder):
         return sample
 
 
-def batches(path: Path, encoder: Any, *, threads: int, workers: int = 0) -> list[Any]:
+def batches(path: Path, encoder: Any, *, threads: int, workers: int = 0, **options: Any) -> list[Any]:
     dataset = get_train_dataset(
         path,
         batch_size=4,
@@ -74,6 +74,7 @@ def batches(path: Path, encoder: Any, *, threads: int, workers: int = 0) -> list
         max_samples_per_sequence=10,
         task_encoder=encoder,
         worker_config=WorkerConfig(rank=0, world_size=1, num_workers=workers, decode_threads=threads),
+        **options,
     )
     loader = get_savable_loader(dataset)
     stream = iter(loader)
@@ -119,6 +120,34 @@ def test_images_are_not_copied(pictures: Path, form: str, adopted: list[bool]) -
     batches(pictures, Encoder(form), threads=2)
     assert adopted
     assert all(adopted)
+
+
+CODE = """
+def sample_loader(parts):
+    return {"image": parts["jpg"], "caption": parts["txt"]}
+
+def part_filter(name):
+    return name in ("jpg", "txt")
+"""
+CODE_YAML = """__module__: megatron.energon
+__class__: CaptioningSample
+sample_loader: code.py:sample_loader
+part_filter: code.py:part_filter
+"""
+
+
+def test_images_that_a_sample_loader_gets_are_not_copied(tmp_path: Path, pictures: Path, adopted: list[bool]) -> None:
+    folder = create_captioning_test_dataset(tmp_path, num_val=0, image_format="jpg") / ".nv-meta"
+    (folder / "code.py").write_text(CODE)
+    (folder / "dataset.yaml").write_text(CODE_YAML)
+    found = batches(tmp_path, Encoder("torchrgb8"), threads=1, trust_remote_code=True)
+    assert adopted[-1], "the names of the parts are known by then"
+    images = {key: image for one in batches(pictures, Encoder("torchrgb8"), threads=1) for key, image in pairs(one)}
+    assert all(torch.equal(image, images[key]) for one in found for key, image in pairs(one))
+
+
+def pairs(batch: Any) -> list[tuple[str, torch.Tensor]]:
+    return list(zip(batch.__key__, batch.image, strict=True))
 
 
 def test_batches_with_gaps_are_copied(pictures: Path, adopted: list[bool]) -> None:

@@ -41,6 +41,10 @@ class SourceInfo(NamedTuple):
     shard_name: str
     file_names: tuple[str, ...]
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Half of what pickle costs for a named tuple, of which every sample of a batch has one.
+        return SourceInfo, tuple(self)
+
 
 def _once_per_class(function: Callable[[type], T]) -> Callable[[type], T]:
     """Remember what a function says about each class; `cache` with a type that accepts classes."""

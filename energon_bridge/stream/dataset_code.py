@@ -155,10 +155,6 @@ class CodeValues(Values):
         return said
 
 
-def _as_bytes(_: str, data: memoryview) -> bytes:
-    return bytes(data)
-
-
 def has_code(dataset: PreparedDataset | JoinedDataset) -> bool:
     """Whether making samples of a dataset runs user code: its own, or a joiner."""
     return isinstance(dataset, JoinedDataset) or dataset.sample_loader is not None or callable(dataset.part_filter)

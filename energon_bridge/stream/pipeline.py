@@ -28,7 +28,7 @@ from energon_bridge.stream.report import MAX_MEMBERS, Place, place_in
 from energon_bridge.stream.settings import StreamSettings
 from energon_bridge.stream.state import COUNTERS, Counts
 from energon_bridge.stream.user_code import UserCode, running_hooks
-from energon_bridge.stream.values import Problem, RestoreKey, Rows
+from energon_bridge.stream.values import Columns, Problem, RestoreKey
 from energon_bridge.stream.watchdog import Watchdog, WatchdogSettings
 from energon_bridge.task_encoder.deferred import decode_deferred
 
@@ -47,11 +47,6 @@ class Segment:
     low: int
     high: int
     places: Sequence[int]
-
-
-def _rows(segment: Segment, into: tuple[Slab, int] | None) -> Rows | None:
-    """Return where the images of a segment go, given slab and row of the first draw of its load."""
-    return None if into is None else (into[0], [into[1] + place for place in segment.places])
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,20 +129,20 @@ class Pipeline:
         """
         if len(segments) == 1:
             (one,) = segments
-            values = self.source(one.leaf).values
-            rows = _rows(one, into)
-            keys, samples, sizes = values.load(one.buffer, one.low, one.high, ahead=ahead, into=rows)
+            keys, samples, sizes = self._columns(one, ahead, into)
             return Loaded(keys, samples, sizes, [one.leaf] * len(keys))
         total = sum(segment.high - segment.low for segment in segments)
         loaded = Loaded([("", 0, 0, 0)] * total, [None] * total, [0] * total, [0] * total)
         for segment in segments:
-            values = self.source(segment.leaf).values
-            rows = _rows(segment, into)
-            columns = values.load(segment.buffer, segment.low, segment.high, ahead=ahead, into=rows)
+            columns = self._columns(segment, ahead, into)
             for place, key, sample, size in zip(segment.places, *columns, strict=True):
                 loaded.keys[place], loaded.samples[place] = key, sample
                 loaded.sizes[place], loaded.leaves[place] = size, segment.leaf
         return loaded
+
+    def _columns(self, of: Segment, ahead: bool, into: tuple[Slab, int] | None) -> Columns:
+        rows = None if into is None else (into[0], [into[1] + place for place in of.places])
+        return self.source(of.leaf).values.load(of.buffer, of.low, of.high, ahead=ahead, into=rows)
 
     def submit(self, segments: Sequence[Segment], *, ahead: bool, into: tuple[Slab, int] | None) -> Future[Loaded]:
         """Load some draws on the loading threads, or now where there are none."""

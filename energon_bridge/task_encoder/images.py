@@ -192,7 +192,7 @@ def decode_rows(images: Iterable[tuple[int, Any]], form: ImageForm, slab: Slab) 
                     np.divide(simplejpeg.decode_jpeg(data, mode, buffer=_scratch(array.size), **size), _FULL, out=array)
                 else:
                     simplejpeg.decode_jpeg(data, mode, buffer=array, **size)
-            except ValueError:
+            except Exception:  # `decode_image` names what is wrong with it
                 continue
             decoded[number] = rows[1][number]
     finally:
