@@ -5,7 +5,7 @@ batch, in both processes, one more thread whose locks a fork can catch, and a lo
 What is sent here is a few bytes (batches cross in shared memory, `transport`). The kernel writes up to PIPE_BUF bytes
 in one piece; what is longer, such as a worker's error, is sent in several, which the reader puts together by writer.
 
-Layout of a piece, of a `multiprocessing.Connection`: `<I` the writer's process, `<?` whether it is the last of its
+Layout of a piece: `<H` its length without this header, `<I` the writer's process, `<?` whether it is the last of its
 item, then bytes of the pickled item.
 
 DataLoader makes its queues through the context that it is given, so `PIPES` is all that it takes. A queue has one
@@ -25,9 +25,11 @@ from multiprocessing.connection import Pipe
 from multiprocessing.context import ForkContext
 from typing import Any
 
-_HEAD = struct.Struct("<I?")
-_PIECE = select.PIPE_BUF - 4 - _HEAD.size
-"""Bytes of an item in a piece; a connection writes the length of the piece in front, in 4 bytes."""
+_HEAD = struct.Struct("<HI?")
+_PIECE = select.PIPE_BUF - _HEAD.size
+"""Bytes of an item in a piece."""
+_AT_ONCE = 1 << 16
+"""What a pipe holds, if nobody has changed it."""
 
 
 class PipeQueue:
@@ -35,7 +37,9 @@ class PipeQueue:
 
     def __init__(self) -> None:
         self._reader, self._writer = Pipe(duplex=False)
+        os.set_blocking(self._reader.fileno(), False)
         self._read: deque[Any] = deque()
+        self._rest = b""
         self._parts: dict[int, bytes] = {}
         self._reading = threading.Lock()
 
@@ -43,23 +47,22 @@ class PipeQueue:
         """Send an item; waits while the pipe is full."""
         data = pickle.dumps(item, pickle.HIGHEST_PROTOCOL)
         for low in range(0, len(data), _PIECE):
-            last = low + _PIECE >= len(data)
-            self._writer.send_bytes(_HEAD.pack(os.getpid(), last) + data[low : low + _PIECE])
+            piece = data[low : low + _PIECE]
+            os.write(self._writer.fileno(), _HEAD.pack(len(piece), os.getpid(), low + _PIECE >= len(data)) + piece)
 
     def get(self, timeout: float | None = None) -> Any:
         """Return the oldest item. Raises queue.Empty if nothing comes for so many seconds."""
+        self._take_in()
         while not self._read:
             if not self._arrived(timeout):
                 raise queue.Empty
-            with self._reading:
-                self._take_in()
+            self._take_in()
         return self._read.popleft()
 
     def qsize(self) -> int:
         """Return how many items the reader, which asks, could get without waiting."""
-        with self._reading:
-            self._take_in()
-            return len(self._read)
+        self._take_in()
+        return len(self._read)
 
     def close(self) -> None:
         """Let go of the pipe in this process."""
@@ -72,17 +75,29 @@ class PipeQueue:
     join_thread = cancel_join_thread
 
     def _take_in(self) -> None:
-        while not self._reader.closed and self._arrived(0):
-            piece = self._reader.recv_bytes()
-            writer, last = _HEAD.unpack_from(piece)
-            data = self._parts.pop(writer, b"") + piece[_HEAD.size :]
-            if last:
-                self._read.append(pickle.loads(data))
-            else:
-                self._parts[writer] = data
+        """Take in what has arrived; the loader's metrics may be asked for on another thread."""
+        with self._reading:
+            if self._reader.closed:
+                return
+            try:
+                stream = self._rest + os.read(self._reader.fileno(), _AT_ONCE)
+            except BlockingIOError:
+                return
+            at, head = 0, _HEAD.size
+            while len(stream) - at >= head:
+                size, writer, last = _HEAD.unpack_from(stream, at)
+                if len(stream) - at < head + size:
+                    break
+                data = self._parts.pop(writer, b"") + stream[at + head : at + head + size]
+                if last:
+                    self._read.append(pickle.loads(data))
+                else:
+                    self._parts[writer] = data
+                at += head + size
+            self._rest = stream[at:]
 
     def _arrived(self, timeout: float | None) -> bool:
-        poll = select.poll()  # one of this call, since the loader's metrics may be asked for on another thread
+        poll = select.poll()
         poll.register(self._reader.fileno(), select.POLLIN)
         return bool(poll.poll(None if timeout is None else 1000 * timeout))
 
