@@ -129,11 +129,10 @@ def sample_loader(parts):
 def part_filter(name):
     return name in ("jpg", "txt")
 """
-CODE_YAML = """__module__: megatron.energon
-__class__: CaptioningSample
-sample_loader: code.py:sample_loader
-part_filter: code.py:part_filter
-"""
+CODE_YAML = (
+    "__module__: megatron.energon\n__class__: CaptioningSample\n"
+    "sample_loader: code.py:sample_loader\npart_filter: code.py:part_filter\n"
+)
 
 
 def test_images_that_a_sample_loader_gets_are_not_copied(tmp_path: Path, pictures: Path, adopted: list[bool]) -> None:
@@ -142,12 +141,9 @@ def test_images_that_a_sample_loader_gets_are_not_copied(tmp_path: Path, picture
     (folder / "dataset.yaml").write_text(CODE_YAML)
     found = batches(tmp_path, Encoder("torchrgb8"), threads=1, trust_remote_code=True)
     assert adopted[-1], "the names of the parts are known by then"
-    images = {key: image for one in batches(pictures, Encoder("torchrgb8"), threads=1) for key, image in pairs(one)}
-    assert all(torch.equal(image, images[key]) for one in found for key, image in pairs(one))
-
-
-def pairs(batch: Any) -> list[tuple[str, torch.Tensor]]:
-    return list(zip(batch.__key__, batch.image, strict=True))
+    plain = batches(pictures, Encoder("torchrgb8"), threads=1)
+    images = {key: image for one in plain for key, image in zip(one.__key__, one.image, strict=True)}
+    assert all(torch.equal(one.image, torch.stack([images[key] for key in one.__key__])) for one in found)
 
 
 def test_batches_with_gaps_are_copied(pictures: Path, adopted: list[bool]) -> None:
@@ -243,6 +239,13 @@ def test_rows_that_do_not_lie_as_a_batch_are_copied(change: str) -> None:
     else:
         rows[3] = rows[3][:, :, :1]
     assert pool.adopt(rows) is None
+
+
+def test_a_batch_of_one_piece_of_an_image_is_copied() -> None:
+    pool = SlabPool()
+    (row,) = rows_of(Slab(pool, 1), 1, (4, 4, 3))
+    assert pool.adopt([row]) is not None
+    assert pool.adopt([row[:, 1:3, 1:3]]) is None
 
 
 def test_rows_inside_a_slab_are_a_batch_of_their_own() -> None:

@@ -120,6 +120,8 @@ class SlabPool:
             return None
         address, base = found
         row = first.numpy()
+        if sum((length - 1) * step for length, step in zip(row.shape, row.strides, strict=True)) + row.itemsize != size:
+            return None  # a piece of an image: a batch would have gaps
         shape, strides = (len(rows), *row.shape), (size, *row.strides)
         # A view of the lender's type, which is what keeps its memory.
         return torch.from_numpy(type(base)(shape, row.dtype, base, start - address, strides))
