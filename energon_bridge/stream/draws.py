@@ -146,7 +146,8 @@ class Draws:
         leaves, sizes = loaded.leaves[low:high], loaded.sizes[low:high]
         for leaf in set(leaves):
             self.leaf_draws[leaf] += leaves.count(leaf)
-            counts.of(leaf)[_BYTES] += sum(size for of, size in zip(leaves, sizes, strict=True) if of == leaf)
+        for leaf, size in zip(leaves, sizes, strict=True):
+            counts.of(leaf)[_BYTES] += size
         if judge.in_a_row or Problem in set(map(type, samples)):
             good = [self._is_good(*draw, counts) for draw in zip(leaves, samples, keys, strict=True)]
             keys, samples, leaves, sizes = (list(compress(part, good)) for part in (keys, samples, leaves, sizes))
