@@ -27,7 +27,6 @@ Columns = tuple[list[RestoreKey], list[Any], list[int]]
 
 
 NO_PARTS: dict[str, memoryview] = {}
-NO_IMAGES: dict[int, tuple[str, Any]] = {}
 
 
 class Problem:
@@ -102,16 +101,20 @@ class Values:
                 error = raw.error if type(raw) is Unreadable else error
                 parsed.append(Problem(error, "read", Place(path, names[shard], index, "", ())))
         now.hook = "decode"
-        images = self._images(parsed, indices, into) if into is not None else NO_IMAGES
+        images: dict[int, tuple[str, Any]] = {}
+        rows: Sequence[int] = range(len(parsed))
+        if into is not None and self._decode_into is not None:
+            rows = into[1]
+            images = self._decode_into(into[0], self._each(parsed, indices, rows))
         out: list[Any] = []
-        for one, index, shard, restore_key in zip(parsed, indices, shards, restore_keys, strict=True):
+        for one, index, shard, restore_key, row in zip(parsed, indices, shards, restore_keys, rows, strict=True):
             if type(one) is Problem:
                 out.append(one)
                 continue
             key, parts = one
             now.index, now.key, hook = index, key, "decode"
             try:
-                values = self._values(parts, images.get(len(out)))
+                values = self._values(parts, images.get(row))
                 source = SourceInfo(path, index, names[shard], tuple([f"{key}.{name}" for name in parts]))
                 hook = "field_map"
                 out.append(self._sample(key, restore_key, source, values))
@@ -121,22 +124,14 @@ class Values:
                 out.append(Problem(error, hook, Place(path, names[shard], index, key, tuple(parts))))
         return out
 
-    def _images(self, parsed: Sequence[Any], indices: Sequence[int], into: Rows) -> dict[int, tuple[str, Any]]:
-        """Decode the first images of samples into rows of a slab; return those that are there, with their parts."""
-        if self._decode_into is None:
-            return NO_IMAGES
-        slab, rows = into
+    def _each(self, parsed: Sequence[Any], indices: Sequence[int], rows: Sequence[int]) -> Iterator[tuple[int, Any]]:
+        """Yield row and parts of each sample, after noting that it is its turn."""
         now = self._activities.mine()
-
-        def samples() -> Iterator[tuple[int, dict[str, Any]]]:
-            for one, index, row in zip(parsed, indices, rows, strict=True):
-                if type(one) is not Problem:
-                    now.key, parts = one
-                    now.index = index
-                    yield row, parts
-
-        images = self._decode_into(slab, samples())
-        return {place: images[row] for place, row in enumerate(rows) if row in images}
+        for one, index, row in zip(parsed, indices, rows, strict=True):
+            if type(one) is not Problem:
+                now.key, parts = one
+                now.index = index
+                yield row, parts
 
     def _values(self, parts: dict[str, Any], image: tuple[str, Any] | None) -> dict[str, Any]:
         """Return the decoded parts of a sample, of which an image may be there already."""

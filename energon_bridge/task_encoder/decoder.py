@@ -131,19 +131,16 @@ class SampleDecoder:
         """
         if self.defer_images or type(self).decode is not SampleDecoder.decode:
             return {}
-        names: dict[int, str] = {}
 
-        def images() -> Iterator[tuple[int, Any]]:
+        def images() -> Iterator[tuple[int, str, Any]]:
             for number, parts in samples:
                 for name, data in parts.items():
                     kind = _kind_of(name)
                     if kind.is_image and not kind.zipped:
-                        names[number] = name
-                        yield number, data
+                        yield number, name, data
                         break
 
-        decoded = decode_rows(images(), self._form, slab)
-        return {number: (names[number], image) for number, image in decoded.items()}
+        return decode_rows(images(), self._form, slab)
 
     def _av(self, data: bytes | ByteRange, part_name: str) -> Any:
         decoder = AVDecoder(data, name=part_name)
