@@ -24,7 +24,7 @@ from energon_bridge.loader.document import read_leaves
 from energon_bridge.loader.savable import SavableDataLoader
 from energon_bridge.loader.spec import DatasetSpec
 from energon_bridge.loader.transport import Arena, Outbox
-from energon_bridge.loader.workers import produced
+from energon_bridge.loader.workers import outgoing, produced
 from energon_bridge.prepare import parse_patterns, prepare_dataset, render_dataset_yaml
 from energon_bridge.testing import write_shard
 from energon_bridge.topology import ticks
@@ -283,7 +283,7 @@ def _items(loader: InProcessLoader, worker: int) -> Iterator[Any]:
 
     def items() -> Iterator[Any]:
         for item in produced(stream, units, loader.config.prefetch_factor):
-            yield None if item is None else (worker, outbox.pack(item))
+            yield None if item is None else outgoing(item, worker, outbox)
 
     return items()
 

@@ -20,7 +20,7 @@ import torch.utils.data
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from energon_bridge.errors import HookTimeoutError, WorkerDiedError
-from energon_bridge.loader.transport import Arena, unpack
+from energon_bridge.loader.transport import Arena, Message, unpack
 from energon_bridge.loader.workers import set_up_worker
 from energon_bridge.stream.state import Produced
 from energon_bridge.stream.watchdog import EXIT_CODE
@@ -131,8 +131,8 @@ class WorkerSource:
                 item = next(self._iterator)
                 if item is None:
                     continue
-                worker, message = item
-                produced: Produced = unpack(message, self._arenas[worker])
+                worker, *message = item
+                produced = Produced.of_plain(unpack(Message(*message), self._arenas[worker]))
             except StopIteration:
                 raise
             except (RuntimeError, OSError, EOFError) as error:  # how torch reports a worker that is gone

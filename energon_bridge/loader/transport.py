@@ -37,6 +37,8 @@ import numpy as np
 import torch
 
 _ALIGN = 64
+_SMALL = 1024
+"""Bytes of a tensor up to which it stays in the pickle: handing a buffer over costs more than copying those."""
 _SLOTS = 256
 _HEADER = _SLOTS
 """Bytes in front of an arena: one flag per slot, not 0 while its block is in use."""
@@ -76,6 +78,8 @@ class Arena:
         self._lock = threading.Lock()
         self._used: dict[int, tuple[int, int]] = {}  # slot -> (offset, end)
         self._lent: dict[int, _Lent] = {}
+        # Of the training process:
+        self._open: dict[int, weakref.ref[Block]] = {}
 
     def write(self, chunks: Sequence[memoryview | bytes], total: int) -> tuple[int, int, int] | None:
         """Copy chunks into a free block and return its (slot, offset, length), or None where there is no room."""
@@ -154,11 +158,12 @@ class Arena:
         """Return the bytes of a block, which is given back when nothing refers to them any more."""
         block = np.frombuffer(self._map, np.uint8, length, _HEADER + offset).view(Block)
         self._map[slot] = _OPENED
-        weakref.finalize(block, self._free, slot).atexit = False
+        self._open[slot] = weakref.ref(block, lambda _: self._free(slot))
         return block
 
     def _free(self, slot: int) -> None:
-        self._map[slot] = 0
+        del self._open[slot]
+        self._map[slot] = 0  # from now on the worker may use it again
 
 
 class Outbox:
@@ -178,8 +183,16 @@ class Outbox:
     def pack(self, item: Any) -> Message:
         """Pickle an item into a block of the arena or into a memory file; return the message that finds it."""
         buffers: list[memoryview] = []
+
+        def stays(buffer: pickle.PickleBuffer) -> bool:
+            raw = buffer.raw()
+            if raw.nbytes > _SMALL:
+                buffers.append(raw)
+                return False
+            return True
+
         stream = io.BytesIO()
-        pickler = pickle.Pickler(stream, protocol=5, buffer_callback=lambda b: buffers.append(b.raw()))
+        pickler = pickle.Pickler(stream, protocol=5, buffer_callback=stays)
         # Tensors by `_reduced`, subclasses of theirs as they wish.
         pickler.dispatch_table = copyreg.dispatch_table | {torch.Tensor: _reduced}
         pickler.dump(item)
@@ -273,28 +286,36 @@ def _copy(chunks: Sequence[memoryview | bytes], target: memoryview) -> None:
 
 def _reduced(tensor: torch.Tensor) -> Any:
     """Pickle a dense CPU tensor out of band, with its memory layout (a CHW view over HWC memory stays one)."""
-    if tensor.layout is not torch.strided or tensor.device.type != "cpu":
-        return tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-    if tensor.requires_grad or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
-        return tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
     try:
         array, dtype = tensor.numpy(), None
-    except TypeError:  # numpy has no such dtype
+    except (TypeError, RuntimeError):  # numpy has no such dtype, or this is more than numbers in memory
+        if not _is_plain(tensor):
+            return tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         dtype = tensor.dtype
         array = tensor.view(_BITS[tensor.itemsize]).numpy()
-    # Of numpy's, because a call into torch costs several times as much.
-    strides = array.strides
-    order = sorted(range(array.ndim), key=strides.__getitem__, reverse=True)
-    dense = array.transpose(order)
-    if not dense.flags.c_contiguous:
-        order, dense = list(range(array.ndim)), np.ascontiguousarray(array)
-    inverse = tuple(map(order.index, range(array.ndim)))
+    dense, inverse = array, None
+    if not array.flags.c_contiguous:
+        # Of numpy's, because a call into torch costs several times as much.
+        order = sorted(range(array.ndim), key=array.strides.__getitem__, reverse=True)
+        dense = array.transpose(order)
+        if dense.flags.c_contiguous:
+            inverse = tuple(map(order.index, range(array.ndim)))
+        else:
+            dense = np.ascontiguousarray(array)
     buffer = pickle.PickleBuffer(dense)  # type: ignore[arg-type]  # numpy 2.1 does not say that an array is a buffer
     return _rebuild, (buffer, dense.dtype.str, dense.shape, inverse, dtype)
 
 
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor is its numbers in the memory of this process, and nothing else."""
+    if tensor.layout is not torch.strided or tensor.device.type != "cpu":
+        return False
+    return not (tensor.requires_grad or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+
+
 def _rebuild(
-    buffer: Any, kind: str, shape: tuple[int, ...], inverse: tuple[int, ...], dtype: torch.dtype | None
+    buffer: Any, kind: str, shape: tuple[int, ...], inverse: tuple[int, ...] | None, dtype: torch.dtype | None
 ) -> torch.Tensor:
-    tensor = torch.from_numpy(np.ndarray(shape, kind, buffer).transpose(inverse))
+    array = np.ndarray(shape, kind, buffer)
+    tensor = torch.from_numpy(array if inverse is None else array.transpose(inverse))
     return tensor if dtype is None else tensor.view(dtype)

@@ -35,6 +35,11 @@ T = TypeVar("T")
 class Stream(Protocol):
     """Makes the microbatches of units."""
 
+    @property
+    def threaded(self) -> bool:
+        """Whether `prepare` starts anything."""
+        ...
+
     def prepare(self, unit: int, count: int) -> None: ...
     def produce(self, unit: int) -> Produced: ...
     def decode_into(self, memory: Lender) -> None: ...
@@ -57,9 +62,12 @@ class LaneStreams:
             lane = self._lanes[number] = Lane(number, self._pipeline, self._blend, state)
         return lane
 
+    @property
+    def threaded(self) -> bool:
+        return self._pipeline.threaded
+
     def prepare(self, unit: int, count: int) -> None:
-        if self._pipeline.threaded:
-            self._lane(unit).prepare(count)
+        self._lane(unit).prepare(count)
 
     def produce(self, unit: int) -> Produced:
         return _reported(self._pipeline, unit, self._lane(unit).produce)
@@ -78,9 +86,12 @@ class FiniteStreams:
         self._pipeline = pipeline
         self._stream = FiniteStream(pipeline, rows, drop_last=drop_last)
 
+    @property
+    def threaded(self) -> bool:
+        return self._pipeline.threaded
+
     def prepare(self, unit: int, count: int) -> None:
-        if self._pipeline.threaded:
-            self._stream.prepare(unit)
+        self._stream.prepare(unit)
 
     def produce(self, unit: int) -> Produced:
         return _reported(self._pipeline, unit, lambda: self._stream.produce(unit))
@@ -117,7 +128,7 @@ def _reported(pipeline: Pipeline, unit: int, make: Callable[[], Produced]) -> Pr
 
 
 def produced(stream: Stream, units: Iterator[int | None], ahead: int) -> Iterator[Produced | None]:
-    """Make units in order, loading up to `ahead` further ones beside; None is an empty tick.
+    """Make units in order, loading up to `ahead` further ones beside if the stream has threads; None is an empty tick.
 
     The first unit is made before anything is loaded ahead, so that the first batch comes as soon as it can.
     """
@@ -129,6 +140,10 @@ def produced(stream: Stream, units: Iterator[int | None], ahead: int) -> Iterato
             stream.prepare(unit, count)
 
     try:
+        if not stream.threaded:
+            for unit in units:
+                yield None if unit is None else stream.produce(unit)
+            return
         look_ahead(1)
         while upcoming:
             unit = upcoming.popleft()
@@ -137,6 +152,11 @@ def produced(stream: Stream, units: Iterator[int | None], ahead: int) -> Iterato
             yield item
     finally:
         stream.close()
+
+
+def outgoing(item: Produced, worker: int, outbox: Outbox) -> tuple[Any, ...]:
+    """Return what a worker sends for an item: its number and a message, of plain values, which pickle fastest."""
+    return worker, *outbox.pack(item.plain())
 
 
 class WorkerTicks(torch.utils.data.IterableDataset[Any]):
@@ -185,7 +205,7 @@ class WorkerTicks(torch.utils.data.IterableDataset[Any]):
         if arena is not None:
             stream.decode_into(arena)
         for item in produced(stream, units, self._ahead):
-            yield None if item is None else (info.id, self._outbox.pack(item))
+            yield None if item is None else outgoing(item, info.id, self._outbox)
 
 
 def weak(method: Callable[[], T]) -> Callable[[], T]:

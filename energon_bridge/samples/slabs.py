@@ -109,7 +109,7 @@ class SlabPool:
         Written for few calls into torch, each of which costs far more between decoded images than its own work.
         """
         first = rows[0]
-        if first.dtype not in _DTYPES or first.device.type != "cpu" or first.layout is not torch.strided:
+        if first.dtype not in _DTYPES or not first.is_cpu or first.layout is not torch.strided:
             return None
         size, start = first.nbytes, first.data_ptr()
         end = start + len(rows) * size

@@ -144,15 +144,16 @@ class Pipeline:
         rows = None if into is None else (into[0], [into[1] + place for place in of.places])
         return self.source(of.leaf).values.load(of.buffer, of.low, of.high, ahead=ahead, into=rows)
 
-    def submit(self, segments: Sequence[Segment], *, ahead: bool, into: tuple[Slab, int] | None) -> Future[Loaded]:
+    def submit(
+        self, segments: Sequence[Segment], *, ahead: bool, into: tuple[Slab, int] | None
+    ) -> Future[Loaded] | Loaded:
         """Load some draws on the loading threads, or now where there are none."""
         if self._pool is not None:
             return self._pool.submit(self.load, segments, ahead=ahead, into=into)
-        future: Future[Loaded] = Future()
         start = time.perf_counter()
-        future.set_result(self.load(segments, ahead=ahead, into=into))
+        loaded = self.load(segments, ahead=ahead, into=into)
         self.load_seconds += time.perf_counter() - start
-        return future
+        return loaded
 
     def read_ahead(self, buffer: RoundBuffer) -> None:
         """Start reading a round that will be needed, where that is worth a thread."""
@@ -357,7 +358,7 @@ class Ahead:
 
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
-        self._loads: deque[Future[Loaded]] = deque()
+        self._loads: deque[Future[Loaded] | Loaded] = deque()
 
     def schedule(self, segments: Sequence[Segment], *, ahead: bool, into: tuple[Slab, int] | None = None) -> None:
         """Load some draws, their images into the rows of a slab from the one given on."""
@@ -365,8 +366,11 @@ class Ahead:
 
     def take(self) -> Loaded:
         """Return the oldest load."""
+        load = self._loads.popleft()
+        if isinstance(load, Loaded):
+            return load
         start = time.perf_counter()
-        loaded = self._loads.popleft().result()
+        loaded = load.result()
         self._pipeline.load_seconds += time.perf_counter() - start
         return loaded
 

@@ -79,9 +79,17 @@ class Held:
             at += size
         return out
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        # As bytes, not as arrays: those would be views of the memory in which a batch has crossed, and keep it.
-        return _held, (self.rows.tobytes(), self.members.tobytes()) if len(self.rows) else ()
+    def plain(self) -> tuple[bytes, ...]:
+        """Return the rows as bytes: arrays would be views of the memory in which a batch crosses, and keep it."""
+        return (self.rows.tobytes(), self.members.tobytes()) if len(self.rows) else ()
+
+    @classmethod
+    def of_plain(cls, values: tuple[bytes, ...]) -> Held:
+        """Return what `plain` was called of."""
+        if not values:
+            return NOTHING_HELD
+        rows, members = (np.frombuffer(value, dtype=np.int64) for value in values)
+        return cls(rows.reshape(-1, 3), members.reshape(-1, 4))
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Held):
@@ -92,14 +100,6 @@ class Held:
 
 
 NOTHING_HELD = Held()
-
-
-def _held(rows: bytes = b"", members: bytes = b"") -> Held:
-    if not rows:
-        return NOTHING_HELD
-    return Held(
-        np.frombuffer(rows, dtype=np.int64).reshape(-1, 3), np.frombuffer(members, dtype=np.int64).reshape(-1, 4)
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,10 +124,16 @@ class LaneState:
     held: Held = NOTHING_HELD
     batches_taken: int = 0
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        # One goes along with every microbatch; what dataclasses do looks the fields up each time.
-        values = self.microbatches, self.draw, self.taken, self.leaf_draws, self.origin, self.held, self.batches_taken
-        return LaneState, values
+    def plain(self) -> tuple[Any, ...]:
+        """Return the values as they cross to the training process with a microbatch."""
+        held = self.held.plain()
+        return self.microbatches, self.draw, self.taken, self.leaf_draws, self.origin, held, self.batches_taken
+
+    @classmethod
+    def of_plain(cls, values: tuple[Any, ...]) -> LaneState:
+        """Return what `plain` was called of."""
+        microbatches, draw, taken, leaf_draws, origin, held, batches_taken = values
+        return cls(microbatches, draw, taken, leaf_draws, origin, Held.of_plain(held), batches_taken)
 
     @classmethod
     def fresh(cls, leaves: int) -> LaneState:
@@ -183,3 +189,14 @@ class Produced:
     counts: Counts
     reports: tuple[Report, ...] = ()
     seconds: tuple[float, float, float] = (0.0, 0.0, 0.0)
+
+    def plain(self) -> tuple[Any, ...]:
+        """Return all of it as a tuple of tuples, which cross to the training process faster than records."""
+        state = None if self.state is None else self.state.plain()
+        return self.batch, self.rows, state, dict(self.counts), self.reports, self.seconds
+
+    @classmethod
+    def of_plain(cls, values: tuple[Any, ...]) -> Produced:
+        """Return what `plain` was called of."""
+        batch, rows, state, counts, reports, seconds = values
+        return cls(batch, rows, None if state is None else LaneState.of_plain(state), Counts(counts), reports, seconds)
