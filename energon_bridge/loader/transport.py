@@ -73,7 +73,7 @@ class Arena:
     def __init__(self, size: int = DEFAULT_ARENA_BYTES) -> None:
         self.size = size
         self._map = mmap.mmap(-1, _HEADER + size)
-        self._address = int(np.frombuffer(self._map, np.uint8, 1, _HEADER).ctypes.data)
+        self._address = _address(np.frombuffer(self._map, np.uint8, 1, _HEADER))
         # Of the worker, whose threads may all decode:
         self._lock = threading.Lock()
         self._used: dict[int, tuple[int, int]] = {}  # slot -> (offset, end)
@@ -118,7 +118,7 @@ class Arena:
         """
         if not self._lent:
             return None
-        offset = int(np.frombuffer(buffer, np.uint8).ctypes.data) - self._address
+        offset = _address(np.frombuffer(buffer, np.uint8)) - self._address
         for slot, lent in list(self._lent.items()):
             if lent.offset <= offset < lent.end:
                 block = lent.block()
@@ -271,6 +271,11 @@ def unpack(message: Message, arena: Arena | None) -> Any:
         assert arena is not None
         parts[number] = memoryview(arena.open(*of_its_own))  # type: ignore[arg-type]
     return pickle.loads(parts[0], buffers=[pickle.PickleBuffer(part) for part in parts[1:]])
+
+
+def _address(array: np.ndarray[Any, Any]) -> int:
+    address: int = array.__array_interface__["data"][0]  # a quarter of what `array.ctypes` costs
+    return address
 
 
 def _aligned(n: int) -> int:

@@ -46,24 +46,24 @@ class SourceInfo(NamedTuple):
         return SourceInfo, tuple(self)
 
 
-def _once_per_class(function: Callable[[type], T]) -> Callable[[type], T]:
+def once_per_class(function: Callable[[type], T]) -> Callable[[type], T]:
     """Remember what a function says about each class; `cache` with a type that accepts classes."""
     return cache(function)
 
 
-@_once_per_class
+@once_per_class
 def field_names(cls: type) -> tuple[str, ...]:
     """Return the names of a dataclass's fields, in order."""
     return tuple(entry.name for entry in fields(cls))
 
 
-@_once_per_class
+@once_per_class
 def init_field_names(cls: type) -> tuple[str, ...]:
     """Return the names of the fields that a dataclass's constructor takes, in order."""
     return tuple(entry.name for entry in fields(cls) if entry.init)
 
 
-@_once_per_class
+@once_per_class
 def required_field_names(cls: type) -> frozenset[str]:
     """Return the names of the fields without which a dataclass cannot be made."""
     entries = (entry for entry in fields(cls) if entry.init)

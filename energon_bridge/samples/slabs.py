@@ -35,7 +35,7 @@ _KEPT = 4
 """Unused slabs that are kept."""
 _PAUSE = 256
 _MISFITS = 8
-_DTYPES = frozenset((torch.uint8, torch.float32))
+_DTYPES: dict[torch.dtype, np.dtype[Any]] = {torch.uint8: np.dtype(np.uint8), torch.float32: np.dtype(np.float32)}
 _TRAITS: tuple[Callable[[Any], Any], ...] = (*map(attrgetter, ("shape", "dtype", "requires_grad")), torch.Tensor.stride)
 # What the pool's list, the loop over it and the call itself hold.
 _UNUSED = 3
@@ -119,12 +119,13 @@ class SlabPool:
         if found is None or first.requires_grad or any(len(set(map(trait, rows))) > 1 for trait in _TRAITS):
             return None
         address, base = found
-        row = first.numpy()
-        if sum((length - 1) * step for length, step in zip(row.shape, row.strides, strict=True)) + row.itemsize != size:
+        shape, item = first.shape, first.itemsize
+        strides = [item * step for step in first.stride()]
+        if sum((length - 1) * step for length, step in zip(shape, strides, strict=True)) + item != size:
             return None  # a piece of an image: a batch would have gaps
-        shape, strides = (len(rows), *row.shape), (size, *row.strides)
         # A view of the lender's type, which is what keeps its memory.
-        return torch.from_numpy(type(base)(shape, row.dtype, base, start - address, strides))
+        view = type(base)((len(rows), *shape), _DTYPES[first.dtype], base, start - address, (size, *strides))
+        return torch.from_numpy(view)
 
     def _memory_at(self, start: int, size: int) -> tuple[int, np.ndarray] | None:
         if self.lender is not None and (lent := self.lender.lent_at(start, size)) is not None:

@@ -16,7 +16,7 @@ from energon_bridge.stream.grouping import Grouping
 from energon_bridge.stream.packing import Packing
 from energon_bridge.stream.pipeline import Pipeline
 from energon_bridge.stream.rows import Row, make_again, rows_of
-from energon_bridge.stream.state import Counts, Held, LaneState, Produced, Ref, Stage
+from energon_bridge.stream.state import NOTHING_HELD, Counts, Held, LaneState, Produced, Ref, Stage
 
 _BARREN = 1000
 """Fewer microbatches that hooks refused in a row are no sign of anything."""
@@ -85,15 +85,16 @@ class Lane:
 
     def _state(self) -> LaneState:
         draws = self._draws
-        parts = [Held.of((Stage.BATCH, row.members, row.output) for row in self._batched)]
-        parts += [stage.waiting() for stage in (self._packing, self._grouping) if stage is not None]
+        parts = [stage.waiting() for stage in (self._packing, self._grouping) if stage is not None]
+        if self._batched:
+            parts.insert(0, Held.of((Stage.BATCH, row.members, row.output) for row in self._batched))
         return LaneState(
             self._microbatches,
             draws.draw,
             draws.taken,
             tuple(draws.leaf_draws),
             draws.origin,
-            Held.joined(parts),
+            Held.joined(parts) if parts else NOTHING_HELD,
             self._batches_taken,
         )
 

@@ -249,7 +249,9 @@ class Pipeline:
                 which = (output,) if len(batches) > 1 else ()
                 attach(batch, "__restore_key__", ("Batch", lane, number + output, tuple(keys), *which))
         for batch in batches:
-            attach(batch, "__valid__", torch.from_numpy(np.ones(len(samples), dtype=np.bool_)))
+            valid = np.empty(len(samples), np.bool_)
+            valid.fill(True)
+            attach(batch, "__valid__", torch.from_numpy(valid))
         return batches
 
     def batches(
@@ -348,9 +350,11 @@ def attach(batch: Any, name: str, value: Any) -> None:
     if isinstance(batch, dict):
         batch[name] = value
         return
-    with contextlib.suppress(AttributeError):  # tensors, tuples and foreign slotted types carry no meta fields
+    try:
         if not isinstance(batch, torch.Tensor):
             setattr(batch, name, value)
+    except AttributeError:  # tuples and foreign slotted types, like tensors, carry no meta fields
+        pass
 
 
 class Ahead:

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.samples import field_names, init_field_names, required_field_names
+from energon_bridge.samples.base import once_per_class
 
 
 def is_record_type(cls: type) -> bool:
@@ -31,6 +32,7 @@ def read_fields(record: Any) -> dict[str, Any]:
     raise ConfigurationError(f"a {cls.__name__} has no fields to convert; use a dataclass, a named tuple or a dict")
 
 
+@once_per_class
 def target_fields(target: type) -> frozenset[str] | None:
     """Return the names that a record type can take, or None if it takes any (a dict)."""
     if issubclass(target, dict):
@@ -50,8 +52,9 @@ def make_record(fields: Mapping[str, Any], target: type) -> Any:
     if known is None:
         # The mask is there for whoever sets it, and None says nothing.
         return target({name: value for name, value in fields.items() if name != "__valid__" or value is not None})
-    taken = {name: value for name, value in fields.items() if name in known}
-    if missing := sorted(_required_fields(target) - taken.keys()):
+    taken = fields if fields.keys() <= known else {name: value for name, value in fields.items() if name in known}
+    if not (required := _required_fields(target)) <= taken.keys():
+        missing = sorted(required - taken.keys())
         raise ConfigurationError(
             f"cannot make a {target.__name__} without {', '.join(missing)}, of the fields {', '.join(fields)}; give "
             f"the missing fields a default in {target.__name__}, or convert in the hook"
@@ -64,6 +67,7 @@ def convert_record(record: Any, target: type) -> Any:
     return record if isinstance(record, target) else make_record(read_fields(record), target)
 
 
+@once_per_class
 def _required_fields(target: Any) -> frozenset[str]:
     if is_dataclass(target):
         return required_field_names(cast(type, target))
