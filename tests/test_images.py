@@ -14,7 +14,9 @@ from hypothesis import given, settings, strategies as st
 from PIL import Image, ImageFile, features
 from webdataset.autodecode import imagehandler
 
+from energon_bridge import SampleDecoder
 from energon_bridge.errors import ConfigurationError, DecodeError
+from energon_bridge.samples.slabs import Slab, SlabPool
 from energon_bridge.task_encoder.images import (
     IMAGE_EXTENSIONS,
     IMAGE_FORMS,
@@ -229,3 +231,57 @@ def test_decoding_from_many_threads():
     with ThreadPoolExecutor(8) as pool:
         together = list(pool.map(lambda data: decode(memoryview(data), "torchrgb8"), files * 4))
     assert all(torch.equal(value, alone[n % len(files)]) for n, value in enumerate(together))
+
+
+# Into rows of a slab -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["torchrgb8", "torchrgb"])
+def test_only_ordinary_images_of_one_size_are_decoded_into_rows(form):
+    first = picture(24, 16)
+    frame = b"\0\x11\x08\0\x10\0\x18\x03"  # of such a JPEG: length, bits, height, width, colours
+    fits = {
+        "first": encoded(first),
+        "again": encoded(picture(24, 16, seed=1)),
+        "progressive": encoded(first, progressive=True),
+        "grey": encoded(picture(24, 16, "L")),
+        "behind much else": encoded(first, comment=b"x" * 5000),
+    }
+    others = {
+        "wide": encoded(picture(48, 16)),
+        "small": encoded(picture(8, 8)),
+        "png": encoded(first, "PNG"),
+        "cmyk": encoded(picture(24, 16, "CMYK")),
+        "says that it is like the first": encoded(picture(8, 8), comment=frame),
+        "says that it is as small": encoded(picture(25, 16), comment=frame),
+        "cut off": encoded(first)[:200],
+        "nothing": b"",
+    }
+    assert frame in fits["first"][:1024]
+    files = {**fits, **others}
+    # Each of them after one that leaves its size behind.
+    names = [name for other in files for name in ("first", other)]
+    slab = Slab(SlabPool(), len(names))
+    decoder = SampleDecoder(image_decode=form)
+    samples = [(row, {"txt": b"a", "jpg": files[name], "1.jpg": files[name]}) for row, name in enumerate(names)]
+    found = decoder.decode_into(slab, samples)
+    assert sorted(found) == [row for row, name in enumerate(names) if name in fits]
+    rows = slab.rows((16, 24, 3), np.uint8 if form == "torchrgb8" else np.float32)
+    for row, (part, image) in found.items():
+        assert part == "jpg"
+        assert image is rows[1][row]
+        assert torch.equal(image, decoder.decode(part, files[names[row]]))
+
+
+def test_targets_are_met_by_rows_too():
+    files = [encoded(picture(64, 48, seed=number)) for number in range(3)]
+    decoder = SampleDecoder(image_decode="torchrgb8", image_target=(20, 20))
+    found = decoder.decode_into(Slab(SlabPool(), 3), [(row, {"jpg": data}) for row, data in enumerate(files)])
+    assert [image.shape for _, image in found.values()] == [(3, 24, 32)] * 3
+    assert all(torch.equal(found[row][1], decoder.decode("jpg", data)) for row, data in enumerate(files))
+
+
+@pytest.mark.parametrize("form", ["rgb8", "torchl8", "pilrgb"])
+def test_other_forms_are_not_decoded_into_rows(form):
+    data = encoded(picture(24, 16))
+    assert not SampleDecoder(image_decode=form).decode_into(Slab(SlabPool(), 1), [(0, {"jpg": data})])

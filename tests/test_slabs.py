@@ -257,33 +257,6 @@ def test_rows_inside_a_slab_are_a_batch_of_their_own() -> None:
     assert torch.equal(batch, torch.stack(rows[1:3]))
 
 
-def encoded(size: int, kind: str = "jpeg", mode: str = "RGB") -> bytes:
-    stream = io.BytesIO()
-    Image.new(mode, (size, 8), 100).save(stream, kind)
-    return stream.getvalue()
-
-
-@pytest.mark.parametrize("form", ["torchrgb8", "torchrgb"])
-def test_only_ordinary_images_of_one_size_are_decoded_into_rows(form: str) -> None:
-    images = [encoded(8), encoded(16), encoded(8, "png"), encoded(8, mode="CMYK"), encoded(8)[:200], encoded(8)]
-    samples = [(number, {"txt": b"a", "jpg": image, "1.jpg": image}) for number, image in enumerate(images)]
-    slab = Slab(SlabPool(), len(images))
-    decoder = SampleDecoder(image_decode=form)
-    found = decoder.decode_into(slab, samples)
-    assert sorted(found) == [0, 5]
-    rows = slab.rows((8, 8, 3), np.uint8 if form == "torchrgb8" else np.float32)
-    assert rows is not None
-    for number, (name, image) in found.items():
-        assert name == "jpg"
-        assert image is rows[1][number]
-        assert torch.equal(image, decoder.decode(name, images[number]))
-
-
-@pytest.mark.parametrize("form", ["rgb8", "torchl8", "pilrgb"])
-def test_other_forms_are_not_decoded_into_rows(form: str) -> None:
-    assert not SampleDecoder(image_decode=form).decode_into(Slab(SlabPool(), 1), [(0, {"jpg": encoded(8)})])
-
-
 class Inverting(SampleDecoder):
     """Has a say in every part."""
 

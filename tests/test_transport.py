@@ -45,16 +45,17 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 # One message ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("times", [1, 40], ids=["in the pickle", "in blocks"])
 @pytest.mark.parametrize("arena", [True, False], ids=["arena", "memory file"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_tensors_arrive_as_they_left(dtype: torch.dtype, arena: bool) -> None:
-    whole = tensor(dtype, 2, 5, 7, 3)
+def test_tensors_arrive_as_they_left(dtype: torch.dtype, arena: bool, times: int) -> None:
+    whole = tensor(dtype, 2 * times, 5, 2, 3)
     views = {
         "dense": whole,
         "channels first": whole.permute(0, 3, 1, 2),
         "transposed": whole.transpose(1, 2),
         "strided": whole[:, ::2, 1:6],
-        "expanded": tensor(dtype, 1, 4, 1).expand(3, 4, 2),
+        "expanded": tensor(dtype, 1, 4, 1).expand(3 * times, 4, 2),
         "scalar": tensor(dtype),
         "empty": tensor(dtype, 0, 3),
         "empty inside": tensor(dtype, 3, 0, 2).transpose(0, 2),

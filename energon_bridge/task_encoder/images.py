@@ -203,17 +203,16 @@ def decode_rows(
                 header = _turbo_header(data, form)
                 if header is None:
                     continue
-                size = header.scale
-                rows = slab.rows((size["min_height"], size["min_width"], len(mode)), kind)
+                rows = slab.rows((header.scale["min_height"], header.scale["min_width"], len(mode)), kind)
                 if rows is None:
                     misfits += 1
                     continue
                 arrays, tensors = rows
-                frame = header.frame()
+                frame, scale = header.frame(), header.scale
             array = arrays[number]
             into = _scratch(array.shape) if form.scaled else array
             try:
-                pixels = simplejpeg.decode_jpeg(data, mode, buffer=into, **size)
+                pixels = simplejpeg.decode_jpeg(data, mode, buffer=into, **scale)
             except Exception:  # `decode_image` names what is wrong with it
                 continue
             if pixels.shape != array.shape:  # the bytes of the frame were something else's
