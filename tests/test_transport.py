@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,21 @@ def test_blocks_never_overlap_and_are_used_again(steps: list[tuple[int, int]]) -
     assert not any(arena._map[slot] for slot in range(256))
     assert not isinstance(outbox.pack(torch.zeros(15_000, dtype=torch.uint8)).place, MemoryFile)
     outbox.close()
+
+
+def test_a_fork_that_lets_go_of_a_batch_does_not_give_its_memory_back() -> None:
+    arena = Arena(1 << 16)
+    held = [unpack(Outbox(arena, kept=0).pack(torch.full((5000,), 3, dtype=torch.uint8)), arena)]
+    process = os.fork()
+    if not process:
+        held.clear()
+        gc.collect()
+        os._exit(len(arena._open))
+    assert os.waitpid(process, 0)[1] == 0
+    assert [arena._map[slot] for slot in arena._open] != [0]
+    held.clear()
+    gc.collect()
+    assert not any(arena._map[slot] for slot in range(256))
 
 
 def test_a_full_arena_falls_back_to_memory_files() -> None:

@@ -80,6 +80,7 @@ class Arena:
         self._lent: dict[int, _Lent] = {}
         # Of the training process:
         self._open: dict[int, weakref.ref[Block]] = {}
+        self._process = os.getpid()
 
     def write(self, chunks: Sequence[memoryview | bytes], total: int) -> tuple[int, int, int] | None:
         """Copy chunks into a free block and return its (slot, offset, length), or None where there is no room."""
@@ -163,7 +164,8 @@ class Arena:
 
     def _free(self, slot: int) -> None:
         del self._open[slot]
-        self._map[slot] = 0  # from now on the worker may use it again
+        if os.getpid() == self._process:  # and not a fork of it, which has the same memory
+            self._map[slot] = 0  # from now on the worker may use it again
 
 
 class Outbox:
