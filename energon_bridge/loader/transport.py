@@ -2,9 +2,10 @@
 
 Every worker has an *arena*: anonymous shared memory mapped before the fork. It has no name and no file, so nothing can
 be left behind and the size of /dev/shm does not matter; its pages are used again, so a batch costs one copy and no page
-faults. A batch is pickled with its tensors and arrays out of band: all of it goes into one block of the arena, and the
-message in DataLoader's queue is a few bytes, which a pipe writes in one piece, so that a killed worker cannot leave
-half a message. The training process rebuilds tensors as views of the block and gives it back when the last is gone.
+faults. A batch is pickled with its tensors and arrays (but the smallest) out of band: all of it goes into one block of
+the arena, and the message in DataLoader's queue is a few bytes, which a pipe writes in one piece, so that a killed
+worker cannot leave half a message. The training process rebuilds tensors as views of the block and gives it back when
+the last is gone.
 
 Blocks are also lent inside the worker, as memory to decode images into (`samples.slabs`). A batch that lies in such a
 block crosses without being copied, if nobody else in the worker refers to the block: whoever gets the batch may write

@@ -16,7 +16,7 @@ from energon_bridge.stream.grouping import Grouping
 from energon_bridge.stream.packing import Packing
 from energon_bridge.stream.pipeline import Pipeline
 from energon_bridge.stream.rows import Row, make_again, rows_of
-from energon_bridge.stream.state import NOTHING_HELD, Counts, Held, LaneState, Produced, Ref, Stage
+from energon_bridge.stream.state import Counts, Held, LaneState, Produced, Ref, Stage
 
 _BARREN = 1000
 """Fewer microbatches that hooks refused in a row are no sign of anything."""
@@ -94,7 +94,7 @@ class Lane:
             draws.taken,
             tuple(draws.leaf_draws),
             draws.origin,
-            Held.joined(parts) if parts else NOTHING_HELD,
+            Held.joined(parts),
             self._batches_taken,
         )
 

@@ -18,15 +18,13 @@ too small for it, come in full size.
 from __future__ import annotations
 
 import io
-import math
-import struct
 from collections.abc import Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import lru_cache
 from importlib.util import find_spec
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import simplejpeg
@@ -79,8 +77,6 @@ if find_spec("PIL.AvifImagePlugin"):  # Pillow 11.3 and later
     _PILLOW_FORMATS.append("AVIF")
 
 _FULL = np.float32(255)
-_HEAD = 1 << 10
-"""Bytes of a JPEG among which its frame is looked for; behind EXIF data or a colour profile it comes later."""
 _BUFFER = 1 << 16
 """Numbers that numpy converts at a time: its default, an eighth of this, takes a tenth longer for an image."""
 _SCRATCH: ContextVar[np.ndarray | None] = ContextVar("energon_bridge_scratch", default=None)
@@ -153,25 +149,11 @@ def _refusal(part: str, data: bytes | bytearray | memoryview, reason: str) -> De
     return DecodeError(f"part {part!r} ({len(data)} bytes) cannot be decoded as an image: {reason}")
 
 
-class _Header(NamedTuple):
-    """What libjpeg-turbo says of an ordinary JPEG.
+def _turbo_header(data: bytes | bytearray | memoryview, form: ImageForm) -> tuple[dict[str, int], str] | None:
+    """Return how an ordinary JPEG is decoded, and its colour space; None where Pillow has to decide.
 
-    `scale` are the arguments that ask for the scale of a form: the height and width that come out.
+    How: the arguments that ask libjpeg-turbo for the scale, which are the height and width that come out.
     """
-
-    height: int
-    width: int
-    colorspace: str
-    scale: dict[str, int]
-
-    def frame(self) -> bytes:
-        """Return the bytes in which every JPEG of this size and so many colours says so: length, bits, size, number."""
-        colors = 1 if self.colorspace == "Gray" else 3
-        return struct.pack(">HBHHB", 8 + 3 * colors, 8, self.height, self.width, colors)
-
-
-def _turbo_header(data: bytes | bytearray | memoryview, form: ImageForm) -> _Header | None:
-    """Read the header of an ordinary JPEG; None where Pillow has to decide."""
     try:
         height, width, colorspace, _ = simplejpeg.decode_jpeg_header(data)
     except ValueError:
@@ -179,7 +161,7 @@ def _turbo_header(data: bytes | bytearray | memoryview, form: ImageForm) -> _Hea
     # A bomb is Pillow's to warn of or to refuse, by the limit that the user may have set there.
     if colorspace not in _TURBO_COLORSPACES or height * width > (Image.MAX_IMAGE_PIXELS or float("inf")):
         return None
-    return _Header(height, width, colorspace, _scaled(height, width, form.target))
+    return _scaled(height, width, form.target), colorspace
 
 
 def decode_rows(
@@ -193,33 +175,28 @@ def decode_rows(
     if form.container != "torch" or mode == "L":
         return {}
     decoded: dict[int, tuple[str, torch.Tensor]] = {}
-    misfits = 0
+    size, rows, misfits = None, None, 0
     buffer = np.setbufsize(_BUFFER) if form.scaled else 0
-    frame: bytes | None = None
     try:
         for number, name, data in images:
-            # An image like the one before needs no look at its header, which libjpeg-turbo would read twice.
-            if frame is None or frame not in bytes(data[:_HEAD]):
-                header = _turbo_header(data, form)
-                if header is None:
-                    continue
-                rows = slab.rows((header.scale["min_height"], header.scale["min_width"], len(mode)), kind)
-                if rows is None:
-                    misfits += 1
-                    continue
-                arrays, tensors = rows
-                frame, scale = header.frame(), header.scale
-            array = arrays[number]
-            into = _scratch(array.shape) if form.scaled else array
+            header = _turbo_header(data, form)
+            if header is None:
+                continue
+            if header[0] is not size:
+                size = header[0]
+                rows = slab.rows((size["min_height"], size["min_width"], len(mode)), kind)
+            if rows is None:
+                misfits += 1
+                continue
+            array = rows[0][number]
             try:
-                pixels = simplejpeg.decode_jpeg(data, mode, buffer=into, **scale)
+                if form.scaled:
+                    np.divide(simplejpeg.decode_jpeg(data, mode, buffer=_scratch(array.size), **size), _FULL, out=array)
+                else:
+                    simplejpeg.decode_jpeg(data, mode, buffer=array, **size)
             except Exception:  # `decode_image` names what is wrong with it
                 continue
-            if pixels.shape != array.shape:  # the bytes of the frame were something else's
-                continue
-            if form.scaled:
-                np.divide(pixels, _FULL, out=array)
-            decoded[number] = name, tensors[number]
+            decoded[number] = name, rows[1][number]
     finally:
         if buffer:
             np.setbufsize(buffer)
@@ -227,9 +204,9 @@ def decode_rows(
     return decoded
 
 
-def _scratch(shape: tuple[int, ...]) -> np.ndarray:
+def _scratch(size: int) -> np.ndarray:
     """Return memory of this thread for at least that many bytes, warm from its last image."""
-    memory, size = _SCRATCH.get(), math.prod(shape)
+    memory = _SCRATCH.get()
     if memory is None or memory.size < size:
         memory = np.empty(UNALIGNED + size, dtype=np.uint8)[UNALIGNED:]
         _SCRATCH.set(memory)
@@ -241,11 +218,11 @@ def _turbo_pixels(data: bytes | bytearray | memoryview, form: ImageForm) -> np.n
     header = _turbo_header(data, form)
     if header is None:
         return None
-    size = header.scale
+    size, colorspace = header
     try:
         if form.mode != "L":
             return simplejpeg.decode_jpeg(data, form.mode, **size)
-        if header.colorspace == "Gray":
+        if colorspace == "Gray":
             return simplejpeg.decode_jpeg(data, "GRAY", **size)[..., 0]
         # The file's own luma differs from what Pillow computes from RGB.
         return np.array(Image.fromarray(simplejpeg.decode_jpeg(data, "RGB", **size)).convert("L"))
