@@ -18,6 +18,9 @@ from energon_bridge.task_encoder.families import (
     ChatTemplateTaskEncoder,
     FixedTokenFamily,
 )
+from energon_bridge.task_encoder.families.rendering import Segment
+from energon_bridge.task_encoder.families.tokens import stretches_of
+from energon_bridge.training.tiny_models import QWEN_TOKENS, train_tokenizer
 
 # As the models of Qwen2-VL have it: a default system prompt, and numbers of pictures on demand.
 QWEN = (
@@ -233,6 +236,27 @@ def test_tokens_are_those_of_the_whole_text() -> None:
         expected = tokenizer(whole, add_special_tokens=False)["input_ids"]
         shown = [*sample.tokens.tolist(), int(sample.labels[-1])]
         assert shown == expected[: len(shown)]
+
+
+@pytest.mark.parametrize(
+    ("segments", "expected"),
+    [
+        ([("say",), (" ",), ("yes", True)], [" yes"]),
+        ([("say",), (" ",), ("",), ("yes", True)], [" yes"]),
+        ([("say",), (" ",), ("", True), ("yes",)], []),  # an empty answer
+        ([("say",), (" ", True), ("yes",)], []),
+        ([("say",), (" yes  ", True), ("yes",)], [" yes"]),
+    ],
+)
+def test_white_space_in_front_of_a_token_stays_with_what_it_says(segments: Any, expected: list[str]) -> None:
+    tokenizer = train_tokenizer(["say yes", "yes say", "yes yes"] * 3, 300, QWEN_TOKENS)
+    assert tokenizer.tokenize(" yes") == ["\u0120yes"]  # one token, the white space at its front
+    stretches = stretches_of([Segment(*segment) for segment in segments], [], tokenizer, {})
+    learned = [token for one in stretches for token, yes in zip(one.tokens, one.learned, strict=True) if yes]
+    assert [tokenizer.decode([token]) for token in learned] == expected
+    together = [token for one in stretches for token in one.tokens]
+    text = "".join(segment[0] for segment in segments)
+    assert text.startswith(tokenizer.decode(together))
 
 
 def test_a_template_that_changes_earlier_turns_is_refused() -> None:

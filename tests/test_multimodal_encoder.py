@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,7 @@ from energon_bridge.task_encoder.conversation import (
     render,
 )
 from energon_bridge.task_encoder.multimodal import MultiModalTaskEncoder
+from energon_bridge.task_encoder.texts import tokens_of, tokens_with_offsets
 from energon_bridge.task_encoder.visual import as_pil, concat_visual
 from energon_bridge.training.config import DataConfig
 from energon_bridge.training.encoder import ShuffledImagesTaskEncoder, training_task_encoder
@@ -293,30 +295,50 @@ def test_a_question_keeps_its_own_placeholder() -> None:
 
 
 @pytest.mark.parametrize("seq_length", [24, 256])
-def test_fast_tokenizers_are_called_once_for_all_texts_of_a_sample(
-    seq_length: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fast_tokenizers_are_called_once_for_all_texts_of_a_sample(seq_length: int) -> None:
     texts = ["a cat, and a dog", "", "two birds  in a tree", "nothing more"]
     tokenizer = train_tokenizer(texts, 300, LLAVA_TOKENS)
     sequence = [part for text in texts for part in (Image.new("RGB", (4, 4)), text)]
     sample = InterleavedSample(__key__="one", sequence=sequence)
     config = MultiModalSampleConfig(image_token=ImageToken(token_str="<image>", before="a ", after=" dog"))
     calls: list[Any] = []
-    call = type(tokenizer).__call__
 
-    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
-        calls.append(args)
-        return call(self, *args, **kwargs)
+    class Counted(type(tokenizer)):  # type: ignore[misc]
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            calls.append(args)
+            return super().__call__(*args, **kwargs)
 
-    monkeypatch.setattr(type(tokenizer), "__call__", counted)
-    fast, slow = (
+    counted = copy.copy(tokenizer)
+    counted.__class__ = Counted
+    fast, asked, slow = (
         MultiModalTaskEncoder(one, PixelProcessor(), config, seq_length, image_tokens_per_image=3)
-        for one in (tokenizer, SlowTokenizer(tokenizer))
+        for one in (tokenizer, counted, SlowTokenizer(tokenizer))
     )
-    ours = [fast.encode_sample(sample) for _ in range(5)]
+    ours = [fast.encode_sample(sample), *(asked.encode_sample(sample) for _ in range(5))]
     assert len(calls) == 5 + 1  # and what stands around each image, once
     theirs = slow.encode_sample(sample)
     for one in ours:
         assert torch.equal(one.tokens, theirs.tokens)
         assert torch.equal(one.loss_mask, theirs.loss_mask)
         assert one.num_images == theirs.num_images
+
+
+def test_tokens_are_those_of_transformers_whatever_the_tokenizer_did_before() -> None:
+    texts = ["a cat, and a dog", "", "two birds </s> in a tree"]
+    tokenizer = train_tokenizer(texts, 300, LLAVA_TOKENS)
+
+    def expected() -> list[list[int]]:
+        return [list(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
+
+    whole = expected()
+    tokenizer(texts, padding=True, truncation=True, max_length=3)
+    assert tokens_of(tokenizer, texts) == whole
+    tokenizer(texts, padding="max_length", truncation=True, max_length=30)
+    ids, offsets = tokens_with_offsets(tokenizer, texts[2])
+    assert ids == whole[2]
+    assert next(texts[2][start:end] for start, end in offsets) in ("t", "tw", "two")
+    tokenizer.split_special_tokens = True
+    split = tokens_of(tokenizer, texts)
+    assert split == expected()
+    assert split[:2] == whole[:2]
+    assert split[2] != whole[2]

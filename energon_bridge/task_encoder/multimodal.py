@@ -40,6 +40,7 @@ from energon_bridge.task_encoder.sequences import (
     Sequencer,
     batch_sequences,
 )
+from energon_bridge.task_encoder.texts import tokens_of
 from energon_bridge.task_encoder.visual import concat_visual, process_image
 
 __all__ = ["ImageTokenCount", "MultiModalBatch", "MultiModalSample", "MultiModalTaskEncoder"]
@@ -205,7 +206,7 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
         token = self.config.image_token
         visual: list[dict[str, Tensor]] = []
         texts = [piece.text.split(token.token_str) for piece in rendered.pieces]
-        tokens = iter(self._encode_texts([text for part in texts for text in part]))
+        tokens = iter(tokens_of(self.tokenizer, [text for part in texts for text in part]))
         for piece, part in zip(rendered.pieces, texts, strict=True):
             for number in range(len(part)):
                 if sequence.full:
@@ -257,15 +258,7 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
     @cached_property
     def _around_image(self) -> list[list[int]]:
         token = self.config.image_token
-        return self._encode_texts([token.before, token.after])
-
-    def _encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the tokens of each text; of fast tokenizers in one call, which costs more than a short text does."""
-        tokenizer = self.tokenizer
-        if not getattr(tokenizer, "is_fast", False):
-            return [list(tokenizer.encode(text, add_special_tokens=False)) if text else [] for text in texts]
-        encoded = tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)
-        return list(encoded["input_ids"])
+        return tokens_of(self.tokenizer, [token.before, token.after])
 
 
 def _key(sample: Any) -> Any:

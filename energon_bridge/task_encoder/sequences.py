@@ -11,8 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 
 from energon_bridge.samples import Batch, Sample, edataclass
 from energon_bridge.task_encoder.visual import concat_visual
@@ -86,11 +89,13 @@ class Sequencer:
 
     Args:
         longest: The most tokens that are shown to the model; one more is of use, as the label of the last.
+        tokens: The tokens so far.
+        learned: One byte for each: 1 if it is learned, else 0.
     """
 
     longest: int
     tokens: list[int] = field(default_factory=list)
-    learned: list[bool] = field(default_factory=list)
+    learned: bytearray = field(default_factory=bytearray)
 
     @property
     def full(self) -> bool:
@@ -104,16 +109,22 @@ class Sequencer:
     def add(self, tokens: Sequence[int], *, learned: bool) -> None:
         """Add tokens at the end."""
         self.tokens += tokens
-        self.learned += [learned] * len(tokens)
+        self.learned += (b"\1" if learned else b"\0") * len(tokens)
 
     def finish(self, ignore: int) -> tuple[Tensor, Tensor, Tensor] | None:
         """Return tokens, labels and loss mask, cut to the longest length; None if that leaves nothing to learn."""
         end = self.longest + 1
-        if not any(self.learned[1:end]):
+        if 1 not in self.learned[1:end]:
             return None
-        sequence = torch.tensor(self.tokens[:end], dtype=torch.int64)
-        learned = torch.tensor(self.learned[1:end])
-        return sequence[:-1].clone(), torch.where(learned, sequence[1:], ignore), learned.float()
+        # By way of numpy: torch takes four times as long to read a list.
+        sequence = np.array(self.tokens[:end], np.int64)
+        learned = np.frombuffer(self.learned[1:end], np.bool_)
+        labels = np.where(learned, sequence[1:], ignore)
+        return (
+            torch.from_numpy(sequence[:-1].copy()),
+            torch.from_numpy(labels),
+            torch.from_numpy(learned.astype(np.float32)),
+        )
 
 
 def batch_sequences(samples: Sequence[MultiModalSample], length: int, filling: Filling) -> MultiModalBatch:
@@ -125,7 +136,7 @@ def batch_sequences(samples: Sequence[MultiModalSample], length: int, filling: F
         labels=pad_rows([sample.labels for sample in samples], length, filling.ignore),
         loss_mask=pad_rows([sample.loss_mask for sample in samples], length, 0.0),
         position_ids=torch.arange(length).repeat(len(samples), 1),
-        attention_mask=pad_rows([torch.ones_like(sample.tokens) for sample in samples], length, 0),
+        attention_mask=(torch.arange(length) < torch.tensor([[len(sample.tokens)] for sample in samples])).long(),
         pixel_values=visual.pop("pixel_values", None),
         visual_inputs=visual,
         answers=[sample.answer for sample in samples],
@@ -162,7 +173,5 @@ def mrope_of(row: Any) -> Tensor:
 
 def pad_rows(rows: Sequence[Tensor], length: int, value: float) -> Tensor:
     """Stack n tensors of shape (…) into (n, length), a value where they are shorter."""
-    out = rows[0].new_full((len(rows), length), value)
-    for i, row in enumerate(rows):
-        out[i, : len(row)] = row
-    return out
+    out: Tensor = pad_sequence(list(rows), batch_first=True, padding_value=value)
+    return out if out.shape[1] == length else pad(out, (0, length - out.shape[1]), value=value)

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -227,7 +228,7 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
             tokens=tokens,
             labels=labels,
             loss_mask=loss_mask,
-            mm_token_type_ids=torch.tensor(types[: len(tokens)], dtype=torch.int64),
+            mm_token_type_ids=torch.from_numpy(np.array(types[: len(tokens)], np.int64)),
             plans=tuple(kept),
             images=images[: sum(plan.kind == "image" for plan in kept)],
             videos=videos[: sum(plan.kind == "video" for plan in kept)],
@@ -310,7 +311,7 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
                     break
                 plans.append(stretch.plan)
             sequence.tokens += stretch.tokens
-            sequence.learned += stretch.learned
+            sequence.learned += bytes(stretch.learned)
             types += stretch.types
             if sequence.full:
                 break

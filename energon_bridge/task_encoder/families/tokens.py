@@ -8,7 +8,7 @@ tokenise segment by segment.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -17,6 +17,7 @@ from typing import Any
 from energon_bridge.errors import ConfigurationError, SampleError
 from energon_bridge.task_encoder.families.rendering import Segment
 from energon_bridge.task_encoder.families.vision import IMAGE_TYPE, TEXT_TYPE, VIDEO_TYPE, Family, Plan
+from energon_bridge.task_encoder.texts import is_fast, tokens_with_offsets
 
 _TYPES = {"image": IMAGE_TYPE, "video": VIDEO_TYPE}
 
@@ -57,7 +58,7 @@ def stretches_of(
         stretches.append(Stretch(plan=plan))
     if next(waiting, None) is not None:
         raise SampleError(_mismatch(segments, plans))
-    tokenise = _by_offsets if getattr(tokenizer, "is_fast", False) else _by_segment
+    tokenise = _by_offsets if is_fast(tokenizer) else _by_segment
     tokenise(written, tokenizer, stretches)
     for stretch in stretches:
         _expand(stretch, placeholders)
@@ -113,18 +114,23 @@ def _mismatch(segments: Sequence[Segment], plans: Sequence[Plan]) -> str:
 
 def _by_offsets(segments: Sequence[Segment], tokenizer: Any, stretches: Sequence[Stretch]) -> None:
     text = "".join(segment.text for segment in segments)
-    starts = [0, *accumulate(len(segment.text) for segment in segments)]
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    for token, (start, end) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
-        number = min(bisect_right(starts, start) - 1, len(segments) - 1)
-        # White space that a token begins with does not keep it out of the segment behind.
-        after = number + 1
-        if not segments[number].learned and end > starts[after] and text[start : starts[after]].isspace():
-            number = after
-        segment = segments[number]
-        content = starts[number] + len(segment.text.rstrip())
-        stretches[number].tokens.append(token)
-        stretches[number].learned.append(segment.learned and (start < content or start == end))
+    tokens, offsets = tokens_with_offsets(tokenizer, text)
+    begins = list(accumulate((begin for begin, _ in offsets), max))
+    first = start = 0
+    for segment, stretch in zip(segments, stretches, strict=True):
+        end = start + len(segment.text)
+        behind = len(tokens) if segment is segments[-1] else bisect_left(begins, end, first)
+        if not (segment.learned and segment.text):
+            # White space that a token begins with does not keep it out of the segment behind.
+            while behind > first and offsets[behind - 1][1] > end and text[begins[behind - 1] : end].isspace():
+                behind -= 1
+        stretch.tokens = tokens[first:behind]
+        if segment.learned:
+            content = bisect_left(begins, start + len(segment.text.rstrip()), first, behind)
+            stretch.learned = [True] * (content - first) + [begin == end for begin, end in offsets[content:behind]]
+        else:
+            stretch.learned = [False] * len(stretch.tokens)
+        first, start = behind, end
 
 
 def _by_segment(segments: Sequence[Segment], tokenizer: Any, stretches: Sequence[Stretch]) -> None:
