@@ -26,6 +26,8 @@ def tar_bytes(members: Members, *, tar_format: int = USTAR, end_marker: bool = T
             if name.endswith("/"):
                 info.type = tarfile.DIRTYPE
             info.size = len(content)
+            if tar_format == PAX:
+                info.mtime = 1.5  # a time that takes PAX records, as webdataset's writers give every member
             tar.addfile(info, io.BytesIO(content))
         end = tar.offset
     return buffer.getvalue() if end_marker else buffer.getvalue()[:end]

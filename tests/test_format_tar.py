@@ -109,6 +109,13 @@ def test_parts_are_views_in_the_order_of_the_tar(tar_format: int, size: int):
     assert all(isinstance(view, memoryview) and view.obj is data for view in parts.values())
 
 
+def test_pax_records_in_front_of_nothing_are_refused():
+    data = tar_bytes([("k.a", b"x"), ("k.b", b"y")], tar_format=PAX, end_marker=False)
+    assert parse_sample(data)[1].keys() == {"a", "b"}
+    with pytest.raises(CorruptShardError, match="cut off"):
+        parse_sample(data[: len(data) - 1024])
+
+
 def test_only_the_parts_asked_for_come_back():
     data = tar_bytes([("k.jpg", b"1"), ("k.json", b"2"), ("k.txt", b"3")], end_marker=False)
     key, parts = parse_sample(data, parts=frozenset({"json", "nope"}))

@@ -25,6 +25,7 @@ _REGULAR = b"0\x007"
 _NO_CONTENT = b"123456"
 _LONG_NAME = 76  # "L"
 _PAX_EXTENDED = (120, 88)  # "x", and "X" of old Solaris
+_RECORDS = (b"path=", b"size=", b"GNU.sparse.")  # that change how a member is read
 _SPARSE = 83  # "S"
 _NAME_ERRORS = "surrogateescape"
 
@@ -73,6 +74,9 @@ def parse_sample(
                 if parts is None or name in parts:
                     found[name] = view[content : content + size]
                 continue
+        elif kind == 120 and magic == b"ustar" and (header := _behind_records(view, position, digits)):
+            position = header
+            continue
         member = next_member(view, position, where=where, verify=False)
         if member is None:
             break
@@ -101,6 +105,23 @@ def parse_sample(
             f"Rebuild it with `energon prepare --tar-index-only`."
         )
     return key, found
+
+
+def _behind_records(view: memoryview, position: int, digits: bytes) -> int:
+    """Return where the header behind a PAX member stands if its records, such as times, change nothing of it, else 0.
+
+    (webdataset's writers put the time to the microsecond in front of every member.)
+    """
+    try:
+        size = int(digits, 8)
+    except ValueError:
+        return 0
+    content = position + BLOCK
+    behind = content + (size + 511 & -512)
+    records = bytes(view[content : content + size])
+    if behind + BLOCK > len(view) or any(name in records for name in _RECORDS):
+        return 0
+    return behind
 
 
 def _prefix_of(path: bytes) -> bytes:

@@ -63,11 +63,14 @@ def rows_of(encoded: Encoded) -> list[Row]:
 
 def size_of(sample: Any, read: int) -> int:
     """Return about how many bytes an encoded sample holds, those of its meta fields aside; at least what was read."""
-    values = (value for name, value in values_of(sample) if not name.startswith("__"))
-    return max(_bytes_in(sample) if isinstance(sample, torch.Tensor) else sum(map(_bytes_in, values)), read)
+    if isinstance(sample, torch.Tensor):
+        return max(sample.nbytes, read)
+    return max(sum([_bytes_in(value) for name, value in values_of(sample) if not name.startswith("__")]), read)
 
 
 def _bytes_in(value: Any) -> int:
+    if value is None:
+        return 0
     if isinstance(value, (torch.Tensor, np.ndarray)):
         return value.nbytes
     if isinstance(value, (bytes, bytearray, str)):

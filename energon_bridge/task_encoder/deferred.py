@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from functools import partial
 from typing import Any
 
 from PIL import Image, UnidentifiedImageError
 
 from energon_bridge.errors import DecodeError
+from energon_bridge.samples.base import field_names
 from energon_bridge.task_encoder.current import DELIVERING
 from energon_bridge.task_encoder.images import ImageForm, decode_image
 
@@ -84,7 +85,7 @@ def values_of(sample: Any) -> list[tuple[str, Any]]:
     if isinstance(sample, dict):
         return list(sample.items())
     if is_dataclass(sample):
-        return [(one.name, getattr(sample, one.name, None)) for one in fields(sample)]
+        return [(name, getattr(sample, name, None)) for name in field_names(type(sample))]
     return list(getattr(sample, "__dict__", {}).items())
 
 

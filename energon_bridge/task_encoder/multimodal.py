@@ -200,8 +200,8 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
 
     def _fill(self, sequence: Sequencer, rendered: Rendered, images: Sequence[Any]) -> list[dict[str, Tensor]]:
         """Add all pieces to a sequence until it is full; return what the image processor made of the images in it."""
-        bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
-        if self.add_bos and not rendered.has_special_tokens and bos is not None:
+        bos, eos = self._bos_and_eos
+        if bos is not None and not rendered.has_special_tokens:
             sequence.add([bos], learned=False)
         token = self.config.image_token
         visual: list[dict[str, Tensor]] = []
@@ -254,6 +254,11 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
                 f"seq_length={self.seq_length} would cut into the image, which takes {image_tokens} tokens behind "
                 f"{before} tokens of text; set seq_length to at least {before + image_tokens + 1}"
             )
+
+    @cached_property
+    def _bos_and_eos(self) -> tuple[int | None, int | None]:
+        tokenizer = self.tokenizer  # which looks them up in its vocabulary every time
+        return tokenizer.bos_token_id if self.add_bos else None, tokenizer.eos_token_id
 
     @cached_property
     def _around_image(self) -> list[list[int]]:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from energon_bridge.errors import ConfigurationError, OverLongSampleError
 from energon_bridge.samples import Sample, batch_meta, edataclass
@@ -83,6 +84,8 @@ def pack_sequences(
                 f"{multiple_of}, but a row holds {length}: give the packer padded lengths (size_of), or raise length"
             )
         padded[-1] += length - sum(padded)
+    sizes = torch.tensor(padded)
+    positions = torch.arange(sum(padded)) - (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
     return MultiModalPack(
         __key__=key,
         __restore_key__=tuple(sample.__restore_key__ for sample in samples),
@@ -90,8 +93,8 @@ def pack_sequences(
         tokens=_joined([sample.tokens for sample in samples], padded, filling.pad_id),
         labels=_joined([sample.labels for sample in samples], padded, filling.ignore),
         loss_mask=_joined([sample.loss_mask for sample in samples], padded, 0.0),
-        position_ids=torch.cat([torch.arange(size) for size in padded]),
-        attention_mask=_joined([torch.ones_like(sample.tokens) for sample in samples], padded, 0),
+        position_ids=positions,
+        attention_mask=(positions < torch.tensor(lengths).repeat_interleave(sizes)).long(),
         visual=concat_visual([sample.visual for sample in samples]),
         lengths=lengths,
         padded_lengths=padded,
@@ -213,9 +216,6 @@ def _joined_optional(samples: Sequence[MultiModalSample], padded: Sequence[int])
 
 
 def _joined(parts: Sequence[Tensor], padded: Sequence[int], value: float) -> Tensor:
-    out = parts[0].new_full((sum(padded),), value)
-    start = 0
-    for part, size in zip(parts, padded, strict=True):
-        out[start : start + len(part)] = part
-        start += size
-    return out
+    missing = [size - len(part) for part, size in zip(parts, padded, strict=True)]
+    rows = zip(parts, missing, strict=True)
+    return torch.cat([pad(part, (0, free), value=value) if free else part for part, free in rows])
