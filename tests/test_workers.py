@@ -293,7 +293,7 @@ def test_closing_leaves_nothing(data: Path) -> None:
         assert not worker_pids()
     del batches, loader
     gc.collect()
-    assert not left_shared_memory(before)
+    assert wait_until(lambda: not left_shared_memory(before))  # other tests of this machine come and go
     assert len(os.listdir("/proc/self/fd")) <= files + 5
 
 
@@ -362,7 +362,7 @@ def test_workers_go_with_the_training_process(training: subprocess.Popen[str], h
     # Quietly: of all processes only the training process has something to say.
     assert errors.count("Traceback") == (1 if how == "SIGINT" else 0)
     assert wait_until(lambda: not any(is_running(pid) for pid in workers), 10)
-    assert not left_shared_memory(before)
+    assert wait_until(lambda: not left_shared_memory(before))  # other tests of this machine come and go
 
 
 def is_running(pid: int) -> bool:
