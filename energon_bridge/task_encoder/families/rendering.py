@@ -99,12 +99,15 @@ class ChatRenderer:
 
     def _compared(self, chat: Chat) -> tuple[str, list[Span]]:
         """Return the text, and the answers as renderings of its beginnings show them."""
-        whole = self._text(chat)
+        messages = self._messages(chat.messages)
+        whole = self._text(messages, chat.tools)
         spans = []
         answers = [number for number, message in enumerate(chat.messages) if message.role == "assistant"]
         for number in answers if self.learn == "all" else answers[-1:]:
-            prompt = self._text(chat, number, add_generation_prompt=True)
-            until = self._text(chat, number + 1).rstrip()  # the white space behind a turn is no part of the answer
+            prompt = self._text(messages[:number], chat.tools, add_generation_prompt=True)
+            is_last = number + 1 == len(messages)
+            until = whole if is_last else self._text(messages[: number + 1], chat.tools)
+            until = until.rstrip()  # the white space behind a turn is no part of the answer
             if not (until.startswith(prompt) and whole.startswith(until)):
                 raise ConfigurationError(
                     f"the chat template cannot be used for training on answer {answers.index(number) + 1} of "
@@ -116,13 +119,13 @@ class ChatRenderer:
             spans.append(Span(len(prompt), len(until)))
         return whole, spans
 
-    def _text(self, chat: Chat, end: int | None = None, **options: Any) -> str:
+    def _text(self, messages: list[dict[str, Any]], tools: Any, **options: Any) -> str:
         with _template_errors():
             text: str = self.tokenizer.apply_chat_template(
-                self._messages(chat.messages[:end]),
+                messages,
                 chat_template=self.template,
                 tokenize=False,
-                **({"tools": chat.tools} if chat.tools else {}),
+                **({"tools": tools} if tools else {}),
                 **{**self.options, **options},
             )
         return text
@@ -170,7 +173,7 @@ def renderer_of(
     )
     question = Message(role="user", parts=(Part("text", _PROBE),))
     try:
-        text = draft._text(Chat(messages=(question,)), add_generation_prompt=True)
+        text = draft._text(draft._messages([question]), None, add_generation_prompt=True)
     except Exception:  # a template that cannot take a list says so in its own way
         text = ""
     takes_parts = _PROBE in text and "'text'" not in text
