@@ -21,7 +21,17 @@ from typing import Any
 import pytest
 import torch
 from conftest import descendants, left_shared_memory, shared_memory
-from engine import SkippingEncoder, TensorEncoder, config_of, deliver, digest, loaders_of, text_dataset, train_dataset
+from engine import (
+    Numbers,
+    SkippingEncoder,
+    TensorEncoder,
+    config_of,
+    deliver,
+    digest,
+    loaders_of,
+    text_dataset,
+    train_dataset,
+)
 
 from energon_bridge import SavableDataLoader, get_savable_loader, get_val_dataset
 from energon_bridge.errors import FatalSampleError, WorkerDiedError
@@ -275,6 +285,27 @@ def test_a_batch_that_cannot_cross_is_an_error(data: Path) -> None:
 
     with closing(loader_of(data, 1, Unpicklable())) as loader, pytest.raises(Exception, match=r"[Pp]ickle"):
         next(iter(loader))
+
+
+def private_kib() -> int:
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("Private_Dirty:"))
+
+
+def test_collecting_garbage_in_a_worker_copies_no_memory_of_the_training_process(data: Path) -> None:
+    kept = [[] for _ in range(500_000)]  # objects that a collection would look at, about 30 MiB of them
+
+    class Collecting(TensorEncoder):
+        def encode_sample(self, sample: Any) -> Any:
+            before = private_kib()
+            gc.collect()
+            return Numbers.derive_from(
+                sample, text="", number=torch.tensor([private_kib() - before]), noise=torch.zeros(1)
+            )
+
+    with closing(loader_of(data, 1, Collecting())) as loader:
+        assert int(next(iter(loader)).number.max()) < 4 * 1024
+    assert len(kept) == 500_000
 
 
 # Leaving nothing -----------------------------------------------------------------------------------------------------

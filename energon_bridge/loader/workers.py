@@ -7,6 +7,7 @@ it runs.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import mmap
 import signal
@@ -229,8 +230,10 @@ def set_up_worker(worker: int, *, begun: mmap.mmap, die_with_parent: bool) -> No
     """Set a worker up: say that it has begun; Ctrl-C is for the training process, which then stops its workers.
 
     Without `die_with_parent`, a worker notices the end of the training process by DataLoader's watchdog, some seconds
-    later.
+    later. What the training process had made before is kept from the garbage collector, which would write to all of it
+    and so end the sharing of its memory.
     """
+    gc.freeze()
     begun[worker] = 1
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # blocked in the fork

@@ -156,7 +156,8 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
 
     def padded_length(self, sample: MultiModalSample) -> int:
         """Return how many tokens a sample takes in a pack."""
-        return len(sample.tokens) + -len(sample.tokens) % self.pad_to_multiple_of
+        length = sample.tokens.shape[0]
+        return length + -length % self.pad_to_multiple_of
 
     def select_samples_to_pack(self, samples: Sequence[Any]) -> list[list[Any]]:
         """Return the packs of encoded samples that leave the packing buffer now."""

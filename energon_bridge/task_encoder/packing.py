@@ -208,6 +208,8 @@ class Packer(Generic[T]):
 
     def _size(self, sample: T) -> list[int]:
         size = self.size_of(sample)
+        if type(size) is int and len(self.limits) == 1:
+            return [size]
         if not isinstance(size, Mapping):
             named = [name for name in self.limits if name != SAMPLES] or [SAMPLES]
             if len(named) != 1:
