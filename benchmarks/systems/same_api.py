@@ -9,7 +9,7 @@ from benchmarks.systems.measure import Job, main
 
 NAMES = (
     *("Cooker", "DefaultTaskEncoder", "InterleavedSample", "SampleDecoder", "WorkerConfig"),
-    *("basic_sample_keys", "get_loader", "get_savable_loader", "get_train_dataset", "stateless"),
+    *("basic_sample_keys", "batch_stack", "get_loader", "get_savable_loader", "get_train_dataset", "stateless"),
 )
 IMAGE_FORMS = {
     "uint8": "torchrgb8",
@@ -33,21 +33,21 @@ def touch(batch: Any) -> list[str]:
     return [key for keys in batch.__key__ for key in keys.split(" ")]
 
 
-class Packing:
-    """Packs four neighbours of the buffer."""
+def packing(package: ModuleType) -> type:
+    """Return what packs four neighbours of the buffer, in the words of a package."""
 
-    def select_samples_to_pack(self, samples: list[Any]) -> list[list[Any]]:
+    def select(_: Any, samples: list[Any]) -> list[list[Any]]:
         return [samples[first : first + PACK] for first in range(0, len(samples) - PACK + 1, PACK)]
 
-    def pack_selected_samples(self, samples: list[Any]) -> Any:
-        import torch  # both packages have imported it
-
+    def pack(_: Any, samples: list[Any]) -> Any:
         return type(samples[0]).derive_from(
             samples[0],
             __key__=" ".join(sample.__key__ for sample in samples),
-            image=torch.stack([sample.image for sample in samples]),
+            image=package.batch_stack([sample.image for sample in samples]),
             caption=" ".join(sample.caption for sample in samples),
         )
+
+    return type("Packing", (), {"select_samples_to_pack": select, "pack_selected_samples": pack})
 
 
 class Resizing:
@@ -81,8 +81,8 @@ def open_loader(package: ModuleType, job: Job) -> Any:
         more = {"image_target": SIDE} if job.mode == "scaled" else {}
         decoder = package.SampleDecoder(image_decode=IMAGE_FORMS[job.mode], **more)
     packed = job.mode == "packed"
-    own = {"packed": Packing, "resized": Resizing, "scaled": Resizing, "cooked": cooking(package)}.get(job.mode)
-    bases = (*([own] if own else []), package.DefaultTaskEncoder)
+    made = {"packed": packing(package), "resized": Resizing, "scaled": Resizing, "cooked": cooking(package)}
+    bases = (*([made[job.mode]] if job.mode in made else []), package.DefaultTaskEncoder)
     encoder = type("Encoder", bases, {"decoder": decoder})
     dataset = package.get_train_dataset(
         job.path,
