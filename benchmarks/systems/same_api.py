@@ -36,18 +36,19 @@ def touch(batch: Any) -> list[str]:
 def packing(package: ModuleType) -> type:
     """Return what packs four neighbours of the buffer, in the words of a package."""
 
-    def select(_: Any, samples: list[Any]) -> list[list[Any]]:
-        return [samples[first : first + PACK] for first in range(0, len(samples) - PACK + 1, PACK)]
+    class Packing:
+        def select_samples_to_pack(self, samples: list[Any]) -> list[list[Any]]:
+            return [samples[first : first + PACK] for first in range(0, len(samples) - PACK + 1, PACK)]
 
-    def pack(_: Any, samples: list[Any]) -> Any:
-        return type(samples[0]).derive_from(
-            samples[0],
-            __key__=" ".join(sample.__key__ for sample in samples),
-            image=package.batch_stack([sample.image for sample in samples]),
-            caption=" ".join(sample.caption for sample in samples),
-        )
+        def pack_selected_samples(self, samples: list[Any]) -> Any:
+            return type(samples[0]).derive_from(
+                samples[0],
+                __key__=" ".join(sample.__key__ for sample in samples),
+                image=package.batch_stack([sample.image for sample in samples]),
+                caption=" ".join(sample.caption for sample in samples),
+            )
 
-    return type("Packing", (), {"select_samples_to_pack": select, "pack_selected_samples": pack})
+    return Packing
 
 
 class Resizing:
