@@ -142,6 +142,14 @@ def test_a_pack_beyond_its_row_is_named() -> None:
         pack_sequences([sample(3, 1), sample(4, 2)], FILLING, multiple_of=4, length=7)
 
 
+def test_a_field_with_more_values_than_tokens_is_refused() -> None:
+    broken = sample(4, 1)
+    broken.labels = torch.arange(6)
+    for make in (pack_sequences, lambda samples, filling: batch_sequences(samples, 5, filling)):
+        with pytest.raises(ConfigurationError, match=r"6 values stands where there is room for [45]"):
+            make([sample(3, 2), broken], FILLING)
+
+
 def test_a_pack_of_nothing_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="at least one sample"):
         pack_sequences([], FILLING)

@@ -84,7 +84,7 @@ def values_of(sample: Any) -> list[tuple[str, Any]]:
     """Return the fields of a sample, of whatever kind, with their values."""
     if isinstance(sample, dict):
         return list(sample.items())
-    if is_dataclass(sample):
+    if is_dataclass(sample) and not isinstance(sample, type):
         return [(name, getattr(sample, name, None)) for name in field_names(type(sample))]
     return list(getattr(sample, "__dict__", {}).items())
 

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from energon_bridge.errors import ConfigurationError, OverLongSampleError
 from energon_bridge.samples import Sample, batch_meta, edataclass
@@ -30,6 +29,7 @@ from energon_bridge.task_encoder.sequences import (
     mrope_of,
     pad_optional,
     pad_rows,
+    pad_to,
 )
 from energon_bridge.task_encoder.visual import concat_visual
 
@@ -216,6 +216,4 @@ def _joined_optional(samples: Sequence[MultiModalSample], padded: Sequence[int])
 
 
 def _joined(parts: Sequence[Tensor], padded: Sequence[int], value: float) -> Tensor:
-    missing = [size - len(part) for part, size in zip(parts, padded, strict=True)]
-    rows = zip(parts, missing, strict=True)
-    return torch.cat([pad(part, (0, free), value=value) if free else part for part, free in rows])
+    return torch.cat([pad_to(part, size, value) for part, size in zip(parts, padded, strict=True)])

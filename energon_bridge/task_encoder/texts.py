@@ -60,7 +60,6 @@ def _engine_of(tokenizer: Any) -> Any | None:
 @lru_cache(maxsize=64)
 def _is_plain(kind: type) -> bool:
     """Tell whether all that a class of tokenizers encodes with is that of transformers' base classes."""
-    owners = (next((base for base in kind.__mro__ if name in vars(base)), None) for name in _ENCODE)
-    return all(owner.__module__ in _PLAIN for owner in owners if owner is not None) and hasattr(
-        kind, "backend_tokenizer"
-    )
+    owners = [next((base for base in kind.__mro__ if name in vars(base)), None) for name in _ENCODE]
+    plain = all(owner.__module__ in _PLAIN for owner in owners if owner is not None)
+    return plain and hasattr(kind, "backend_tokenizer")

@@ -117,9 +117,9 @@ def _by_offsets(segments: Sequence[Segment], tokenizer: Any, stretches: Sequence
     tokens, offsets = tokens_with_offsets(tokenizer, text)
     begins = list(accumulate((begin for begin, _ in offsets), max))
     first = start = 0
-    for segment, stretch in zip(segments, stretches, strict=True):
+    for number, (segment, stretch) in enumerate(zip(segments, stretches, strict=True), 1):
         end = start + len(segment.text)
-        behind = len(tokens) if segment is segments[-1] else bisect_left(begins, end, first)
+        behind = len(tokens) if number == len(segments) else bisect_left(begins, end, first)
         if not (segment.learned and segment.text):
             # White space that a token begins with does not keep it out of the segment behind.
             while behind > first and offsets[behind - 1][1] > end and text[begins[behind - 1] : end].isspace():
