@@ -96,6 +96,11 @@ def test_an_unknown_key_names_the_file(tmp_path: Path) -> None:
         ("optimizer.lr=-1e-3", r"optimizer.lr must be a number above 0, got -0\.001"),
         ("optimizer.lr=.inf", "optimizer.lr must be a number above 0, got inf"),
         ("optimizer.lr=.nan", "optimizer.lr must be a number above 0, got nan"),
+        ("optimizer.min_lr=1.0", r"optimizer.min_lr must lie between 0 and optimizer.lr=0\.\d+, got 1\.0"),
+        ("optimizer.min_lr=-1e-9", "optimizer.min_lr must lie between 0 and"),
+        ("optimizer.warmup_steps=-1", "optimizer.warmup_steps must be at least 0, got -1"),
+        ("optimizer.clip_norm=.nan", "optimizer.clip_norm must be at least 0, got nan"),
+        ("optimizer.beta2=1.0", r"optimizer.beta2 must be at least 0 and below 1, got 1\.0"),
         ("data.packing_buffer_size=0", "data.packing_buffer_size must be at least 1, got 0"),
         ("data.packing_buffer_size=some", "data.packing_buffer_size must be int or null, got 'some'"),
         (

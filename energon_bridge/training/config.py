@@ -113,7 +113,7 @@ class OptimizerConfig:
 
     Args:
         lr: Peak learning rate, above 0.
-        min_lr: Learning rate at the last step.
+        min_lr: Learning rate at the last step, from 0 to `lr`.
         warmup_steps: Steps until the peak.
         weight_decay: Decoupled weight decay.
         beta1: Decay of the first moment.
@@ -234,8 +234,7 @@ class RunConfig:
             raise ConfigurationError(
                 f"validation.limit_batches must be at least 0, got {self.validation.limit_batches} (null: all)"
             )
-        if not 0 < self.optimizer.lr < math.inf:
-            raise ConfigurationError(f"optimizer.lr must be a number above 0, got {self.optimizer.lr}")
+        self._check_optimizer()
         if self.data.global_batch_size % self.data.micro_batch_size:
             raise ConfigurationError(
                 f"data.global_batch_size={self.data.global_batch_size} is not a multiple of "
@@ -253,6 +252,21 @@ class RunConfig:
         if self.trainer not in ("lightning", "megatron"):
             raise ConfigurationError(f"trainer must be 'lightning' or 'megatron', got {self.trainer!r}")
         check_parallel(self)
+
+    def _check_optimizer(self) -> None:
+        settings = self.optimizer
+        if not 0 < settings.lr < math.inf:
+            raise ConfigurationError(f"optimizer.lr must be a number above 0, got {settings.lr}")
+        if not 0 <= settings.min_lr <= settings.lr:
+            raise ConfigurationError(
+                f"optimizer.min_lr must lie between 0 and optimizer.lr={settings.lr}, got {settings.min_lr}"
+            )
+        for name in ("warmup_steps", "weight_decay", "clip_norm"):
+            if not 0 <= (value := getattr(settings, name)) < math.inf:
+                raise ConfigurationError(f"optimizer.{name} must be at least 0, got {value}")
+        for name in ("beta1", "beta2"):
+            if not 0 <= (value := getattr(settings, name)) < 1:
+                raise ConfigurationError(f"optimizer.{name} must be at least 0 and below 1, got {value}")
 
     def _check_packing(self) -> None:
         data = self.data
