@@ -16,6 +16,7 @@ from webdataset.autodecode import imagehandler
 
 from energon_bridge import SampleDecoder
 from energon_bridge.errors import ConfigurationError, DecodeError
+from energon_bridge.samples import streaming
 from energon_bridge.samples.slabs import Slab, SlabPool
 from energon_bridge.task_encoder.images import (
     IMAGE_EXTENSIONS,
@@ -270,6 +271,27 @@ def test_only_ordinary_images_of_one_size_are_decoded_into_rows(form):
         assert part == "jpg"
         assert image is rows[1][row]
         assert torch.equal(image, decoder.decode(part, files[names[row]]))
+
+
+@pytest.mark.parametrize("form", ["torchrgb8", "torchrgb"])
+def test_rows_are_the_same_without_the_compiled_part(form, monkeypatch):
+    files = [encoded(picture(24, 16, seed=number)) for number in range(3)]
+    decoder = SampleDecoder(image_decode=form)
+    samples = [(row, {"jpg": data}) for row, data in enumerate(files)]
+    monkeypatch.setattr(streaming, "STREAMS", False)
+    monkeypatch.setattr(streaming, "divide", streaming._divide)
+    found = decoder.decode_into(Slab(SlabPool(), 3), samples)
+    monkeypatch.undo()
+    again = decoder.decode_into(Slab(SlabPool(), 3), samples)
+    assert len(found) == len(again) == 3
+    assert all(torch.equal(found[row][1], again[row][1]) for row in found)
+
+
+def test_it_is_said_which_row_is_decoded():
+    turns = []
+    samples = [(4, {"jpg": encoded(picture(24, 16))}), (2, {"txt": b""}), (0, {"jpg": encoded(picture(24, 16))[:-40]})]
+    found = SampleDecoder().decode_into(Slab(SlabPool(), 5), samples, turns.append)
+    assert (list(found), turns) == ([4], [4, 0])
 
 
 def test_targets_are_met_by_rows_too():

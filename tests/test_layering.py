@@ -92,7 +92,8 @@ def imported_names(node: ast.AST, module: str, is_package: bool) -> list[str]:
 
 def imports(root: Path) -> dict[str, set[str]]:
     """Return, for each module of the package, the modules of the package that it imports."""
-    files = {module_name(root, path): path for path in python_files(root)}
+    compiled = [path for path in (root / PACKAGE).rglob("*.pyi") if not path.with_suffix(".py").exists()]
+    files = {module_name(root, path): path for path in [*python_files(root), *compiled]}
     graph: dict[str, set[str]] = {}
     for module, path in files.items():
         targets: set[str] = set()

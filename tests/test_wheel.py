@@ -2,11 +2,14 @@
 
 The interpreter that tries it has the wheel in a virtual environment of its own and sees the packages of this one
 through a guard that lets through only what the wheel's metadata requires, directly or not. So an import of lightning or
-transformers that slipped into the base package fails here, and so does a base dependency that was forgotten.
+transformers that slipped into the base package fails here, and so does a base dependency that was forgotten. All of
+it is tried with the compiled part of the package and without.
 """
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -75,11 +78,25 @@ print(energon_bridge.__file__)
 """
 
 
+@pytest.fixture(scope="module", params=["compiled", "without a compiler"])
+def compiled(request: pytest.FixtureRequest) -> bool:
+    """Return whether the compiled part is in the wheel, which the package does not need."""
+    compiler = (sysconfig.get_config_var("CC") or "").split(" ")[0]
+    if request.param == "compiled" and not shutil.which(compiler):
+        pytest.skip("there is no C compiler")
+    return request.param == "compiled"
+
+
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
-    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(REPOSITORY)]
-    result = subprocess.run(build, capture_output=True, text=True)
+def wheel(compiled: bool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    source, folder = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
+        shutil.copy(REPOSITORY / name, source)
+    ignored = shutil.ignore_patterns("__pycache__", "*.so")
+    shutil.copytree(REPOSITORY / "energon_bridge", source / "energon_bridge", ignore=ignored)
+    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(source)]
+    environment = os.environ if compiled else {**os.environ, "CC": "/bin/false"}
+    result = subprocess.run(build, capture_output=True, text=True, env=environment)
     assert result.returncode == 0, result.stdout + result.stderr
     (path,) = folder.glob("*.whl")
     return path
@@ -97,12 +114,15 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_contents(wheel):
+def test_contents(wheel, compiled):
     names = zipfile.ZipFile(wheel).namelist()
     sources = {str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / "energon_bridge").rglob("*.py")}
     assert sources <= set(names)
     assert "energon_bridge/py.typed" in names
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"energon_bridge"}
+    libraries = [name for name in names if name.endswith(".so")]
+    assert libraries == (["energon_bridge/samples/_streaming.abi3.so"] if compiled else [])
+    assert "cp311-abi3" in wheel.name
 
 
 def test_base_install_loads_a_dataset(installed, fixtures):

@@ -37,6 +37,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from energon_bridge.samples import streaming
+
 _ALIGN = 64
 _SMALL = 1024
 """Bytes of a tensor up to which it stays in the pickle: handing a buffer over costs more than copying those."""
@@ -288,7 +290,11 @@ def _aligned(n: int) -> int:
 def _copy(chunks: Sequence[memoryview | bytes], target: memoryview) -> None:
     offset = 0
     for chunk in chunks:
-        target[offset : offset + len(chunk)] = chunk
+        part = target[offset : offset + len(chunk)]
+        if len(chunk) < streaming.LARGE:
+            part[:] = chunk
+        else:
+            streaming.copy(chunk, part)
         offset += _aligned(len(chunk))
 
 

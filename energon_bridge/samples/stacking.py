@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from energon_bridge.errors import ConfigurationError
+from energon_bridge.samples import streaming
 from energon_bridge.samples.slabs import SLABS
 
 _NUMPY_DTYPES = frozenset((torch.uint8, torch.int32, torch.int64, torch.float32, torch.float64, torch.bool))
@@ -105,10 +106,22 @@ def _stack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     rows = tensors if order is None else [tensor.permute(*order) for tensor in tensors]
     if all(row.dtype in _NUMPY_DTYPES and row.device.type == "cpu" and not row.requires_grad for row in rows):
         # numpy copies on this thread; torch would start a team of threads that gets in the way of those that decode
-        batch = torch.from_numpy(np.stack([row.numpy() for row in rows]))
+        batch = torch.from_numpy(_stack_arrays([row.numpy() for row in rows]))
     else:
         batch = torch.stack(list(rows))
     return batch if order is None else batch.permute(_undo(order))
+
+
+def _stack_arrays(rows: list[np.ndarray]) -> np.ndarray:
+    first = rows[0]
+    if len(rows) * first.nbytes < streaming.LARGE or any(
+        row.dtype != first.dtype or not row.flags.c_contiguous for row in rows
+    ):
+        return np.stack(rows)
+    batch = np.empty((len(rows), *first.shape), first.dtype)
+    for place, row in zip(batch, rows, strict=True):
+        streaming.copy(row, place)
+    return batch
 
 
 def _memory_order(tensor: torch.Tensor) -> list[int]:

@@ -5,7 +5,7 @@ Code that comes with a dataset is for `dataset_code`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from energon_bridge.errors import FatalSampleError
@@ -105,7 +105,7 @@ class Values:
         rows: Sequence[int] = range(len(parsed))
         if into is not None and self._decode_into is not None:
             rows = into[1]
-            images = self._decode_into(into[0], self._each(parsed, indices, rows))
+            images = self._decode_into(into[0], *self._turns(parsed, indices, rows))
         out: list[Any] = []
         for one, index, shard, restore_key, row in zip(parsed, indices, shards, restore_keys, rows, strict=True):
             if type(one) is Problem:
@@ -124,14 +124,23 @@ class Values:
                 out.append(Problem(error, hook, Place(path, names[shard], index, key, tuple(parts))))
         return out
 
-    def _each(self, parsed: Sequence[Any], indices: Sequence[int], rows: Sequence[int]) -> Iterator[tuple[int, Any]]:
-        """Yield row and parts of each sample, after noting that it is its turn."""
+    def _turns(
+        self, parsed: Sequence[Any], indices: Sequence[int], rows: Sequence[int]
+    ) -> tuple[list[tuple[int, dict[str, Any]]], Callable[[int], None]]:
+        """Return row and parts of each sample, and what notes that it is the turn of a row."""
         now = self._activities.mine()
+        places: dict[int, tuple[str, int]] = {}
+        samples: list[tuple[int, dict[str, Any]]] = []
         for one, index, row in zip(parsed, indices, rows, strict=True):
             if type(one) is not Problem:
-                now.key, parts = one
-                now.index = index
-                yield row, parts
+                key, parts = one
+                places[row] = key, index
+                samples.append((row, parts))
+
+        def turn(row: int) -> None:
+            now.key, now.index = places[row]
+
+        return samples, turn
 
     def _values(self, parts: dict[str, Any], image: tuple[str, Any] | None) -> dict[str, Any]:
         """Return the decoded parts of a sample, of which an image may be there already."""

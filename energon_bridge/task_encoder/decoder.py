@@ -123,11 +123,16 @@ class SampleDecoder:
         # A memoryview would keep the whole read alive.
         return bytes(raw) if codec is None else _run(kind.extension, codec, part_name, bytes(raw))
 
-    def decode_into(self, slab: Slab, samples: Iterable[tuple[int, Mapping[str, Any]]]) -> dict[int, tuple[str, Any]]:
+    def decode_into(
+        self,
+        slab: Slab,
+        samples: Iterable[tuple[int, Mapping[str, Any]]],
+        turn: Callable[[int], None] | None = None,
+    ) -> dict[int, tuple[str, Any]]:
         """Decode the first image of each sample, given with the number of its row, into rows of a slab.
 
-        Returns the name of the part and the image by number. What is left out, which may be everything, has to go
-        through `decode`.
+        `turn` is called with the number of the row before its image is decoded. Returns the name of the part and the
+        image by number. What is left out, which may be everything, has to go through `decode`.
         """
         if self.defer_images or type(self).decode is not SampleDecoder.decode:
             return {}
@@ -140,7 +145,7 @@ class SampleDecoder:
                         yield number, name, data
                         break
 
-        return decode_rows(images(), self._form, slab)
+        return decode_rows(images(), self._form, slab, turn)
 
     def _av(self, data: bytes | ByteRange, part_name: str) -> Any:
         decoder = AVDecoder(data, name=part_name)

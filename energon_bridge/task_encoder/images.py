@@ -18,7 +18,7 @@ too small for it, come in full size.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -32,6 +32,7 @@ import torch
 from PIL import Image, UnidentifiedImageError
 
 from energon_bridge.errors import ConfigurationError, DecodeError
+from energon_bridge.samples import streaming
 from energon_bridge.samples.slabs import UNALIGNED, Slab
 
 Mode = Literal["L", "RGB", "RGBA"]
@@ -77,8 +78,8 @@ if find_spec("PIL.AvifImagePlugin"):  # Pillow 11.3 and later
     _PILLOW_FORMATS.append("AVIF")
 
 _FULL = np.float32(255)
-_BUFFER = 1 << 16
-"""Numbers that numpy converts at a time: its default, an eighth of this, takes a tenth longer for an image."""
+_MOST_SCRATCH = 1 << 19
+"""Bytes of an image up to which warm memory for it leaves the caches room for the rest."""
 _SCRATCH: ContextVar[np.ndarray | None] = ContextVar("energon_bridge_scratch", default=None)
 # Of a CMYK JPEG libjpeg-turbo makes other colours than Pillow.
 _TURBO_COLORSPACES = frozenset({"YCbCr", "RGB", "Gray"})
@@ -165,43 +166,53 @@ def _turbo_header(data: bytes | bytearray | memoryview, form: ImageForm) -> tupl
 
 
 def decode_rows(
-    images: Iterable[tuple[int, str, Any]], form: ImageForm, slab: Slab
+    images: Iterable[tuple[int, str, Any]], form: ImageForm, slab: Slab, turn: Callable[[int], None] | None = None
 ) -> dict[int, tuple[str, torch.Tensor]]:
     """Decode ordinary colour JPEGs, each given as number of its row, name and bytes, into rows of a slab.
 
-    Returns names and images by number; what is no such image, has another size, or does not decode is left out.
+    `turn` is called with the number of an image before it is decoded. Returns names and images by number; what is no
+    such image, has another size, or does not decode is left out.
     """
-    mode, kind = form.mode, np.float32 if form.scaled else np.uint8
+    mode = form.mode
     if form.container != "torch" or mode == "L":
         return {}
-    decoded: dict[int, tuple[str, torch.Tensor]] = {}
+    # Whatever needs no pixels comes first: the caches hold little of the code around it after an image.
+    turns: list[tuple[int, str, Any, dict[str, int], np.ndarray, torch.Tensor]] = []
     size, rows, misfits = None, None, 0
-    buffer = np.setbufsize(_BUFFER) if form.scaled else 0
-    try:
-        for number, name, data in images:
-            header = _turbo_header(data, form)
-            if header is None:
-                continue
-            if header[0] is not size:
-                size = header[0]
-                rows = slab.rows((size["min_height"], size["min_width"], len(mode)), kind)
-            if rows is None:
-                misfits += 1
-                continue
-            array = rows[0][number]
-            try:
-                if form.scaled:
-                    np.divide(simplejpeg.decode_jpeg(data, mode, buffer=_scratch(array.size), **size), _FULL, out=array)
-                else:
-                    simplejpeg.decode_jpeg(data, mode, buffer=array, **size)
-            except Exception:  # `decode_image` names what is wrong with it
-                continue
-            decoded[number] = name, rows[1][number]
-    finally:
-        if buffer:
-            np.setbufsize(buffer)
+    for number, name, data in images:
+        header = _turbo_header(data, form)
+        if header is None:
+            continue
+        if header[0] is not size:
+            size = header[0]
+            shape = size["min_height"], size["min_width"], len(mode)
+            rows = slab.rows(shape, np.float32 if form.scaled else np.uint8)
+        if rows is None:
+            misfits += 1
+            continue
+        turns.append((number, name, data, size, rows[0][number], rows[1][number]))
+    decoded: dict[int, tuple[str, torch.Tensor]] = {}
+    decode, write = simplejpeg.decode_jpeg, streaming.divide if form.scaled else streaming.copy
+    # The rows of a slab have one size.
+    scratch = _scratch(turns[0][4].size) if turns and _by_scratch(form, turns[0][4].size) else None
+    for number, name, data, size, array, tensor in turns:
+        if turn is not None:
+            turn(number)
+        try:
+            if scratch is None:
+                decode(data, mode, buffer=array, **size)
+            else:
+                write(decode(data, mode, buffer=scratch, **size), array)
+        except Exception:  # `decode_image` names what is wrong with it
+            continue
+        decoded[number] = name, tensor
     slab.fitted(len(decoded), misfits)
     return decoded
+
+
+def _by_scratch(form: ImageForm, size: int) -> bool:
+    """Tell whether an image of so many bytes is decoded into warm memory and written from there."""
+    return form.scaled or (streaming.STREAMS and size <= _MOST_SCRATCH)
 
 
 def _scratch(size: int) -> np.ndarray:

@@ -1,0 +1,16 @@
+"""The compiled part of the package; everything else is declared in pyproject.toml.
+
+`optional`: without a C compiler the package is installed without it, and numpy does the same, slower. It needs only
+what is stable in Python's C interface, so one wheel serves all versions from 3.11 on.
+"""
+
+from setuptools import Extension, setup
+
+streaming = Extension(
+    "energon_bridge.samples._streaming",
+    ["energon_bridge/samples/_streaming.c"],
+    extra_compile_args=["-O3"],
+    py_limited_api=True,
+    optional=True,
+)
+setup(ext_modules=[streaming], options={"bdist_wheel": {"py_limited_api": "cp311"}})
