@@ -115,7 +115,7 @@ class Values:
             now.index, now.key, hook = index, key, "decode"
             try:
                 values = self._values(parts, images.get(row))
-                source = SourceInfo(path, index, names[shard], tuple([f"{key}.{name}" for name in parts]))
+                source = SourceInfo(path, index, names[shard], tuple(map(f"{key}.".__add__, parts)))
                 hook = "field_map"
                 out.append(self._sample(key, restore_key, source, values))
             except FatalSampleError:

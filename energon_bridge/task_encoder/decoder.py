@@ -24,7 +24,7 @@ import io
 import json
 import logging
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from importlib import import_module
@@ -137,15 +137,14 @@ class SampleDecoder:
         if self.defer_images or type(self).decode is not SampleDecoder.decode:
             return {}
 
-        def images() -> Iterator[tuple[int, str, Any]]:
-            for number, parts in samples:
-                for name, data in parts.items():
-                    kind = _kind_of(name)
-                    if kind.is_image and not kind.zipped:
-                        yield number, name, data
-                        break
-
-        return decode_rows(images(), self._form, slab, turn)
+        images = []
+        for number, parts in samples:
+            for name, data in parts.items():
+                kind = _kind_of(name)
+                if kind.is_image and not kind.zipped:
+                    images.append((number, name, data))
+                    break
+        return decode_rows(images, self._form, slab, turn)
 
     def _av(self, data: bytes | ByteRange, part_name: str) -> Any:
         decoder = AVDecoder(data, name=part_name)
