@@ -4,6 +4,8 @@
 what is stable in Python's C interface, so one wheel serves all versions from 3.11 on.
 """
 
+import sysconfig
+
 from setuptools import Extension, setup
 
 streaming = Extension(
@@ -13,4 +15,8 @@ streaming = Extension(
     py_limited_api=True,
     optional=True,
 )
-setup(ext_modules=[streaming], options={"bdist_wheel": {"py_limited_api": "cp311"}})
+# Python without the interpreter lock has no such stable interface yet.
+if not sysconfig.get_config_var("Py_GIL_DISABLED"):
+    setup(ext_modules=[streaming], options={"bdist_wheel": {"py_limited_api": "cp311"}})
+else:
+    setup()

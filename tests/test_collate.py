@@ -71,6 +71,27 @@ def test_stack_is_torch_stack(tensors):
         assert torch.equal(batch, expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.bool, torch.int64])
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), "sliced", "mixed"], ids=str)
+def test_large_rows_are_stacked_too(order, dtype):
+    """What is larger than the caches is written past them, from rows of any layout."""
+    whole = torch.randint(0, 2, (4, 301, 333, 7), generator=torch.Generator().manual_seed(0)).to(dtype)
+    rows = list(whole)
+    if order == "sliced":
+        rows = [row[:, 1:] for row in rows]
+    elif order == "mixed":
+        rows = [
+            row if number % 2 else row.permute(2, 0, 1).contiguous().permute(1, 2, 0) for number, row in enumerate(rows)
+        ]
+    else:
+        rows = [row.permute(*order) for row in rows]
+    assert torch.equal(batch_stack(rows), torch.stack(rows))
+    assert torch.equal(
+        batch_stack([rows[0], rows[1].to(torch.float64)]),
+        torch.stack([rows[0].to(torch.float64), rows[1].to(torch.float64)]),
+    )
+
+
 @given(columns(same_shape=True))
 def test_a_batch_shares_no_memory_with_its_rows(tensors):
     before = torch.stack(tensors)

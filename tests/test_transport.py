@@ -16,6 +16,7 @@ from hypothesis import given, settings, strategies as st
 
 from energon_bridge import SavableDataLoader, get_savable_loader, get_val_dataset
 from energon_bridge.loader.transport import Arena, MemoryFile, Outbox, unpack
+from energon_bridge.samples import streaming
 
 DTYPES = [
     torch.uint8,
@@ -44,6 +45,19 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 # One message ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("compiled", [True, False], ids=["as it is", "by numpy"])
+def test_many_large_tensors_arrive(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than a header of a few bytes names, and more than a message written into the caches holds."""
+    if not compiled:
+        monkeypatch.setattr(streaming, "copy", streaming._copy)
+    generator = torch.Generator().manual_seed(0)
+    sent = [torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator) for size in range(5_000, 5_300)]
+    room = Arena(1 << 22)
+    got = unpack(Outbox(room, kept=1).pack(sent), room)
+    assert len(got) == 300
+    assert all(map(torch.equal, sent, got))
 
 
 @pytest.mark.parametrize("times", [1, 40], ids=["in the pickle", "in blocks"])

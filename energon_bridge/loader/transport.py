@@ -288,13 +288,13 @@ def _aligned(n: int) -> int:
 
 
 def _copy(chunks: Sequence[memoryview | bytes], target: memoryview) -> None:
-    offset = 0
+    offset, large = 0, len(target) >= streaming.LARGE
     for chunk in chunks:
         part = target[offset : offset + len(chunk)]
-        if len(chunk) < streaming.LARGE:
-            part[:] = chunk
-        else:
+        if large and len(chunk) > _SMALL:
             streaming.copy(chunk, part)
+        else:
+            part[:] = chunk
         offset += _aligned(len(chunk))
 
 

@@ -9,8 +9,8 @@ the same values.
     divide(pixels, out)   writes uint8 pixels, divided by 255 exactly, to float32 memory
     copy(source, out)     copies numbers of any one type
 
-Both take C-contiguous arrays (or memoryviews) with as many entries, release the interpreter lock, and raise ValueError
-for what does not fit.
+Both take C-contiguous arrays with as many entries (`copy` also memoryviews, and bytes to read), release the interpreter
+lock, and raise ValueError for what does not fit.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _divide(pixels: np.ndarray, out: np.ndarray) -> None:
 
 
 def _copy(source: Any, out: Any) -> None:
-    np.copyto(np.asarray(out), source)
+    np.copyto(np.asarray(out), np.asarray(memoryview(source)))  # bytes would become a string
 
 
 divide: Callable[[np.ndarray, np.ndarray], None] = _divide

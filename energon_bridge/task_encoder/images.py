@@ -77,7 +77,6 @@ _PILLOW_FORMATS = ["JPEG", "PNG", "GIF", "BMP", "PPM", "DIB", "WEBP", "TIFF", "J
 if find_spec("PIL.AvifImagePlugin"):  # Pillow 11.3 and later
     _PILLOW_FORMATS.append("AVIF")
 
-_FULL = np.float32(255)
 _MOST_SCRATCH = 1 << 19
 """Bytes of an image up to which warm memory for it leaves the caches room for the rest."""
 _SCRATCH: ContextVar[np.ndarray | None] = ContextVar("energon_bridge_scratch", default=None)
@@ -260,8 +259,10 @@ def _pillow_image(data: bytes | bytearray | memoryview, form: ImageForm) -> Imag
 
 def _in_form(pixels: np.ndarray, form: ImageForm) -> Any:
     if form.scaled:
-        # numpy and not torch: one thread, which releases the GIL and leaves the other cores to other images
-        pixels = np.divide(pixels, _FULL, dtype=np.float32)
+        # not torch, whose threads would get in the way of those that decode
+        floats = np.empty(pixels.shape, np.float32)
+        streaming.divide(np.ascontiguousarray(pixels), floats)
+        pixels = floats
     if form.container == "numpy":
         return pixels
     tensor = torch.from_numpy(pixels)

@@ -17,7 +17,7 @@ from typing import Any
 from energon_bridge.errors import ConfigurationError, SampleError
 from energon_bridge.task_encoder.families.rendering import Segment
 from energon_bridge.task_encoder.families.vision import IMAGE_TYPE, TEXT_TYPE, VIDEO_TYPE, Family, Plan
-from energon_bridge.task_encoder.texts import is_fast, tokens_with_offsets
+from energon_bridge.task_encoder.texts import is_fast, tokens_of, tokens_with_offsets
 
 _TYPES = {"image": IMAGE_TYPE, "video": VIDEO_TYPE}
 
@@ -136,8 +136,8 @@ def _by_offsets(segments: Sequence[Segment], tokenizer: Any, stretches: Sequence
 def _by_segment(segments: Sequence[Segment], tokenizer: Any, stretches: Sequence[Stretch]) -> None:
     for segment, stretch in zip(segments, stretches, strict=True):
         content = segment.text.rstrip() if segment.learned else segment.text
-        for text, learned in ((content, segment.learned), (segment.text[len(content) :], False)):
-            tokens = tokenizer.encode(text, add_special_tokens=False) if text else []
+        parts = tokens_of(tokenizer, (content, segment.text[len(content) :]))
+        for tokens, learned in zip(parts, (segment.learned, False), strict=True):
             stretch.tokens += tokens
             stretch.learned += [learned] * len(tokens)
 
