@@ -1,14 +1,15 @@
-"""Queues that are pipes: every item of every writer arrives once and whole, in the order of its writer."""
+"""Queues that are pipes: every item of every writer arrives once and whole, in the order of its writer. And flags."""
 
 from __future__ import annotations
 
 import os
 import queue
+import time
 from contextlib import closing
 
 import pytest
 
-from energon_bridge.loader.pipes import PIPES, PipeQueue
+from energon_bridge.loader.pipes import PIPES, PipeQueue, SharedFlag
 
 WRITERS, ITEMS = 3, 50
 
@@ -55,3 +56,42 @@ def test_a_closed_queue_leaves_no_file_open() -> None:
     before = set(os.listdir("/proc/self/fd"))
     PIPES.Queue().close()
     assert set(os.listdir("/proc/self/fd")) == before
+
+
+def look(flag: SharedFlag) -> None:
+    while not flag.is_set():
+        pass
+
+
+def test_a_flag_is_seen_by_all_processes() -> None:
+    flag = PIPES.Event()
+    assert not flag.is_set()
+    looking = [PIPES.Process(target=look, args=(flag,)) for _ in range(2)]
+    for process in looking:
+        process.start()
+    raising = PIPES.Process(target=flag.set)
+    raising.start()
+    for process in (raising, *looking):
+        process.join(20)
+        assert process.exitcode == 0
+    assert flag.is_set()
+
+
+def test_a_process_that_is_killed_while_it_looks_holds_up_nobody() -> None:
+    """An Event of multiprocessing would be locked for ever by the first or second of these."""
+    flag = PIPES.Event()
+    for _ in range(20):
+        process = PIPES.Process(target=look, args=(flag,))
+        process.start()
+        time.sleep(0.01)
+        process.kill()
+        process.join()
+    raising = PIPES.Process(target=flag.set)
+    raising.start()
+    raising.join(20)
+    try:
+        assert raising.exitcode == 0
+    finally:
+        raising.kill()
+        raising.join()
+    assert flag.is_set()

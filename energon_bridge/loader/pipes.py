@@ -8,12 +8,13 @@ in one piece; what is longer, such as a worker's error, is sent in several, whic
 Layout of a piece: `<H` its length without this header, `<I` the writer's process, `<?` whether it is the last of its
 item, then bytes of the pickled item.
 
-DataLoader makes its queues through the context that it is given, so `PIPES` is all that it takes. A queue has one
-reader and any number of writers.
+DataLoader makes its queues and events through the context that it is given, so `PIPES` is all that it takes. A queue
+has one reader and any number of writers.
 """
 
 from __future__ import annotations
 
+import mmap
 import os
 import pickle
 import queue
@@ -102,12 +103,35 @@ class PipeQueue:
         return bool(poll.poll(None if timeout is None else 1000 * timeout))
 
 
+class SharedFlag:
+    """What DataLoader uses of a `multiprocessing.Event`: a byte of shared memory.
+
+    An Event has a lock, taken even to look at it: a worker that is killed while it looks takes the lock along, and the
+    training process would wait for it when it stops the other workers.
+    """
+
+    def __init__(self) -> None:
+        self._byte = mmap.mmap(-1, 1)
+
+    def set(self) -> None:
+        """Raise the flag, for all processes that have it."""
+        self._byte[0] = 1
+
+    def is_set(self) -> bool:
+        """Return whether any process has raised it."""
+        return self._byte[0] != 0
+
+
 class PipeContext(ForkContext):
-    """Forks, with queues that are pipes."""
+    """Forks, with queues that are pipes and events that are flags: nothing that a killed process could lock."""
 
     def Queue(self, maxsize: int = 0) -> PipeQueue:  # type: ignore[override]  # noqa: N802  # its name there
         """Return a queue. What bounds it is that DataLoader asks for a few items at a time."""
         return PipeQueue()
+
+    def Event(self) -> SharedFlag:  # type: ignore[override]  # noqa: N802  # its name there
+        """Return a flag that is not raised."""
+        return SharedFlag()
 
 
 PIPES = PipeContext()
