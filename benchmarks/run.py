@@ -57,7 +57,11 @@ SAVABLE = ("ours", "energon")
 LANES = 24
 """Of a run of ours, unless it is told otherwise."""
 VERSIONS = {
-    "ours": "import energon_bridge as e, torch as t; print('energon_bridge', e.__version__, '\\ntorch', t.__version__)",
+    "ours": (
+        "import energon_bridge as e, torch as t; from energon_bridge.samples.streaming import STREAMS; "
+        "print('energon_bridge', e.__version__, '(compiled part in use)' if STREAMS else '(without compiled part)'); "
+        "print('torch', t.__version__)"
+    ),
     "energon": "from importlib.metadata import version; print('megatron-energon', version('megatron-energon'))",
     "webdataset": "from importlib.metadata import version; print('webdataset', version('webdataset'))",
     "simplejpeg": "from importlib.metadata import version; print('simplejpeg', version('simplejpeg'))",
@@ -101,7 +105,7 @@ def versions(chosen: dict[str, System]) -> dict[str, str]:
     found: dict[str, str] = {}
     for name, system in chosen.items():
         for line in call([system.python, "-c", VERSIONS[name]]).splitlines():
-            package, version = line.split()
+            package, version = line.split(maxsplit=1)
             found[package] = version
     return found
 

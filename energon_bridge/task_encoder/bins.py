@@ -42,20 +42,20 @@ def best_fit(sizes: IntArray, limits: Sequence[int], first: int = 0) -> Packs:
     """
     binding = binding_limit(sizes, limits)
     others = [limit for limit in range(len(limits)) if limit != binding]
-    rows = sizes.tolist()
-    least = [min(column) for column in zip(*rows, strict=True)]
+    # By limit: a list for each sample would set off the garbage collector, over all that waits in buffers.
+    columns: list[list[int]] = sizes.T.tolist()
+    least = [min(column, default=0) for column in columns]
     packs: Packs = []
     rooms: list[list[int]] = []
     # The packs that can still take something, in the order of their room under the binding limit.
     open_rooms: list[int] = []
     open_packs: list[int] = []
     for sample in _largest_first(sizes, limits, first).tolist():
-        size = rows[sample]
-        at = bisect_left(open_rooms, size[binding])
+        at = bisect_left(open_rooms, columns[binding][sample])
         while at < len(open_packs):
             room = rooms[open_packs[at]]
             for limit in others:
-                if size[limit] > room[limit]:
+                if columns[limit][sample] > room[limit]:
                     break
             else:
                 break
@@ -69,8 +69,8 @@ def best_fit(sizes: IntArray, limits: Sequence[int], first: int = 0) -> Packs:
             packs.append([sample])
             rooms.append(room := list(limits))
         stays_open = True
-        for limit, used in enumerate(size):
-            room[limit] -= used
+        for limit, column in enumerate(columns):
+            room[limit] -= column[sample]
             stays_open &= room[limit] >= least[limit]
         if stays_open:
             at = bisect_left(open_rooms, room[binding])

@@ -33,6 +33,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from fractions import Fraction
+from itertools import chain
 from math import ceil
 from typing import Any, Generic, Literal, TypeVar
 
@@ -167,12 +168,12 @@ class Packer(Generic[T]):
 
         Raises OverLongSampleError, naming the sample, if one exceeds a limit by itself.
         """
-        rows = [self._size(sample) for sample in samples]
-        sizes = np.array(rows, dtype=np.int64).reshape(len(rows), len(self.limits))
+        flat = chain.from_iterable(map(self._size, samples))
+        sizes = np.fromiter(flat, dtype=np.int64).reshape(len(samples), len(self.limits))
         too_large = sizes > np.fromiter(self.limits.values(), dtype=np.int64)
         if too_large.any():
             row, column = np.argwhere(too_large)[0].tolist()
-            raise OverLongSampleError(self._complaint(samples[row], list(self.limits)[column], rows[row][column]))
+            raise OverLongSampleError(self._complaint(samples[row], list(self.limits)[column], int(sizes[row, column])))
         return sizes
 
     def pack(self, sizes: IntArray, *, flush: bool = False) -> Packs:
