@@ -92,6 +92,12 @@ def test_large_rows_are_stacked_too(order, dtype):
     )
 
 
+@pytest.mark.parametrize("shape", [(), (2,), (3, 100)], ids=str)
+def test_many_small_rows_are_stacked_too(shape):
+    rows = [torch.full(shape, number) for number in range(1 << 17)] if not shape else list(torch.rand(1 << 16, *shape))
+    assert torch.equal(batch_stack(rows), torch.stack(rows))
+
+
 @given(columns(same_shape=True))
 def test_a_batch_shares_no_memory_with_its_rows(tensors):
     before = torch.stack(tensors)

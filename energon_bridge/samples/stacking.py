@@ -20,6 +20,8 @@ from energon_bridge.errors import ConfigurationError
 from energon_bridge.samples import streaming
 from energon_bridge.samples.slabs import SLABS
 
+_PAGE = 4096
+"""Bytes of a row from which a copy of its own costs less than it gains."""
 _NUMPY_DTYPES = frozenset((torch.uint8, torch.int32, torch.int64, torch.float32, torch.float64, torch.bool))
 
 
@@ -114,9 +116,8 @@ def _stack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def _stack_arrays(rows: list[np.ndarray]) -> np.ndarray:
     first = rows[0]
-    if len(rows) * first.nbytes < streaming.LARGE or any(
-        row.dtype != first.dtype or not row.flags.c_contiguous for row in rows
-    ):
+    large = first.nbytes >= _PAGE and len(rows) * first.nbytes >= streaming.LARGE
+    if not large or any(row.dtype != first.dtype or not row.flags.c_contiguous for row in rows):
         return np.stack(rows)
     batch = np.empty((len(rows), *first.shape), first.dtype)
     for place, row in zip(batch, rows, strict=True):
