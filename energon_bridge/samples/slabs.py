@@ -2,9 +2,9 @@
 
 Copying decoded pixels into a batch costs a third of what decoding a small JPEG does, and fresh memory for every batch
 costs page faults on top. So the images of a microbatch are decoded side by side into a *slab*, each into the row of its
-draw, and `batch_stack` finds that its rows already lie as the batch would. Slabs come from a pool and go back to it
-when nobody has a tensor over them any more. In a worker process they lie in the memory that it shares with the training
-process, so that a batch is not copied on its way there either.
+draw (floats and small images by way of `streaming`), and `batch_stack` finds that its rows already lie as the batch
+would. Slabs come from a pool and go back to it when nobody has a tensor over them any more. In a worker process they
+lie in the memory that it shares with the training process, so that a batch is not copied on its way there either.
 
 Invariant: values are those of separate memory. A row is given out once; a slab is used again only when the pool holds
 the last reference to it, and rows are taken for a batch only where they lie in a slab of that pool, in order and
