@@ -6,6 +6,7 @@ import io
 import logging
 import re
 import tarfile
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from hypothesis import given, strategies as st
 from tar_builder import GNU, PAX, USTAR, tar_bytes, write_tar
 
 from energon_bridge.errors import CorruptShardError
+from energon_bridge.format import tar as parsing
 from energon_bridge.format.names import split_member_name
 from energon_bridge.format.tar import parse_sample
 from energon_bridge.format.tar_scan import ShardScan, scan_tar
@@ -25,6 +27,15 @@ SKIPPED = re.compile(r"__[^/]*__($|/)")
 
 names = st.text(st.sampled_from("ab._/é\n "), min_size=1, max_size=12)
 long_names = st.builds(lambda folder, name: folder * 60 + name, st.sampled_from(["ab/", "a.b/", "é/"]), names)
+
+
+@pytest.fixture(params=["as it is", "by Python"], scope="module", autouse=True)
+def splitting(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Let the compiled part split plain samples, if it is there, or Python."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "by Python":
+            patch.setattr(parsing, "_tar", None)
+        yield
 
 
 def expected_samples(data: bytes) -> list[tuple[str, dict[str, bytes], int]]:

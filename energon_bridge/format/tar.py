@@ -5,27 +5,29 @@ at 156, magic at 257, name prefix at 345) and its content, padded to whole block
 carry a long name (PAX: also the size) for the member that follows. Field meanings are those of Python's `tarfile`,
 which Megatron Energon reads with, so that both see the same names.
 
+Plain samples, which are nearly all, are split by `_tar.c` where that was compiled.
+
 Invariant: all members of a range that belong to a sample have the sample's key; anything else means that index and tar
 do not fit, and raises CorruptShardError.
 """
 
 from __future__ import annotations
 
-import struct
-from functools import lru_cache
 from typing import NamedTuple
 
 from energon_bridge.errors import CorruptShardError
 from energon_bridge.format.names import split_member_name
 
+try:
+    from energon_bridge.format import _tar
+except ImportError:  # it was not compiled
+    _tar = None  # type: ignore[assignment]
+
 BLOCK = 512
-# Of a header: name, digits of the size, type, magic, and the first byte of the name's prefix.
-_HEADER = struct.Struct("<100s24x11s21xB100x5s83xB").unpack_from
 _REGULAR = b"0\x007"
 _NO_CONTENT = b"123456"
 _LONG_NAME = 76  # "L"
 _PAX_EXTENDED = (120, 88)  # "x", and "X" of old Solaris
-_RECORDS = (b"path=", b"size=", b"GNU.sparse.")  # that change how a member is read
 _SPARSE = 83  # "S"
 _NAME_ERRORS = "surrogateescape"
 
@@ -50,33 +52,13 @@ def parse_sample(
     Raises CorruptShardError if the bytes are no tar members of one sample.
     """
     view = memoryview(data)
+    if _tar is not None and (plain := _tar.split(view, parts)) is not None:
+        return plain
     length = len(view)
     found: dict[str, memoryview] = {}
     key = ""
-    prefix = b""
     position = 0
-    while position + 512 <= length:
-        # Fast path: a plain ustar header, of the first part (no prefix yet) or a further one.
-        path, digits, kind, magic, far = _HEADER(view, position)
-        if kind == 48 and not far and magic == b"ustar" and path.startswith(prefix):
-            if not key and (prefix := _prefix_of(path)):
-                key = prefix[:-1].decode()
-            name = _part_behind(path[len(prefix) :]) if prefix else None
-            try:
-                size = int(digits, 8)
-            except ValueError:  # other spellings of sizes: the general path knows them
-                name = None
-            if name is not None:
-                content = position + 512
-                position = content + (size + 511 & -512)
-                if content + size > length:
-                    raise _truncated(where, content - 512, f"{key}.{name}", content + size, length)
-                if parts is None or name in parts:
-                    found[name] = view[content : content + size]
-                continue
-        elif kind == 120 and magic == b"ustar" and (header := _behind_records(view, position, digits)):
-            position = header
-            continue
+    while position + BLOCK <= length:
         member = next_member(view, position, where=where, verify=False)
         if member is None:
             break
@@ -90,8 +72,6 @@ def parse_sample(
             raise _truncated(where, member.header, member.name, member.content + member.size, length)
         if not key:
             key = names[0]
-            if _is_plain(key):
-                prefix = key.encode("utf-8", _NAME_ERRORS) + b"."
         elif names[0] != key:
             raise CorruptShardError(
                 f"{where}: the range of sample {key!r} also holds {member.name!r}: the index does not fit the tar. "
@@ -105,47 +85,6 @@ def parse_sample(
             f"Rebuild it with `energon prepare --tar-index-only`."
         )
     return key, found
-
-
-def _behind_records(view: memoryview, position: int, digits: bytes) -> int:
-    """Return where the header behind a PAX member stands if its records, such as times, change nothing of it, else 0.
-
-    (webdataset's writers put the time to the microsecond in front of every member.)
-    """
-    try:
-        size = int(digits, 8)
-    except ValueError:
-        return 0
-    content = position + BLOCK
-    behind = content + (size + 511 & -512)
-    records = bytes(view[content : content + size])
-    if behind + BLOCK > len(view) or any(name in records for name in _RECORDS):
-        return 0
-    return behind
-
-
-def _prefix_of(path: bytes) -> bytes:
-    """Return key and dot that a name field begins with, or nothing where it takes a look at the whole name."""
-    end, folder = path.find(0), path.rfind(b"/") + 1
-    dot = path.find(b".", folder, end if end >= 0 else 100)
-    if dot <= folder or not path.isascii() or b"\n" in path or path.startswith(b"__"):
-        return b""
-    return path[: dot + 1]
-
-
-@lru_cache(maxsize=4096)  # the same few names for every sample
-def _part_behind(rest: bytes) -> str | None:
-    """Return the part that a name field spells behind the key, or None where it takes a look at the whole name."""
-    try:
-        name = rest.partition(b"\0")[0].decode()
-    except UnicodeDecodeError:
-        return None
-    return None if "/" in name or "\n" in name else name
-
-
-def _is_plain(key: str) -> bool:
-    """Tell whether names with this key and a dot may be split right there, without a look at the whole name."""
-    return not key.startswith("__") and not key.endswith("/") and "\n" not in key
 
 
 def next_member(view: memoryview, position: int, *, where: str, base: int = 0, verify: bool = True) -> Member | None:

@@ -2,9 +2,8 @@
 
 An ordinary store first reads the line of memory that it overwrites, and drives what the processor needs next out of
 its caches. For the batches under way to a trainer, which are larger than the caches and not read soon, streaming stores
-take a third of that time. Neither numpy nor torch has them, so `_streaming.c` does; nothing else is compiled. Where it
-is not there (no C compiler when the package was installed, or another processor than x86-64 with AVX2), numpy writes
-the same values.
+take a third of that time. Neither numpy nor torch has them, so `_streaming.c` does. Where it is not there (no C
+compiler when the package was installed, or another processor than x86-64 with AVX2), numpy writes the same values.
 
     divide(pixels, out)   writes uint8 pixels, divided by 255 exactly, to float32 memory
     copy(source, out)     copies numbers of any one type

@@ -1,0 +1,3 @@
+from collections.abc import Collection
+
+def split(data: memoryview, parts: Collection[str] | None, /) -> tuple[str, dict[str, memoryview]] | None: ...
