@@ -339,7 +339,7 @@ def test_lent_memory_is_used_again_when_neither_side_has_it() -> None:
 
     sent = batch_of(1)
     message = outbox.pack({"image": sent})
-    assert [length for *_, length in message.elsewhere] == [size]
+    assert [place[-1] for _, place in message.elsewhere] == [size]
     received = unpack(message, arena)["image"]
     assert torch.equal(received, sent)
     # A second message with the same memory gets a copy, which later writes of the receiver do not reach.

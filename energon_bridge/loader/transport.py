@@ -132,6 +132,16 @@ class Arena:
                 return slot, offset, buffer.nbytes
         return None
 
+    def is_kept(self, slot: int) -> bool:
+        """Tell whether the worker still refers to a block that it lent."""
+        lent = self._lent.get(slot)
+        return lent is not None and lent.block() is not None
+
+    def take_back(self, slot: int, offset: int, length: int) -> memoryview:
+        """Return the bytes of a block that is not sent after all, and is free when the worker lets go of it."""
+        self._map[slot] = _LENT
+        return memoryview(self._map)[_HEADER + offset : _HEADER + offset + length]
+
     def _claim(self, size: int, state: int) -> tuple[int, int] | None:
         """Return slot and offset of a free block of that size, first fit, which is now in use."""
         for slot, lent in list(self._lent.items()):
@@ -183,10 +193,11 @@ class Outbox:
     def __init__(self, arena: Arena | None, kept: int) -> None:
         self._arena = arena
         self._kept = kept
-        self._files: deque[int] = deque()
+        self._files: deque[list[int]] = deque()  # of each of the last messages
 
     def pack(self, item: Any) -> Message:
         """Pickle an item into a block of the arena or into a memory file; return the message that finds it."""
+        self._files.append([])
         buffers: list[memoryview] = []
 
         def stays(buffer: pickle.PickleBuffer) -> bool:
@@ -202,31 +213,53 @@ class Outbox:
         pickler.dispatch_table = copyreg.dispatch_table | {torch.Tensor: _reduced}
         pickler.dump(item)
         parts = [stream.getbuffer(), *buffers]
-        elsewhere: list[tuple[int, int, int, int]] = []
+        elsewhere: list[tuple[int, Place]] = []
         if self._arena is not None:
             for number, buffer in enumerate(buffers, 1):
                 if (found := self._arena.hand_over(buffer)) is not None:
-                    elsewhere.append((number, *found))
+                    elsewhere.append((number, found))
                     parts[number] = buffer[:0]
         header = struct.pack(f"<{1 + len(parts)}Q", len(parts), *(part.nbytes for part in parts))
         chunks: list[memoryview | bytes] = [header, *parts]
         total = sum(_aligned(len(chunk)) for chunk in chunks)
         place = None if self._arena is None else self._arena.write(chunks, total)
-        return Message(place or self._file(chunks, total), tuple(elsewhere))
+        message = Message(place or self._file(chunks, total), tuple(elsewhere))
+        if len(self._files) > self._kept:
+            self._close_oldest()
+        return message
+
+    def unshared(self, message: Message) -> Message:
+        """Return a message with copies of the blocks that the worker kept, which it must not see anybody write into.
+
+        To be called when the worker has let go of the item as far as it knows, and before the message is sent.
+        """
+        if self._arena is None or not any(self._arena.is_kept(slot) for _, (slot, *_) in message.elsewhere):
+            return message
+        return Message(message.place, tuple(map(self._alone, message.elsewhere)))
+
+    def _alone(self, buffer: tuple[int, Place]) -> tuple[int, Place]:
+        number, place = buffer
+        assert self._arena is not None and not isinstance(place, MemoryFile)
+        if not self._arena.is_kept(place[0]):
+            return buffer
+        data = self._arena.take_back(*place)
+        return number, self._arena.write([data], len(data)) or self._file([data], len(data))
 
     def close(self) -> None:
         """Close the memory files; those not opened by then cannot be any more."""
         while self._files:
-            os.close(self._files.popleft())
+            self._close_oldest()
+
+    def _close_oldest(self) -> None:
+        for file in self._files.popleft():
+            os.close(file)
 
     def _file(self, chunks: Sequence[memoryview | bytes], total: int) -> MemoryFile:
         file = os.memfd_create("energon-batch")
         os.ftruncate(file, total)
         with mmap.mmap(file, total) as mapped, memoryview(mapped) as view:
             _copy(chunks, view)
-        self._files.append(file)
-        if len(self._files) > self._kept:
-            os.close(self._files.popleft())
+        self._files[-1].append(file)
         return MemoryFile(os.getpid(), file, total)
 
 
@@ -246,25 +279,20 @@ class MemoryFile(NamedTuple):
             os.close(file)
 
 
+Place = tuple[int, int, int] | MemoryFile
+"""Where bytes are: (slot, offset, length) in the arena, or a file."""
+
+
 class Message(NamedTuple):
-    """Where a packed item is: (slot, offset, length) in the arena, or a file.
+    """Where a packed item is; `elsewhere` has number and place of each buffer that lies in a block of its own."""
 
-    `elsewhere` has number, slot, offset and length of each buffer that lies in a block of its own.
-    """
-
-    place: tuple[int, int, int] | MemoryFile
-    elsewhere: tuple[tuple[int, int, int, int], ...] = ()
+    place: Place
+    elsewhere: tuple[tuple[int, Place], ...] = ()
 
 
 def unpack(message: Message, arena: Arena | None) -> Any:
     """Return the item that a message of an outbox stands for; its tensors are views of shared memory."""
-    place, elsewhere = message
-    if isinstance(place, MemoryFile):
-        block = place.open()
-    else:
-        assert arena is not None
-        block = arena.open(*place)
-    view = memoryview(block)  # type: ignore[arg-type]  # numpy 2.1 does not say that an array is a buffer
+    view = _opened(message.place, arena)
     (count,) = struct.unpack_from("<Q", view, 0)
     lengths = struct.unpack_from(f"<{count}Q", view, 8)
     offset = _aligned(8 * (1 + count))
@@ -272,10 +300,18 @@ def unpack(message: Message, arena: Arena | None) -> Any:
     for length in lengths:
         parts.append(view[offset : offset + length])
         offset += _aligned(length)
-    for number, *of_its_own in elsewhere:
-        assert arena is not None
-        parts[number] = memoryview(arena.open(*of_its_own))  # type: ignore[arg-type]
+    for number, place in message.elsewhere:
+        parts[number] = _opened(place, arena)
     return pickle.loads(parts[0], buffers=[pickle.PickleBuffer(part) for part in parts[1:]])
+
+
+def _opened(place: Place, arena: Arena | None) -> memoryview:
+    if isinstance(place, MemoryFile):
+        block = place.open()
+    else:
+        assert arena is not None
+        block = arena.open(*place)
+    return memoryview(block)  # type: ignore[arg-type]  # numpy 2.1 does not say that an array is a buffer
 
 
 def _address(array: np.ndarray[Any, Any]) -> int:

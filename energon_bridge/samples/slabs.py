@@ -26,6 +26,8 @@ import torch
 
 SLABS: ContextVar[SlabPool | None] = ContextVar("energon_bridge_slabs", default=None)
 """The pool whose rows may become batches, while the engine collates."""
+LENDER: ContextVar[Lender | None] = ContextVar("energon_bridge_lender", default=None)
+"""Whose memory the batches come from that are stacked, while the engine collates."""
 UNALIGNED = 8
 """Bytes to leave free in front of pixels. Where their address is a multiple of the width of a register, libjpeg-turbo
 writes them past the caches: whoever reads them next waits for them, and decoding itself takes up to a tenth longer.
@@ -51,6 +53,14 @@ class Lender(Protocol):
     def lent_at(self, address: int, size: int) -> tuple[int, np.ndarray] | None:
         """Return address and array of the lent memory that holds so many bytes from an address on."""
         ...
+
+
+def lent(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray:
+    """Return an uninitialised array for a batch: in a worker in memory that crosses without a copy, if it has room."""
+    lender = LENDER.get()
+    base = None if lender is None else lender.lend(math.prod(shape) * dtype.itemsize)
+    # A view of the lender's type, which is what keeps its memory.
+    return np.empty(shape, dtype) if base is None else type(base)(tuple(shape), dtype, base)
 
 
 class SlabPool:

@@ -4,11 +4,13 @@ Decoded images are views: shape (channels, height, width) over memory in the ord
 such views directly would gather every row one element at a time (16 times slower for 256 px images). So rows are
 stacked in the order of their memory and the *result* is viewed in the order that was asked for: values and shapes are
 those of `torch.stack`, the copy runs at the speed of memcpy, and a batch of images is what torch calls channels-last.
-Rows that the engine decoded side by side (`slabs`) are not copied at all.
+Rows that the engine decoded side by side (`slabs`) are not copied at all, and what is stacked in a worker process is
+written where it crosses to the training process.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import reduce
 from typing import Any
@@ -18,11 +20,14 @@ import torch
 
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.samples import streaming
-from energon_bridge.samples.slabs import SLABS
+from energon_bridge.samples.slabs import SLABS, lent
 
 _PAGE = 4096
 """Bytes of a row from which a copy of its own costs less than it gains."""
-_NUMPY_DTYPES = frozenset((torch.uint8, torch.int32, torch.int64, torch.float32, torch.float64, torch.bool))
+_NUMPY_DTYPES: dict[torch.dtype, np.dtype[Any]] = {
+    dtype: torch.empty(0, dtype=dtype).numpy().dtype
+    for dtype in (torch.uint8, torch.int32, torch.int64, torch.float32, torch.float64, torch.bool)
+}
 
 
 def is_tensor_column(values: Sequence[Any]) -> bool:
@@ -65,7 +70,7 @@ def batch_pad_stack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     largest = [max(sizes) for sizes in zip(*(tensor.shape for tensor in tensors), strict=True)]
     order = _memory_order(first)
     dtype = reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
-    memory = torch.zeros([len(tensors), *(largest[dim] for dim in order)], dtype=dtype, device=first.device)
+    memory = _zeros([len(tensors), *(largest[dim] for dim in order)], dtype, first.device)
     batch = memory.permute(_undo(order))
     for row, tensor in zip(batch, tensors, strict=True):
         row[tuple(slice(size) for size in tensor.shape)] = tensor
@@ -86,10 +91,10 @@ def concat_pad(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
                 f"number {row} has {tuple(tensor.shape)}; make them equal where the batches are made"
             )
     if len({tensor.shape[1:] for tensor in tensors}) == 1:
-        return torch.cat(list(tensors))
+        return _cat(tensors)
     largest = [max(sizes) for sizes in zip(*(tensor.shape[1:] for tensor in tensors), strict=True)]
     dtype = reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
-    joined = torch.zeros([sum(map(len, tensors)), *largest], dtype=dtype, device=first.device)
+    joined = _zeros([sum(map(len, tensors)), *largest], dtype, first.device)
     start = 0
     for tensor in tensors:
         joined[(slice(start, start + len(tensor)), *map(slice, tensor.shape[1:]))] = tensor
@@ -106,7 +111,7 @@ def _stack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     first = tensors[0]
     order = None if first.is_contiguous() else _memory_order(first)
     rows = tensors if order is None else [tensor.permute(*order) for tensor in tensors]
-    if all(row.dtype in _NUMPY_DTYPES and row.device.type == "cpu" and not row.requires_grad for row in rows):
+    if all(map(_is_plain, rows)):
         # numpy copies on this thread; torch would start a team of threads that gets in the way of those that decode
         batch = torch.from_numpy(_stack_arrays([row.numpy() for row in rows]))
     else:
@@ -114,15 +119,38 @@ def _stack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return batch if order is None else batch.permute(_undo(order))
 
 
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Tell whether numpy can do with a tensor what torch does."""
+    usual = type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.device.type == "cpu"
+    return usual and tensor.dtype in _NUMPY_DTYPES and not tensor.requires_grad
+
+
 def _stack_arrays(rows: list[np.ndarray]) -> np.ndarray:
     first = rows[0]
     large = first.nbytes >= _PAGE and len(rows) * first.nbytes >= streaming.LARGE
     if not large or any(row.dtype != first.dtype or not row.flags.c_contiguous for row in rows):
         return np.stack(rows)
-    batch = np.empty((len(rows), *first.shape), first.dtype)
+    batch = lent((len(rows), *first.shape), first.dtype)
     for place, row in zip(batch, rows, strict=True):
         streaming.copy(row, place)
     return batch
+
+
+def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if device.type != "cpu" or dtype not in _NUMPY_DTYPES or math.prod(shape) * dtype.itemsize < streaming.LARGE:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    memory = lent(shape, _NUMPY_DTYPES[dtype])
+    memory.fill(0)
+    return torch.from_numpy(memory)
+
+
+def _cat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    alike = all(_is_plain(one) and one.is_contiguous() and one.dtype == tensors[0].dtype for one in tensors)
+    if not alike or sum(tensor.nbytes for tensor in tensors) < streaming.LARGE:
+        return torch.cat(list(tensors))
+    rows = [tensor.numpy() for tensor in tensors]
+    memory = lent((sum(map(len, rows)), *rows[0].shape[1:]), rows[0].dtype)
+    return torch.from_numpy(np.concatenate(rows, out=memory))
 
 
 def _memory_order(tensor: torch.Tensor) -> list[int]:

@@ -15,6 +15,7 @@ with all its contents, so while one lane selects, its buffer is held beside the 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import deque
 from dataclasses import dataclass
@@ -259,7 +260,9 @@ def pack_rows(pipeline: Pipeline, rows: list[Row], counts: Counts, *, again: boo
         return []
     refs = tuple(row.members[0] for row in members)
     try:
-        outputs = code.pack(samples, *pipeline.seed_of(members[0]))
+        # Without a batch size a pack is the microbatch.
+        with pipeline.lending() if pipeline.settings.batch_size is None else contextlib.nullcontext():
+            outputs = code.pack(samples, *pipeline.seed_of(members[0]))
     except Exception as error:  # the policy decides
         pipeline.failed(error, [ref[:2] for ref in refs], counts)
         return []

@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from energon_bridge.errors import DecodeError, FatalSampleError, SkipSample
-from energon_bridge.samples.slabs import SLABS, Lender, Slab, SlabPool
+from energon_bridge.samples.slabs import LENDER, SLABS, Lender, Slab, SlabPool
 from energon_bridge.stream.activity import Activities
 from energon_bridge.stream.budget import Budget
 from energon_bridge.stream.cooking import StorePool, cook_of, cooker_of
@@ -78,6 +78,7 @@ class Pipeline:
         self._cursors: OrderedDict[tuple[int, int], Cursor] = OrderedDict()
         self._pool = ThreadPoolExecutor(settings.threads, f"{_THREADS}-load") if settings.threads else None
         self._reading = ThreadPoolExecutor(1, f"{_THREADS}-read") if settings.background_reads else None
+        self._memory: Lender | None = None
         # Where rows are packed or grouped, a slab would stay as long as the last of its images waits.
         straight = settings.packing_buffer_size is None and not self.code.groups and self.rows > 1
         self.slabs = SlabPool() if straight and getattr(settings.encoder, "decoder", None) is not None else None
@@ -160,10 +161,20 @@ class Pipeline:
         if self._reading is not None and buffer.reader.slow:
             self._reading.submit(buffer.read_ahead)
 
-    def decode_into(self, memory: Lender) -> None:
-        """Decode the images of microbatches into memory of that lender."""
+    def write_into(self, memory: Lender) -> None:
+        """Decode the images of microbatches, and stack the others, into memory of that lender."""
+        self._memory = memory
         if self.slabs is not None:
             self.slabs.lender = memory
+
+    @contextlib.contextmanager
+    def lending(self) -> Iterator[None]:
+        """Let what is stacked meanwhile, for a microbatch, lie in the lender's memory."""
+        LENDER.set(self._memory)
+        try:
+            yield
+        finally:
+            LENDER.set(None)
 
     def watch(self, settings: WatchdogSettings, where: str) -> None:
         """Watch over the microbatches that are made; `where` names the process."""
@@ -241,7 +252,8 @@ class Pipeline:
             start = time.perf_counter()
             SLABS.set(self.slabs)
             try:
-                batches = self.code.collate(samples, *seeds, number=whole)
+                with self.lending():
+                    batches = self.code.collate(samples, *seeds, number=whole)
             finally:
                 SLABS.set(None)
                 self.batch_seconds += time.perf_counter() - start
