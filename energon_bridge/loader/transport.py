@@ -7,9 +7,10 @@ the arena, and the message in DataLoader's queue is a few bytes, which a pipe wr
 worker cannot leave half a message. The training process rebuilds tensors as views of the block and gives it back when
 the last is gone.
 
-Blocks are also lent inside the worker, as memory to decode images into (`samples.slabs`). A batch that lies in such a
-block crosses without being copied, if nobody else in the worker refers to the block: whoever gets the batch may write
-into it. The worker uses the block again when neither process has anything of it.
+Blocks are also lent inside the worker, as memory to decode images into (`samples.slabs`) and to stack batches in. A batch
+that lies in such a block crosses without being copied: whoever gets it may write into it. What the worker itself still
+refers to by then, such as a batch that its encoder keeps, is copied. The worker uses the block again when neither
+process has anything of it.
 
 Where the arena is full (batches kept by the trainer, or a batch larger than the arena), the block is a memory file
 (memfd) of the worker instead, which has no name either. Blocks of an arena are found first fit, so its resident size is
