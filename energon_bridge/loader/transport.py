@@ -7,9 +7,9 @@ the arena, and the message in DataLoader's queue is a few bytes, which a pipe wr
 worker cannot leave half a message. The training process rebuilds tensors as views of the block and gives it back when
 the last is gone.
 
-Blocks are also lent inside the worker, as memory to decode images into (`samples.slabs`) and to stack batches in. A batch
-that lies in such a block crosses without being copied: whoever gets it may write into it. What the worker itself still
-refers to by then, such as a batch that its encoder keeps, is copied. The worker uses the block again when neither
+Blocks are also lent inside the worker, as memory to decode images into (`samples.slabs`) and to stack batches in. A
+batch that lies in such a block crosses without being copied: whoever gets it may write into it. What the worker itself
+still refers to by then, such as a batch that its encoder keeps, is copied. The worker uses the block again when neither
 process has anything of it.
 
 Where the arena is full (batches kept by the trainer, or a batch larger than the arena), the block is a memory file
@@ -240,7 +240,8 @@ class Outbox:
 
     def _alone(self, buffer: tuple[int, Place]) -> tuple[int, Place]:
         number, place = buffer
-        assert self._arena is not None and not isinstance(place, MemoryFile)
+        assert self._arena is not None
+        assert not isinstance(place, MemoryFile)  # of a message that was just packed
         if not self._arena.is_kept(place[0]):
             return buffer
         data = self._arena.take_back(*place)
