@@ -12,7 +12,14 @@ import torch.distributed as dist
 from forked import run_forked
 from megatron.core import parallel_state
 
-from energon_bridge import EnergonMultiModalDataModule
+from energon_bridge import (
+    EnergonDataloader,
+    EnergonMultiModalDataModule,
+    WorkerConfig,
+    get_savable_loader,
+    get_train_dataset,
+)
+from energon_bridge.integrations.rank_files import rank_file, write_rank_file
 from energon_bridge.replica.structure import encode
 from energon_bridge.task_encoder.base import DefaultTaskEncoder
 
@@ -68,3 +75,13 @@ def digests(batches: Any, count: int) -> list[tuple[str, str]]:
     """Return keys and hash of the next batches, as a loop sees them that only calls `next()`."""
     found = (next(batches) for _ in range(count))
     return [(",".join(batch.__key__), digest(batch)) for batch in found]
+
+
+def save_files(dataset: Path, root: Path, ranks: int, steps: int, iteration: int = 1, **layout: Any) -> None:
+    """Write the files of data-parallel ranks after some steps in microbatches of two, with eight lanes."""
+    for rank in range(ranks):
+        config = WorkerConfig(rank=rank, world_size=ranks, num_workers=0, num_lanes=8)
+        loader = EnergonDataloader(get_savable_loader(get_train_dataset(dataset, batch_size=2, worker_config=config)))
+        for _ in range(steps):
+            next(loader)
+        write_rank_file(rank_file(root, iteration, rank, **layout), loader.save_state())

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from itertools import islice
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import energon_bridge
@@ -16,7 +18,7 @@ from energon_bridge.prepare import parse_patterns, prepare_dataset, render_datas
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
-from benchmarks import data  # noqa: E402
+from benchmarks import data, packing  # noqa: E402
 from benchmarks.run import warmup_batches  # noqa: E402
 from benchmarks.systems.measure import Job, consume  # noqa: E402
 from benchmarks.systems.same_api import PACK, PACKING_BUFFER, SIDE, open_loader, touch  # noqa: E402
@@ -113,3 +115,18 @@ def test_a_warm_up_lasts_for_its_batches():
     batches = iter(range(10))
     assert consume(batches, lambda batch: [""] * 3, 0, least=4)[0] == 12
     assert next(batches) == 4
+
+
+def test_the_benchmark_of_packing_runs(tmp_path, monkeypatch):
+    for name, value in {"SHARDS": 2, "SAMPLES_PER_SHARD": 400, "LANES": 4, "BUFFER": 50}.items():
+        monkeypatch.setattr(packing, name, value)
+    packing.write(tmp_path)
+    for name in packing.DISTRIBUTIONS:
+        line = packing.packing(tmp_path, name, 0)
+        assert " 0 samples lost" in line
+        encoded, needed = re.search(r"resumed, (\d+) samples encoded for a first microbatch of (\d+)", line).groups()
+        assert encoded == needed
+    lengths = packing.log_normal(np.random.default_rng(3), 800)
+    assert packing.padding(tmp_path, packing.Grouped(lengths), 60) < packing.padding(
+        tmp_path, packing.Sized(lengths), 60
+    )

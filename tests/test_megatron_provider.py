@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,20 +18,15 @@ pytest.importorskip("megatron.core")
 from engine import GroupingEncoder
 from megatron.core import parallel_state
 from megatron.core.rerun_state_machine import RerunDataIterator
-from replicas import digests, module, on_ranks, place
+from replicas import digests, module, on_ranks, place, save_files
 
 from energon_bridge import (
-    EnergonDataloader,
     LoaderError,
-    StateError,
-    WorkerConfig,
-    get_savable_loader,
-    get_train_dataset,
 )
-from energon_bridge.errors import ConfigurationError, MissingRankError, StateFormatError, StepMismatchError
+from energon_bridge.errors import ConfigurationError, StepMismatchError
 from energon_bridge.integrations.chunks import LIMIT
 from energon_bridge.integrations.megatron_lm import train_valid_test_dataloaders_provider
-from energon_bridge.integrations.rank_files import rank_file, read_rank_files, write_rank_file
+from energon_bridge.integrations.rank_files import rank_file
 from energon_bridge.testing import create_captioning_test_dataset
 
 GLOBAL_BATCH, MICRO_BATCH, EVAL_ITERS = 8, 2, 2
@@ -280,79 +274,9 @@ def test_what_the_loop_asks_of_an_iterator(dataset: Path) -> None:
     assert provider((0, 0, 0)) == (None, None, None)
 
 
-# Files ---------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def files(dataset: Path, tmp_path: Path) -> Path:
-    """Files of two data-parallel ranks after four microbatches, in the folder of iteration 1."""
+def test_files_of_another_run_are_refused(dataset: Path, tmp_path: Path) -> None:
     save_files(dataset, tmp_path / "data", 2, 2)
-    return tmp_path / "data"
-
-
-def save_files(dataset: Path, root: Path, ranks: int, steps: int, iteration: int = 1, **layout: Any) -> None:
-    for rank in range(ranks):
-        config = WorkerConfig(rank=rank, world_size=ranks, num_workers=0, num_lanes=8)
-        loader = EnergonDataloader(
-            get_savable_loader(get_train_dataset(dataset, batch_size=MICRO_BATCH, worker_config=config))
-        )
-        for _ in range(steps):
-            next(loader)
-        write_rank_file(rank_file(root, iteration, rank, **layout), loader.save_state())
-
-
-def test_states_are_plain(files: Path) -> None:
-    path = rank_file(files, 1, 1)
-    assert isinstance(torch.load(path)["dataloader_state_dict"], dict)
-    assert [path.name for path in path.parent.iterdir() if path.suffix != ".pt"] == []
-    assert len(read_rank_files(files, 1)) == 2
-
-
-def truncate(files: Path) -> None:
-    path = rank_file(files, 1, 1)
-    path.write_bytes(path.read_bytes()[:-400])
-
-
-@pytest.mark.parametrize(
-    ("damage", "error", "text"),
-    [
-        (lambda files, dataset: truncate(files), StateFormatError, "dprank001.pt: neither JSON nor a file"),
-        (lambda files, dataset: rank_file(files, 1, 1).unlink(), MissingRankError, "hold 4 of the 8 lanes"),
-        (lambda files, dataset: rank_file(files, 1, 0).unlink(), MissingRankError, "dprank000.pt is missing"),
-        (lambda files, dataset: shutil.rmtree(files), StateFormatError, "no state of the data there"),
-        (
-            lambda files, dataset: save_files(dataset, files, 4, 2) or save_files(dataset, files, 2, 1),
-            StepMismatchError,
-            "left over from an earlier run",
-        ),
-        (
-            lambda files, dataset: save_files(dataset, files, 4, 1) or save_files(dataset, files, 2, 2),
-            StateFormatError,
-            "written by different numbers of ranks",
-        ),
-        (
-            lambda files, dataset: save_files(dataset, files, 2, 2, pipelines=True),
-            StateFormatError,
-            "lane 0 is in mp_rank_00/train_dataloader_dprank000.pt and in mp_rank_00_000/train",
-        ),
-        (
-            lambda files, dataset: write_rank_file(rank_file(files, 1, 1), {"sample": 3}),
-            StateFormatError,
-            "dprank001.pt: no state of energon_bridge in it",
-        ),
-    ],
-    ids=["half written", "last missing", "first missing", "nothing", "steps", "old ranks", "both layouts", "foreign"],
-)
-def test_files_that_do_not_fit_are_refused(
-    damage: Any, error: type[StateError], text: str, files: Path, dataset: Path
-) -> None:
-    damage(files, dataset)
-    with pytest.raises(error, match=text):
-        read_rank_files(files, 1)
-
-
-def test_files_of_another_run_are_refused(files: Path, dataset: Path) -> None:
-    arguments = loop_arguments(files, 1)
+    arguments = loop_arguments(tmp_path / "data", 1)
     arguments.consumed_train_samples = 16
     arguments.global_batch_size = None
     provider = train_valid_test_dataloaders_provider(lambda: module(dataset), arguments=lambda: arguments)

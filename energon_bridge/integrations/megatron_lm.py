@@ -27,7 +27,7 @@ from energon_bridge.integrations.chunks import Chunk, SharedStream
 from energon_bridge.integrations.rank_files import read_rank_files
 from energon_bridge.loader.document import State
 from energon_bridge.stream.user_code import UserCode
-from energon_bridge.topology import parallel_place
+from energon_bridge.topology import data_parallel_group, parallel_place
 
 logger = logging.getLogger(__name__)
 
@@ -202,7 +202,7 @@ class _Run:
         consumed = getattr(arguments, "consumed_train_samples", None)
 
         def states() -> list[State]:
-            found = read_rank_files(root, iteration)
+            found = read_rank_files(root, iteration, group=data_parallel_group(data.pg_collection))
             _check_consumed(found[0], consumed, data.micro_batch_size, f"{root}, iteration {iteration}")
             return found
 

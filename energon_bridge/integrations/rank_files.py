@@ -14,15 +14,17 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 
-from energon_bridge.errors import MissingRankError, StateFormatError, StepMismatchError
+from energon_bridge.errors import MissingRankError, StateError, StateFormatError, StepMismatchError
 from energon_bridge.loader.document import State, read_lanes
 from energon_bridge.loader.state_files import read_states
+
+T = TypeVar("T")
 
 Layout = Literal["megatron_lm", "bridge"]
 
@@ -61,12 +63,14 @@ def write_rank_file(path: str | os.PathLike[str], state: Any) -> None:
     part.replace(path)
 
 
-def read_rank_files(root: str | os.PathLike[str], iteration: int) -> list[State]:
+def read_rank_files(root: str | os.PathLike[str], iteration: int, *, group: Any = None) -> list[State]:
     """Return the states of all ranks at an iteration, checked to be whole and of one run.
 
     Args:
         root: `--dataloader-save`, or the folder of Megatron-Bridge.
         iteration: Of the checkpoint.
+        group: Process group whose ranks all call this and share the reading, so that each file is opened once and not
+            once by every rank; None reads all of them here.
 
     Raises:
         StateFormatError: There are no files, one cannot be read, or lanes are there twice.
@@ -74,6 +78,37 @@ def read_rank_files(root: str | os.PathLike[str], iteration: int) -> list[State]
         MissingRankError: Files are missing.
     """
     folder = Path(root) / f"iter_{iteration:07d}"
+    rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
+    # Of one rank, because others may see new files later.
+    files = _of_all(lambda: [] if rank else _files(folder), group)[0]
+    states: list[Any] = [None] * len(files)
+    for first, found in enumerate(_of_all(lambda: [_read(path) for path in files[rank::ranks]], group)):
+        states[first::ranks] = found
+    _check_one_run(folder, files, states)
+    return states
+
+
+def _of_all(make: Callable[[], T], group: Any) -> list[T]:
+    """Return what each rank of a group makes, in order; what fails on one of them is raised on all."""
+    if group is None or group.size() == 1:
+        return [make()]
+    own: T | StateError
+    try:
+        own = make()
+    except StateError as error:
+        own = error
+    except Exception as error:  # the others wait for an answer
+        own = StateFormatError(f"rank {group.rank()} of {group.size()} failed to read its files: {error!r}")
+    found: list[Any] = [None] * group.size()
+    torch.distributed.all_gather_object(found, own, group=group)
+    for one in found:
+        if isinstance(one, StateError):
+            raise one
+    return found
+
+
+def _files(folder: Path) -> list[Path]:
+    """Return the files of an iteration, none of which is missing before the last."""
     files = sorted(path for path in folder.rglob("train_dataloader_dprank*.pt") if _NAME.fullmatch(path.name))
     if not files:
         raise StateFormatError(
@@ -87,9 +122,7 @@ def read_rank_files(root: str | os.PathLike[str], iteration: int) -> list[State]
             f"{folder}: train_dataloader_dprank{missing[0]:03d}.pt is missing, though there is one of rank "
             f"{max(numbers)}: the checkpoint was not written to its end, or was copied in part. Take an earlier one"
         )
-    states = [_read(path) for path in files]
-    _check_one_run(folder, files, states)
-    return states
+    return files
 
 
 def _read(path: Path) -> State:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -45,12 +46,38 @@ _SKIPPED = COUNTERS.index("skipped")
 @dataclass(slots=True)
 class _Pack:
     members: list[Row]
-    refs: IntArray
     taken: int = 0
 
 
-def _refs_of(rows: list[Row]) -> IntArray:
+def _refs_of(rows: Iterable[Row]) -> IntArray:
     return as_members([row.members[0] for row in rows])
+
+
+class _Packs(deque[_Pack]):
+    """Packs in turn, and as arrays what the state says of them, which every microbatch asks for."""
+
+    def __init__(self, packs: Iterable[_Pack] = ()) -> None:
+        super().__init__()
+        self.add(packs)
+
+    def add(self, packs: Iterable[_Pack]) -> None:
+        """Append packs."""
+        self.extend(packs)
+        self._sizes = np.array([len(pack.members) for pack in self], dtype=np.int64)
+        self._refs = _refs_of(chain.from_iterable(pack.members for pack in self))
+
+    def done(self) -> None:
+        """Let go of the first pack."""
+        size = len(self.popleft().members)
+        self._sizes, self._refs = self._sizes[1:], self._refs[size:]
+
+    def waiting(self) -> Held:
+        """Return the packs as references."""
+        rows = np.zeros((len(self), 3), dtype=np.int64)
+        rows[:, 0], rows[:, 1] = Stage.PACK, self._sizes
+        if self:  # of the others, nothing has been taken
+            rows[0, 2] = self[0].taken
+        return Held(rows, self._refs)
 
 
 class Packing:
@@ -72,32 +99,26 @@ class Packing:
         self._draws = draws
         self._pipeline = pipeline
         self._size = size
-        self._packs: deque[_Pack] = deque()
-        self._buffer: list[Row] = []
-        self._waits: list[int] = []
-        self._refs: list[IntArray] = []  # those of the buffer, in pieces
         self._outputs: deque[Row] = deque()
         self.held = 0
         pipeline.budget.join(self)
         # Lanes fill their first buffers differently far, so that they do not select in the same step.
         self._target = size - int(size / 2 * (draws.number * _GOLDEN % 1.0)) if fresh else size
-        for stage, refs, number in held:
-            rows = [Row((ref,), SAMPLE, None, 0) for ref in refs]
-            if stage is Stage.PACK:
-                self._packs.append(_Pack(rows, as_members(refs), number))
-            elif stage is Stage.BUFFER:
-                self._buffer += rows
-                self._waits.append(number)
-        self._refs = [_refs_of(self._buffer)]
+        rows = [(stage, [Row((ref,), SAMPLE, None, 0) for ref in refs], number) for stage, refs, number in held]
+        self._packs = _Packs(_Pack(members, taken) for stage, members, taken in rows if stage is Stage.PACK)
+        self._keep([(members[0], wait) for stage, members, wait in rows if stage is Stage.BUFFER])
 
     def waiting(self) -> Held:
         """Return what waits here, as references."""
-        rows = np.empty((len(self._packs) + len(self._buffer), 3), dtype=np.int64)
-        packs = len(self._packs)
-        rows[:packs, 0], rows[packs:, 0] = Stage.PACK, Stage.BUFFER
-        rows[:packs, 1], rows[packs:, 1] = [len(pack.refs) for pack in self._packs], 1
-        rows[:packs, 2], rows[packs:, 2] = [pack.taken for pack in self._packs], self._waits
-        return Held(rows, np.concatenate([*(pack.refs for pack in self._packs), *self._refs]))
+        rows = np.empty((len(self._buffer), 3), dtype=np.int64)
+        rows[:, 0], rows[:, 1], rows[:, 2] = Stage.BUFFER, 1, self._waits
+        return Held.joined((self._packs.waiting(), Held(rows, self._refs)))
+
+    def _keep(self, waiting: Sequence[tuple[Row, int]]) -> None:
+        """Make the buffer of these rows, each with the number of selections that left it over."""
+        self._buffer = [row for row, _ in waiting]
+        self._waits = np.array([wait for _, wait in waiting], dtype=np.int64)
+        self._refs = _refs_of(self._buffer)
 
     def take(self, counts: Counts) -> Row:
         """Return the next row; selects where no pack is left."""
@@ -113,11 +134,11 @@ class Packing:
             rows = self._packed(pack, counts)
             self._outputs.extend(rows[pack.taken :])
             if not self._outputs:
-                self._packs.popleft()
+                self._packs.done()
         row = self._outputs.popleft()
         self._packs[0].taken += 1
         if not self._outputs:
-            self._packs.popleft()
+            self._packs.done()
         return row
 
     def settle(self, rows: int, counts: Counts) -> None:
@@ -139,8 +160,8 @@ class Packing:
             rows = rows_of(self._draws.collect(min(missing, _AT_A_TIME), counts))
             self._hold(sum(row.size for row in rows))
             self._buffer += rows
-            self._refs.append(_refs_of(rows))
-            self._waits += [0] * len(rows)
+            self._refs = np.concatenate([self._refs, _refs_of(rows)])
+            self._waits = np.concatenate([self._waits, np.zeros(len(rows), dtype=np.int64)])
             self._pipeline.budget.keep(self)
 
     def _hold(self, size: int) -> None:
@@ -151,24 +172,22 @@ class Packing:
         for attempt in range(_EMPTY_SELECTIONS):
             self._fill(self._target + attempt * max(1, self._size // 4), counts)
             self._target = self._size
-            before = {id(row): wait for row, wait in zip(self._buffer, self._waits, strict=True)}
+            before = {id(row): wait for row, wait in zip(self._buffer, self._waits.tolist(), strict=True)}
             rows = self._with_contents(self._buffer, counts)
             if not rows:
-                self._buffer, self._waits, self._refs = [], [], [_refs_of([])]
+                self._keep([])
                 continue
             try:
                 packs = select_packs(self._pipeline, rows)
             except Exception as error:  # the policy decides
                 self._pipeline.failed(error, [row.members[0][:2] for row in rows], counts)
                 self._hold(-sum(row.size for row in rows))
-                self._buffer, self._waits, self._refs = [], [], [_refs_of([])]
+                self._keep([])
                 return
             selected = {id(row) for pack in packs for row in pack}
-            self._packs.extend(_Pack(pack, _refs_of(pack)) for pack in packs)
-            self._buffer = [row for row in rows if id(row) not in selected]
-            self._waits = [before[id(row)] + 1 for row in self._buffer]
-            self._give_up_waiting(counts)
-            self._refs = [_refs_of(self._buffer)]
+            self._packs.add(_Pack(pack) for pack in packs)
+            left = [(row, before[id(row)] + 1) for row in rows if id(row) not in selected]
+            self._keep([(row, wait) for row, wait in left if not self._is_given_up(row, wait, counts)])
             self._pipeline.budget.keep(self)
             if packs:
                 return
@@ -177,18 +196,16 @@ class Packing:
             f"{len(self._buffer)} samples, {_EMPTY_SELECTIONS} times in a row: return lists of the samples it is given"
         )
 
-    def _give_up_waiting(self, counts: Counts) -> None:
-        if max(self._waits, default=0) <= LONGEST_WAIT:
-            return
-        for row, wait in zip(self._buffer, self._waits, strict=True):
-            if wait > LONGEST_WAIT:
-                ref = row.members[0]
-                counts.of(ref.leaf)[_SKIPPED] += 1
-                self._hold(-row.size)
-                where = self._pipeline.source(ref.leaf).where(ref.sample)
-                logger.warning("%s: left over by %d selections and given up; is it too long for a pack?", where, wait)
-        kept = [(row, wait) for row, wait in zip(self._buffer, self._waits, strict=True) if wait <= LONGEST_WAIT]
-        self._buffer, self._waits = [row for row, _ in kept], [wait for _, wait in kept]
+    def _is_given_up(self, row: Row, wait: int, counts: Counts) -> bool:
+        """Give a row up that so many selections have left over, if they are too many."""
+        if wait <= LONGEST_WAIT:
+            return False
+        ref = row.members[0]
+        counts.of(ref.leaf)[_SKIPPED] += 1
+        self._hold(-row.size)
+        where = self._pipeline.source(ref.leaf).where(ref.sample)
+        logger.warning("%s: left over by %d selections and given up; is it too long for a pack?", where, wait)
+        return True
 
     def _packed(self, pack: _Pack, counts: Counts) -> list[Row]:
         """Return the rows of a pack, none where the encoder makes none of it."""

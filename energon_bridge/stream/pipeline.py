@@ -82,7 +82,7 @@ class Pipeline:
         # Where rows are packed or grouped, a slab would stay as long as the last of its images waits.
         straight = settings.packing_buffer_size is None and not self.code.groups and self.rows > 1
         self.slabs = SlabPool() if straight and getattr(settings.encoder, "decoder", None) is not None else None
-        self.chunk = -(-self.rows // settings.threads) if settings.threads else self.rows
+        self.chunk = -(-self.rows // settings.threads) if settings.threads else max(self.rows, 64)
 
     # Loading ---------------------------------------------------------------------------------------------------------
 

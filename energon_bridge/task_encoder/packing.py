@@ -33,7 +33,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from fractions import Fraction
-from itertools import chain
 from math import ceil
 from typing import Any, Generic, Literal, TypeVar
 
@@ -168,8 +167,11 @@ class Packer(Generic[T]):
 
         Raises OverLongSampleError, naming the sample, if one exceeds a limit by itself.
         """
-        flat = chain.from_iterable(map(self._size, samples))
-        sizes = np.fromiter(flat, dtype=np.int64).reshape(len(samples), len(self.limits))
+        found = list(map(self.size_of, samples))
+        columns = self._columns(found)
+        if columns is None:
+            columns = list(zip(*map(self._row, found, samples), strict=True)) or [[] for _ in self.limits]
+        sizes = np.array(columns, dtype=np.int64).T
         too_large = sizes > np.fromiter(self.limits.values(), dtype=np.int64)
         if too_large.any():
             row, column = np.argwhere(too_large)[0].tolist()
@@ -207,12 +209,25 @@ class Packer(Generic[T]):
                 delivered += len(pack)
         return leaving
 
-    def _size(self, sample: T) -> list[int]:
-        size = self.size_of(sample)
-        if type(size) is int and len(self.limits) == 1:
-            return [size]
+    def _columns(self, found: list[Any]) -> Sequence[Sequence[int]] | None:
+        """Return what `size_of` found, by limit, if all of it has the usual form: dicts of integers, or integers."""
+        kinds = set(map(type, found))
+        if kinds == {int} and len(self._named) == 1:
+            return [found if name == self._named[0] else [1] * len(found) for name in self.limits]
+        if kinds != {dict}:
+            return None
+        columns = [[size.get(name, 1 if name == SAMPLES else None) for size in found] for name in self.limits]
+        return columns if all(set(map(type, column)) == {int} for column in columns) else None
+
+    @property
+    def _named(self) -> list[str]:
+        """The limits that `size_of` must name, or may leave out if there is only one."""
+        return [name for name in self.limits if name != SAMPLES] or [SAMPLES]
+
+    def _row(self, size: Sizes | int, sample: T) -> list[int]:
+        """Return what `size_of` found for a sample, under each limit."""
         if not isinstance(size, Mapping):
-            named = [name for name in self.limits if name != SAMPLES] or [SAMPLES]
+            named = self._named
             if len(named) != 1:
                 raise ConfigurationError(
                     f"size_of returned {size!r} for sample {_key(sample)}; with several limits it must return a size "
@@ -228,7 +243,7 @@ class Packer(Generic[T]):
 
     def _exceeded(self, sample: T) -> tuple[str, int] | None:
         """Return the first limit that a sample exceeds by itself, and its size there."""
-        for (name, limit), size in zip(self.limits.items(), self._size(sample), strict=True):
+        for (name, limit), size in zip(self.limits.items(), self._row(self.size_of(sample), sample), strict=True):
             if size > limit:
                 return name, size
         return None
