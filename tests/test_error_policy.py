@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from energon_bridge import (
 )
 from energon_bridge.errors import ConfigurationError, ErrorRateError, FatalSampleError, StorageError
 from energon_bridge.loader.savable import SavableDataLoader
+from energon_bridge.stream.report import Place, named
 
 SAMPLES = 40
 
@@ -247,6 +249,17 @@ def test_a_bad_dataset_cannot_flood_the_log(workers: int, data: Path, caplog: py
     assert re.search(rf"{data}: 10 have failed in encode_sample with ValueError, the last one", warnings[3])
     (trace,) = [record.message for record in caplog.records if record.levelno == logging.DEBUG]
     assert re.search(r"test_error_policy\.py:\d+:encode_sample", trace)
+
+
+def test_what_samples_share_is_named_once() -> None:
+    a, b = (partial(Place, dataset, parts=("jpg", "txt")) for dataset in ("/a", "/b"))
+    places = [a("0.tar", 3, "k3"), a("0.tar", 4, "k4"), a("1.tar", 4, ""), b("1.tar", 4, "k4"), b("1.tar", 5, "k5")]
+    other = places[-1]._replace(parts=("png",)), places[-1]._replace(note="joined")
+    assert named([*places, *other], 9) == (
+        "/a: shard 0.tar, sample 3, key 'k3' (parts jpg, txt); sample 4, key 'k4'; shard 1.tar, sample 4, unreadable "
+        "key; /b: shard 1.tar, sample 4, key 'k4' (parts jpg, txt); sample 5, key 'k5'; sample 5, key 'k5' (parts "
+        "png); joined: /b: shard 1.tar, sample 5, key 'k5' (parts jpg, txt); and 2 more"
+    )
 
 
 def test_a_long_message_is_cut_off(data: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -193,6 +193,25 @@ def test_a_sample_counts_one_under_samples() -> None:
     assert [len(group) for group in text_packer().select([text(1)] * 7, flush=True)] == [3, 3, 1]
 
 
+@pytest.mark.parametrize(
+    "forms",
+    [[dict], [Counter], [dict, Counter], [lambda size: {name: np.int64(value) for name, value in size.items()}]],
+    ids=["dicts", "other mappings", "both", "numbers of numpy"],
+)
+def test_sizes_may_have_any_form(forms: list[Any]) -> None:
+    given = [{"images": 1, "tokens": 7}, {"tokens": 9, "images": 2, "samples": 2}, {"tokens": 3, "images": 0}]
+    sizes = [forms[number % len(forms)](size) for number, size in enumerate(given)]
+    packing = packer({"tokens": 9, "samples": 4, "images": 9})
+    assert packing.sizes(sizes).tolist() == [[7, 1, 1], [9, 2, 2], [3, 1, 0]]
+    assert packing.sizes([]).shape == (0, 3)
+
+
+@pytest.mark.parametrize("form", [int, np.int64, lambda size: {"tokens": size}])
+def test_with_one_limit_besides_samples_a_size_may_be_a_number(form: Any) -> None:
+    assert packer({"samples": 4, "tokens": 9}).sizes([form(7), form(9)]).tolist() == [[1, 7], [1, 9]]
+    assert packer({"tokens": 9}).sizes([form(7), form(9)]).tolist() == [[7], [9]]
+
+
 def test_a_sample_that_fits_is_admitted_as_it_is() -> None:
     sample, counts = text(10), Counter[str]()
     with tallying(counts):

@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 MAX_MEMBERS = 8
@@ -29,10 +30,15 @@ class Place(NamedTuple):
     note: str = ""
 
     def __str__(self) -> str:
-        named = f"key {self.key!r}" if self.key else "unreadable key"
-        parts = f" (parts {', '.join(self.parts)})" if self.parts else ""
         note = f"{self.note}: " if self.note else ""
-        return f"{note}{self.dataset}: shard {self.shard}, sample {self.index}, {named}{parts}"
+        return f"{note}{self.dataset}: {self.in_dataset()}"
+
+    def in_dataset(self, after: Place | None = None) -> str:
+        """Name it within its dataset, without what it shares with a place that was named before."""
+        shard = "" if after and after.shard == self.shard else f"shard {self.shard}, "
+        key = f"key {self.key!r}" if self.key else "unreadable key"
+        parts = "" if not self.parts or (after and after.parts == self.parts) else f" (parts {', '.join(self.parts)})"
+        return f"{shard}sample {self.index}, {key}{parts}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +75,11 @@ class Report:
 def named(places: Sequence[Place], members: int) -> str:
     """Name some samples for people."""
     more = f"; and {members - len(places)} more" if members > len(places) else ""
-    return "; ".join(map(str, places)) + more
+    texts = list(map(str, places[:1]))
+    for before, place in pairwise(places):
+        together = (place.dataset, place.note) == (before.dataset, before.note)
+        texts.append(place.in_dataset(before) if together else str(place))
+    return "; ".join(texts) + more
 
 
 def text_of(error: BaseException) -> str:
