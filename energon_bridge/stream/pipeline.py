@@ -34,6 +34,8 @@ from energon_bridge.task_encoder.deferred import decode_deferred
 
 _THREADS = "energon"
 _OPEN_ROUNDS = 4096
+_TOGETHER = 8
+"""Draws in a load for packs, without threads: about what a pack takes; their images lie decoded at the same time."""
 _SAMPLES, _SKIPPED, _EXCLUDED = map(COUNTERS.index, ("samples", "skipped", "excluded"))
 _BATCH_HOOKS = ("batch", "encode_batch")
 
@@ -82,7 +84,7 @@ class Pipeline:
         # Where rows are packed or grouped, a slab would stay as long as the last of its images waits.
         straight = settings.packing_buffer_size is None and not self.code.groups and self.rows > 1
         self.slabs = SlabPool() if straight and getattr(settings.encoder, "decoder", None) is not None else None
-        self.chunk = -(-self.rows // settings.threads) if settings.threads else max(self.rows, 64)
+        self.chunk = -(-self.rows // settings.threads) if settings.threads else max(self.rows, _TOGETHER)
 
     # Loading ---------------------------------------------------------------------------------------------------------
 
