@@ -35,7 +35,7 @@ from energon_bridge.task_encoder.deferred import decode_deferred
 _THREADS = "energon"
 _OPEN_ROUNDS = 4096
 _TOGETHER = 8
-"""Draws in a load for packs, without threads: about what a pack takes; their images lie decoded at the same time."""
+"""Draws in a load, at least, where no threads share them: about what a pack takes of draws that come one by one."""
 _SAMPLES, _SKIPPED, _EXCLUDED = map(COUNTERS.index, ("samples", "skipped", "excluded"))
 _BATCH_HOOKS = ("batch", "encode_batch")
 
