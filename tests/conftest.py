@@ -29,6 +29,11 @@ settings.register_profile("explore", deadline=None, max_examples=1000, suppress_
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeat"))
 
 
+def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
+    """Name bytes by their argument: their contents may hold a time, and then two processes name a test differently."""
+    return argname if isinstance(val, bytes) else None
+
+
 @pytest.fixture
 def fixtures(tmp_path: Path) -> Path:
     """Return a private copy of the datasets that megatron-energon 7.4.1 prepared."""
