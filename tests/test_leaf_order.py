@@ -264,7 +264,7 @@ def test_the_order_of_a_leaf_since_version_1(
     kwargs: dict[str, Any], counts: list[int], lane: int, expected: list[int]
 ) -> None:
     """A change here breaks every saved state: raise ORDER_VERSION, and keep these values for the old one."""
-    assert ORDER_VERSION == 3
+    assert ORDER_VERSION == 4
     order = order_of(counts, **kwargs)
     drawn: list[int] = []
     while len(drawn) < len(expected):

@@ -188,14 +188,3 @@ def test_a_packed_pass_counts_each_sample_once(data: Path, policy: str, ranks: i
     assert {key: value for key, value in total.items() if value} == {name: len(long)} | (
         {"pieces": pieces} if pieces else {}
     )
-
-
-def test_states_without_these_counters_are_read_as_nought(data: Path) -> None:
-    (loader,) = loaders_of(opened(data, "drop"), 1, 0)
-    sum(1 for _ in islice(loader, 30))
-    state = loader.save_state_rank()
-    for name in OVER_LONG:
-        del state["leaves"]["counts"][name]
-    (resumed,) = loaders_of(opened(data, "drop"), 1, 0, state=state)
-    assert [row["dropped"] for row in resumed.counters()] == [0, 0]
-    assert [row["samples"] for row in resumed.counters()] == [row["samples"] for row in loader.counters()]

@@ -2,7 +2,7 @@
 
 Built-in types only, so that it loads with `torch.load` and its defaults, as JSON, and in restricted unpicklers::
 
-    {"format": "energon_bridge.state", "format_version": 2, "order_version": 3,
+    {"format": "energon_bridge.state", "format_version": 3, "order_version": 4,
      "kind": "train" | "passes" | "finite", "num_lanes": L, "microbatches": m0,
      "epoch": passes that are done,          # of a finite stream; m0 counts in the pass
      "epoch_steps": steps delivered of the virtual epoch,
@@ -12,17 +12,17 @@ Built-in types only, so that it loads with `torch.load` and its defaults, as JSO
                 "subsets": text, "counts": {name: column, ...}, "parked": how many of them, at the end},
      "lanes": {"numbers": column, "microbatches": column, "draws": column, "taken": column, "origins": column,
                "leaf_draws": column,         # lane by lane, leaf by leaf
-               "batches_taken": column, "held": column, "held_rows": [column, ...], "held_members": [column, ...]}}
+               "batches_taken": column, "held": column, "held_rows": [column, ...], "held_members": [column, ...],
+               "buffers": column}}
 
 *held* says how many rows of each lane wait to be packed or batched; the columns of their arrays follow, all lanes one
-after the other (`stream/state.py`).
+after the other (`stream/state.py`). *buffers* is there where lanes pack.
 
 A *column* is a string: the integers' differences as little-endian integers of 1, 2, 4 or 8 bytes, zlib, base85, with
-the number of bytes in front ("2:…"; none in front: 8); long ones are base64 instead ("2,…"), which takes a tenth of
-the time. A *text* is the zlib'd, base85 JSON of a list of strings. The
-state of a rank holds the lanes of that rank; several such states merge into one as long as they stand at the same
-microbatch. Counts of a rank's state are that rank's own; they add up in a merge. *Parked* leaves were in the mix once
-and were taken out on a resume; where they stood is kept.
+the number of bytes in front ("2:…"); long ones are base64 instead ("2,…"), which takes a tenth of the time. A *text* is
+the zlib'd, base85 JSON of a list of strings. The state of a rank holds the lanes of that rank; several such states
+merge into one as long as they stand at the same microbatch. Counts of a rank's state are that rank's own; they add up
+in a merge. *Parked* leaves were in the mix once and were taken out on a resume; where they stood is kept.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from energon_bridge.stream.state import COUNTERS, NOTHING_HELD, Held, LaneState
 from energon_bridge.topology import microbatches_before
 
 FORMAT = "energon_bridge.state"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 _TEXTS = ("path", "split_part", "share", "subset")
 
@@ -96,8 +96,6 @@ def decode_column(text: str) -> list[int]:
 
 def _decode(text: str) -> IntArray:
     width, mark, packed = text[:1], text[1:2], text[2:]
-    if mark not in (":", ","):
-        width, mark, packed = "8", ":", text
     raw = zlib.decompress(base64.b85decode(packed) if mark == ":" else base64.b64decode(packed))
     return np.cumsum(np.frombuffer(raw, dtype=f"<i{width}"), dtype=np.int64)
 
@@ -131,15 +129,11 @@ def read_leaves(document: State) -> list[State]:
     """
     entry = document["leaves"]
     size = len(entry["identities"])
-    texts = {name: entry.get(f"{name}s") for name in _TEXTS}  # version 1 had no subsets
-    columns: dict[str, Sequence[Any]] = {
-        name: [""] * size if text is None else decode_text(text) for name, text in texts.items()
-    }
-    active = size - entry.get("parked", 0)
+    columns: dict[str, Sequence[Any]] = {name: decode_text(entry[f"{name}s"]) for name in _TEXTS}
+    active = size - entry["parked"]
     columns |= {"parked": [number >= active for number in range(size)]}
     columns |= {"identity": entry["identities"], "num_samples": decode_column(entry["num_samples"])}
-    counts = entry["counts"]  # states of earlier versions had fewer columns
-    rows = zip(*(decode_column(counts[name]) if name in counts else [0] * size for name in COUNTERS), strict=True)
+    rows = zip(*(decode_column(entry["counts"][name]) for name in COUNTERS), strict=True)
     columns["counts"] = [dict(zip(COUNTERS, row, strict=True)) for row in rows]
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
@@ -155,6 +149,7 @@ def write_lanes(lanes: Mapping[int, LaneState]) -> State:
         "taken": encode_column(s.taken for s in states),
         "origins": encode_column(s.origin for s in states),
         "leaf_draws": encode_column(count for s in states for count in s.leaf_draws),
+        **({"buffers": encode_column(s.buffer for s in states)} if any(s.buffer for s in states) else {}),
         **_write_held(states),
     }
 
@@ -191,15 +186,16 @@ def _read_held(entry: State, lanes: int) -> list[tuple[Held, int]]:
 def read_lanes(document: State) -> dict[int, LaneState]:
     """Return the lanes of a document by number."""
     entry = document["lanes"]
-    names = ("numbers", "microbatches", "draws", "taken")
-    numbers, microbatches, draws, taken = (decode_column(entry[name]) for name in names)
-    origins = decode_column(entry["origins"]) if "origins" in entry else [0] * len(numbers)
+    names = ("numbers", "microbatches", "draws", "taken", "origins")
+    numbers, microbatches, draws, taken, origins = (decode_column(entry[name]) for name in names)
+    buffers = decode_column(entry["buffers"]) if "buffers" in entry else [0] * len(numbers)
     leaf_draws = decode_column(entry["leaf_draws"])
     leaves = len(document["leaves"]["identities"])
-    columns = zip(numbers, microbatches, draws, taken, origins, _read_held(entry, len(numbers)), strict=True)
+    held = _read_held(entry, len(numbers))
+    columns = zip(numbers, microbatches, draws, taken, origins, held, buffers, strict=True)
     return {
-        number: LaneState(m, draw, t, tuple(leaf_draws[i * leaves : (i + 1) * leaves]), origin, *held)
-        for i, (number, m, draw, t, origin, held) in enumerate(columns)
+        number: LaneState(m, draw, t, tuple(leaf_draws[i * leaves : (i + 1) * leaves]), origin, *rows, buffer)
+        for i, (number, m, draw, t, origin, rows, buffer) in enumerate(columns)
     }
 
 
@@ -231,7 +227,7 @@ def check_format(state: Any) -> State:
             f"the state was written under order version {order!r}, this version of energon_bridge orders samples by "
             f"version {ORDER_VERSION}: resume with the version that wrote it, or start a new run"
         )
-    missing = {"kind", "num_lanes", "microbatches", "settings", "leaves", "lanes"} - state.keys()
+    missing = {*_OF_THE_RUN, "microbatches", "leaves", "lanes"} - state.keys()
     if missing:
         raise StateFormatError(f"the state is damaged: it has no {', '.join(sorted(missing))}")
     return state
@@ -257,7 +253,7 @@ def merge(states: Sequence[Any]) -> State:
                 f"the states were saved at different steps: state 0 after {first['microbatches']} microbatches of the "
                 f"run, state {number} after {document['microbatches']}; take the states of one checkpoint"
             )
-        same = all(document.get(name) == first.get(name) for name in _OF_THE_RUN)
+        same = all(document[name] == first[name] for name in _OF_THE_RUN)
         if not same or document["leaves"]["identities"] != first["leaves"]["identities"]:
             raise StateFormatError(
                 f"state {number} belongs to another run than state 0: {_difference(first, document)}"
@@ -274,7 +270,7 @@ def merge(states: Sequence[Any]) -> State:
 
 def _difference(a: State, b: State) -> str:
     names = [name for name in a["settings"] if a["settings"][name] != b["settings"].get(name)]
-    others = [name for name in _OF_THE_RUN[1:] if a.get(name) != b.get(name)] or ["leaves"]
+    others = [name for name in _OF_THE_RUN[1:] if a[name] != b[name]] or ["leaves"]
     return ", ".join(f"{n}: {a['settings'][n]!r} and {b['settings'].get(n)!r}" for n in names) or ", ".join(others)
 
 

@@ -243,7 +243,7 @@ class Position:
             raise ConfigurationError(f'on_mismatch must be "refuse" or "adapt", got {on_mismatch!r}')
         config, spec = self._config, self._spec
         num_lanes = self.units.num_lanes if spec.finite else document["num_lanes"]  # a pass is the same on any ranks
-        changes = read_changes(document.get("weights", ()))
+        changes = read_changes(document["weights"])
         units = self.units if num_lanes == self.units.num_lanes else spec.units(config, num_lanes)
         difference = doc.check_fits(
             document, spec.kind, units.settings, units.table, adapt=on_mismatch == "adapt" and spec.kind == "train"
@@ -263,8 +263,8 @@ class Position:
         if changes:
             units = spec.units(config, num_lanes, changes)
         self.units, self.ownership, self._changes = units, ownership, changes
-        self.microbatches, self.epoch = microbatches, document.get("epoch", 0)
-        self.epoch_steps = document.get("epoch_steps", 0)
+        self.microbatches, self.epoch = microbatches, document["epoch"]
+        self.epoch_steps = document["epoch_steps"]
         # Counts belong to the run: one rank carries what several had counted.
         whole = len(lanes) == len(self.own_lanes)
         self._take_over(doc.read_leaves(document), lanes, counts=whole or config.dp_rank == 0, changed=bool(difference))
@@ -283,7 +283,14 @@ class Position:
             origin = (draw if relative else 0) if changed else state.origin
             taken, held = (0, _renumbered(state.held, kept)) if changed else (state.taken, state.held)
             self.lanes[number] = LaneState(
-                state.microbatches, draw, taken, draws, origin, held, 0 if changed else state.batches_taken
+                state.microbatches,
+                draw,
+                taken,
+                draws,
+                origin,
+                held,
+                0 if changed else state.batches_taken,
+                state.buffer,
             )
             self._parked_draws[number] = tuple(state.leaf_draws[old] for old in gone)
         nothing = dict.fromkeys(COUNTERS, 0)

@@ -45,8 +45,8 @@ def summarize(document: State) -> State:
     names = ("format", "format_version", "order_version", "kind", "num_lanes", "microbatches")
     return {
         **{name: document[name] for name in names},
-        "epoch": document.get("epoch", 0),
-        "epoch_steps": document.get("epoch_steps", 0),
+        "epoch": document["epoch"],
+        "epoch_steps": document["epoch_steps"],
         "draws": sum(lane.draw for lane in lanes.values()) if endless else None,
         "held": sum(len(lane.held.rows) for lane in lanes.values()),
         "totals": {name: sum(row[name] for row in rows) for name in COUNTERS},
@@ -54,7 +54,7 @@ def summarize(document: State) -> State:
         "settings": dict(document["settings"]),
         "weights": [
             {"from_draw": draw, "weights": dict(zip((row["identity"] for row in rows), weights, strict=False))}
-            for draw, weights in document.get("weights", ())
+            for draw, weights in document["weights"]
         ],
         "leaves": rows,
     }

@@ -32,11 +32,12 @@ import numpy as np
 
 from energon_bridge.rng import FloatArray, IntArray, Permutation, below, draws, fold, shuffled
 
-ORDER_VERSION = 3
-"""Raised with every change of a rule in this package that changes which sample comes when.
+ORDER_VERSION = 4
+"""Raised with every change of a rule, here or in `stream/packing.py`, that changes which sample comes when.
 
 2: the lanes of a weighted mix stand apart by a step chosen for their number (`plan/lane_step.py`).
 3: many whole shards are shuffled in groups; weights that move keep the global order even too (`plan/scheduled.py`).
+4: the buffers from which lanes select packs grow to their size over several selections (`stream/packing.py`).
 """
 
 _SLICES, _WINDOW, _ROUND = 1, 2, 3

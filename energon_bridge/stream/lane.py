@@ -41,15 +41,15 @@ class Lane:
         self._first_microbatch = state.microbatches
         held = state.held.entries()
         size = pipeline.settings.packing_buffer_size
-        fresh = not state.draw and not state.taken
-        self._packing = Packing(self._draws, pipeline, size, held, fresh=fresh) if size else None
+        self._packing = Packing(self._draws, pipeline, size, held, state.buffer) if size else None
         waiting = [_row(refs, output) for stage, refs, output in held if stage is Stage.GROUP]
         self._grouping = Grouping(pipeline, pipeline.settings.batch_size, waiting) if pipeline.code.groups else None
         # The batches that the hooks made of some rows, while not all of them are delivered.
         self._batches: deque[Any] = deque()
         self._batches_taken = state.batches_taken
         self._batched = [_row(refs, output) for stage, refs, output in held if stage is Stage.BATCH]
-        self._settled = True
+        # After a restore the first microbatch costs what is in it; its share of the next buffer comes later.
+        self._settles = not state.draw and not state.taken
 
     def prepare(self, microbatches: int) -> None:
         """Start loading the draws that the next microbatches are likely to need."""
@@ -63,8 +63,6 @@ class Lane:
         """Return the next microbatch and the state of the lane after it."""
         counts = Counts()
         with self._pipeline.user_code():
-            if not self._settled:
-                self._settle(counts)
             first, attempts = self._draws.draw, 0
             while not self._batches:
                 if attempts > _BARREN:
@@ -76,10 +74,9 @@ class Lane:
             if not self._batches:
                 self._batched, self._batches_taken = [], 0
             self._microbatches += 1
-            # After a restore the first microbatch costs what is in it; its share of the next buffer comes later.
-            self._settled = self._draws.ahead
-            if self._settled:
-                self._settle(counts)
+            if self._packing is not None and self._settles:
+                self._packing.settle(self._pipeline.rows, counts)
+            self._settles = True
         self._draws.ahead = True
         return Produced(batch, self._pipeline.rows, self._state(), counts)
 
@@ -96,12 +93,8 @@ class Lane:
             draws.origin,
             Held.joined(parts),
             self._batches_taken,
+            0 if self._packing is None else self._packing.target,
         )
-
-    def _settle(self, counts: Counts) -> None:
-        if self._packing is not None:
-            self._packing.settle(self._pipeline.rows, counts)
-        self._settled = True
 
     def _batch(self, counts: Counts) -> None:
         """Make the next batches, or none where a hook refuses the rows."""

@@ -7,6 +7,10 @@ packs run out, and no step waits for a whole buffer. The next selection is made 
 microbatch needs, before the state is taken: a restored lane has its packs selected, and its first microbatch encodes
 only what is in them.
 
+Lanes begin with buffers of different sizes, from S/2 to S, so that they do not select in the same step. A smaller one
+grows with each selection, by half of what it delivered, until it has S: so between two selections a lane draws at most
+one and a half times what it delivers meanwhile.
+
 In the state there are references: those of the packs in turn, then those of the buffer. The lanes of a process share a
 budget of bytes for contents (`stream/budget.py`). A lane that must let go drops what it needs last, the newest of the
 buffer first and then the packs from the last one on, and makes it again when it is needed. The encoder sees a buffer
@@ -88,13 +92,15 @@ class Packing:
         pipeline: Runs the hooks.
         size: S.
         held: Rows of stage PACK and BUFFER of a state.
+        target: Samples to which the buffer is filled before the next selection; 0 where the lane begins.
 
     Attributes:
         held: Bytes of the contents that wait here.
+        target: As above, S in the end.
     """
 
     def __init__(
-        self, draws: Draws, pipeline: Pipeline, size: int, held: list[tuple[Stage, list[Ref], int]], *, fresh: bool
+        self, draws: Draws, pipeline: Pipeline, size: int, held: list[tuple[Stage, list[Ref], int]], target: int
     ) -> None:
         self._draws = draws
         self._pipeline = pipeline
@@ -102,8 +108,7 @@ class Packing:
         self._outputs: deque[Row] = deque()
         self.held = 0
         pipeline.budget.join(self)
-        # Lanes fill their first buffers differently far, so that they do not select in the same step.
-        self._target = size - int(size / 2 * (draws.number * _GOLDEN % 1.0)) if fresh else size
+        self.target = target or size - int(size / 2 * (draws.number * _GOLDEN % 1.0))
         rows = [(stage, [Row((ref,), SAMPLE, None, 0) for ref in refs], number) for stage, refs, number in held]
         self._packs = _Packs(_Pack(members, taken) for stage, members, taken in rows if stage is Stage.PACK)
         self._keep([(members[0], wait) for stage, members, wait in rows if stage is Stage.BUFFER])
@@ -145,7 +150,7 @@ class Packing:
         """Draw this microbatch's share of the next buffer; select if the next one would find too few packs."""
         left = len(self._packs) // rows
         if left:
-            missing = max(0, self._size - len(self._buffer))
+            missing = max(0, self.target - len(self._buffer))
             self._fill(len(self._buffer) + -(-missing // (left + 1)), counts)
         first, selections = self._draws.draw, 0
         while len(self._packs) < rows:
@@ -170,8 +175,7 @@ class Packing:
     def _select(self, counts: Counts) -> None:
         """Fill the buffer and hand it to the encoder; makes no pack, and drops the buffer, where the hook fails."""
         for attempt in range(_EMPTY_SELECTIONS):
-            self._fill(self._target + attempt * max(1, self._size // 4), counts)
-            self._target = self._size
+            self._fill(self.target + attempt * max(1, self._size // 4), counts)
             before = {id(row): wait for row, wait in zip(self._buffer, self._waits.tolist(), strict=True)}
             rows = self._with_contents(self._buffer, counts)
             if not rows:
@@ -190,6 +194,7 @@ class Packing:
             self._keep([(row, wait) for row, wait in left if not self._is_given_up(row, wait, counts)])
             self._pipeline.budget.keep(self)
             if packs:
+                self.target = min(self._size, self.target + -(-len(selected) // 2))
                 return
         raise FatalSampleError(
             f"select_samples_to_pack of {type(self._pipeline.code.encoder).__name__} made no pack of "
