@@ -4,9 +4,9 @@ A stream of short texts whose sizes are drawn, seeded, from a distribution, with
 For each distribution, packed by the ready-made `Packer`: the share of the binding limit that packs fill; whether every
 sample that was drawn is delivered once or waits; the time in the packer, of a stream that reads and does nothing else,
 and of one that tokenises its texts and decodes its images (of 256 x 256; measured apart, by the tokenizer and the codec
-alone); the samples encoded between two microbatches of a lane, at the 99th percentile, in means; the state's bytes for
-each sample that waits, and the time to save it; the samples that a resumed run encodes for its first microbatch. Then
-the padding that `LengthGrouper` leaves, and that of plain batches.
+alone); the samples encoded between two microbatches of a lane, at the 99th percentile and at most, in means; the
+state's bytes for each sample that waits, and the time to save it; the samples that a resumed run encodes for its first
+microbatch. Then the padding that `LengthGrouper` leaves, and that of plain batches.
 """
 
 from __future__ import annotations
@@ -201,12 +201,12 @@ def packing(path: Path, name: str, seconds: float) -> str:
     again, needed = encoder.encoded - before, sum(batch["members"])
     binding = max(used, key=lambda limit: used[limit] / limits[limit])
     fill = used[binding] / packs / limits[binding]
-    most = np.quantile(encoded, 0.99) / np.mean(encoded)
+    usual, most = np.quantile(encoded, 0.99) / np.mean(encoded), max(encoded) / np.mean(encoded)
     return (
         f"{name}: {packs:,} packs of {members:,} samples fill {fill:.2%} of their {binding}, {lost} samples lost; "
         f"packer {each * 1e6:.1f} us a sample, {each / of:.1%} of {of * 1e6:.0f}, "
         f"{each / (of + encoding(encoder.sizes)):.2%} with texts and images encoded; "
-        f"99 of 100 microbatches encode at most {most:.2f} means; "
+        f"99 of 100 microbatches encode at most {usual:.2f} means, all at most {most:.2f}; "
         f"{bytes_each(path, encoder, state, waiting):.1f} B a sample that waits ({waiting:,}), saved in "
         f"{statistics.median(saves):.1f} ms (longest {max(saves):.1f}); resumed, {again} samples encoded for a first "
         f"microbatch of {needed}"

@@ -194,8 +194,8 @@ def read_lanes(document: State) -> dict[int, LaneState]:
     held = _read_held(entry, len(numbers))
     columns = zip(numbers, microbatches, draws, taken, origins, held, buffers, strict=True)
     return {
-        number: LaneState(m, draw, t, tuple(leaf_draws[i * leaves : (i + 1) * leaves]), origin, *rows, buffer)
-        for i, (number, m, draw, t, origin, rows, buffer) in enumerate(columns)
+        number: LaneState(m, draw, t, tuple(leaf_draws[i * leaves : (i + 1) * leaves]), origin, rows, batches, buffer)
+        for i, (number, m, draw, t, origin, (rows, batches), buffer) in enumerate(columns)
     }
 
 

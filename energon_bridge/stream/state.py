@@ -114,7 +114,7 @@ class LaneState:
         origin: Draw at which the first epoch of a blend by repetitions began (0 but where the mix has been changed).
         held: Rows that have been drawn and not delivered yet, where the encoder packs or groups.
         batches_taken: Batches already delivered of those that the batch hooks made of the rows of stage BATCH.
-        buffer: Samples to which the buffer for packs is filled before the next selection; 0 where the lane begins, or nothing is packed.
+        buffer: Samples to which the buffer for packs is filled before the next selection; 0 where the lane begins.
     """
 
     microbatches: int
@@ -129,14 +129,14 @@ class LaneState:
     def plain(self) -> tuple[Any, ...]:
         """Return the values as they cross to the training process with a microbatch."""
         held = self.held.plain()
-        head = self.microbatches, self.draw, self.taken, self.leaf_draws, self.origin
-        return *head, held, self.batches_taken, self.buffer
+        where = self.microbatches, self.draw, self.taken, self.leaf_draws, self.origin
+        return *where, held, self.batches_taken, self.buffer
 
     @classmethod
     def of_plain(cls, values: tuple[Any, ...]) -> LaneState:
         """Return what `plain` was called of."""
-        *head, held, batches_taken, buffer = values
-        return cls(*head, Held.of_plain(held), batches_taken, buffer)
+        microbatches, draw, taken, leaf_draws, origin, held, batches_taken, buffer = values
+        return cls(microbatches, draw, taken, leaf_draws, origin, Held.of_plain(held), batches_taken, buffer)
 
     @classmethod
     def fresh(cls, leaves: int) -> LaneState:
