@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,7 @@ def test_slices_are_those_of_megatron(size: int, tmp_path: Path) -> None:
     from megatron.core import parallel_state
     from replicas import on_ranks
 
+    hybrid = "is_hybrid_cp" in signature(utils.get_batch_on_this_cp_rank).parameters
     length = 16
     batch = {
         "tokens": torch.arange(2 * length).reshape(2, length),
@@ -61,7 +63,7 @@ def test_slices_are_those_of_megatron(size: int, tmp_path: Path) -> None:
 
     def compare(rank: int) -> None:
         rank = parallel_state.get_context_parallel_rank()
-        theirs = utils.get_batch_on_this_cp_rank(dict(batch))
+        theirs = utils.get_batch_on_this_cp_rank(dict(batch), **({"is_hybrid_cp": False} if hybrid else {}))
         pixels = torch.rand(3, 4)
         ours = slice_for_context_parallel({**batch, "pixel_values": pixels}, rank=rank, size=size)
         assert ours.pop("pixel_values") is pixels

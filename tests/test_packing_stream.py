@@ -356,3 +356,22 @@ def test_encoders_that_cannot_pack_are_refused(data: Path) -> None:
     with pytest.raises(ConfigurationError, match="take the place of the first"):
         train_dataset(data, "tensors", task_encoder=Both(), packing_buffer_size=8)
     assert TensorEncoder().select_samples_to_pack.__func__.__default_hook__  # type: ignore[attr-defined]
+
+
+class Ends(Pairs):
+    """Packs the oldest sample of the buffer with the newest, and so on; the two or three in the middle stay."""
+
+    def select_samples_to_pack(self, samples: list[Any]) -> list[list[Any]]:
+        self.selections.append(len(samples))
+        return [[samples[i], samples[-1 - i]] for i in range(len(samples) // 2 - 1)]
+
+
+def test_the_order_of_packs_since_version_4(data: Path) -> None:
+    """A change here breaks saved states of packed streams: raise ORDER_VERSION, and keep these values for the old one."""
+    encoder = Ends()
+    dataset = train_dataset(data, "default", task_encoder=encoder, packing_buffer_size=12, batch_size=1)
+    (loader,) = loaders_of(dataset, 1, 0, num_lanes=3)
+    packs = [tuple(key[1] for key in members(batch)) for batch in islice(loader, 48)]
+    assert encoder.selections[:6] == [12, 9, 11, 12, 12, 12], "lanes 0, 1 and 2, twice"
+    first = [(48, 20), (68, 44), (38, 0), (88, 45), (92, 93), (24, 26), (50, 69), (1, 22)]
+    assert packs[1::3] == [*first, (2, 90), (25, 23), (89, 47), (49, 71), (21, 46), (95, 12), (70, 95), (91, 33)]

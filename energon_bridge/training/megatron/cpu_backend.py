@@ -25,6 +25,7 @@ def cpu_backend() -> Iterator[None]:
     with ExitStack() as stack:
         for name, value in (
             ("current_device", lambda: _CPU),
+            ("current_stream", lambda *_: None),
             ("synchronize", lambda *_: None),
             ("manual_seed", torch.manual_seed),
             ("get_rng_state", lambda *_: torch.get_rng_state()),

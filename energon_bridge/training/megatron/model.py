@@ -16,7 +16,9 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.multimodal.llava_model import LLaVAModel
 from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_local_spec
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.enums import AttnMaskType, ModelType
+from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import functional
@@ -109,7 +111,7 @@ def build_model(config: RunConfig, groups: ProcessGroupCollection, *, vocab_size
         vision_transformer_layer_spec=vision_spec,
         drop_vision_class_token=True,
         vision_projection_config=_projection_config(config),
-        vision_projection_layer_spec=language_spec.submodules.mlp.submodules,
+        vision_projection_layer_spec=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
         pre_process=stage == 0,
         post_process=stage == stages - 1,
         add_encoder=stage == 0,
