@@ -367,7 +367,7 @@ class Ends(Pairs):
 
 
 def test_the_order_of_packs_since_version_4(data: Path) -> None:
-    """A change here breaks saved states of packed streams: raise ORDER_VERSION, and keep these values for the old one."""
+    """A change here breaks states of streams that pack: raise ORDER_VERSION, and keep these values for the old one."""
     encoder = Ends()
     dataset = train_dataset(data, "default", task_encoder=encoder, packing_buffer_size=12, batch_size=1)
     (loader,) = loaders_of(dataset, 1, 0, num_lanes=3)
