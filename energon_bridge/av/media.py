@@ -78,9 +78,12 @@ class Media:
             raise DecodeError(f"{self.name} is empty (0 bytes): copy it again, or leave the sample out")
         self.file.seek(0)
         buffer = min(max(size // 1000, _LEAST_BUFFER), _MOST_BUFFER)
+        av = import_av()
+        # Titles of any encoding must not matter; from PyAV 19 on they do not.
+        options = {"metadata_errors": "ignore"} if int(av.__version__.partition(".")[0]) < 19 else {}
         with self.refusing("cannot be opened as video or sound"):
-            self.container: Any = import_av().open(self.file, mode="r", metadata_errors="ignore", buffer_size=buffer)
-        cover = import_av().stream.Disposition.attached_pic
+            self.container: Any = av.open(self.file, mode="r", buffer_size=buffer, **options)
+        cover = av.stream.Disposition.attached_pic
         self.video: Any = next((one for one in self.container.streams.video if not one.disposition & cover), None)
         self.audio: Any = next(iter(self.container.streams.audio), None)
         for stream in self.container.streams:

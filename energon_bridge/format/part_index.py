@@ -28,6 +28,9 @@ _PART = """
 _SAMPLE = "SELECT tar_file_id, byte_offset, byte_size FROM samples WHERE sample_key = ?"
 _MEDIA = "SELECT metadata_type, metadata_json FROM media_metadata WHERE entry_key = ?"
 
+_INHERITED: list[sqlite3.Connection] = []
+"""Connections of the process that forked this one: sqlite wants them neither used nor closed here."""
+
 
 class Place(NamedTuple):
     """Where a part lies: shard number in `.info.json`, and bytes of the shard.
@@ -53,6 +56,9 @@ class PartIndex:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return PartIndex, (self._store,)
+
+    def __del__(self) -> None:
+        self._let_go()
 
     def find(self, key: str, part: str) -> Place | None:
         """Return where a part of a sample lies, None if there is no such part.
@@ -96,8 +102,18 @@ class PartIndex:
     def _current_lock(self) -> threading.Lock:
         if self._pid != os.getpid():
             # A fork copied the lock, perhaps held by a thread that is not here, and a connection that is not ours.
-            self._lock, self._connection, self._pid = threading.Lock(), None, os.getpid()
+            self._let_go()
+            self._lock, self._pid = threading.Lock(), os.getpid()
         return self._lock
+
+    def _let_go(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is None:
+            return
+        if self._pid == os.getpid():
+            connection.close()
+        else:
+            _INHERITED.append(connection)
 
     def _open(self) -> sqlite3.Connection:
         if self._connection is None:
@@ -129,7 +145,11 @@ class PartIndex:
     def _connect_to(self, path: str) -> sqlite3.Connection:
         try:
             connection = sqlite3.connect(sqlite_uri(path), uri=True, check_same_thread=False)
-            connection.execute("PRAGMA schema_version")  # opens the file, which may be unlinked from then on
+            try:
+                connection.execute("PRAGMA schema_version")  # opens the file, which may be unlinked from then on
+            except sqlite3.Error:
+                connection.close()
+                raise
         except sqlite3.Error as error:
             raise self._damaged(str(error)) from error
         return connection

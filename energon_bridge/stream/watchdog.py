@@ -90,7 +90,8 @@ class Watchdog:
         """Stop watching."""
         self._stopped.set()
         thread, self._thread = self._thread, None
-        if thread is not None and thread is not threading.current_thread():
+        # Where the interpreter ends, a daemon thread goes no further, and joining it would never end (Python 3.13).
+        if thread is not None and thread is not threading.current_thread() and not sys.is_finalizing():
             thread.join()
 
     def _watch(self) -> None:

@@ -19,13 +19,21 @@ from torch.overrides import TorchFunctionMode
 _CPU = torch.device("cpu")
 
 
+class _Stream:
+    """A CUDA stream on which everything has happened before anything waits for it."""
+
+    def wait_event(self, event: object) -> None: ...
+
+    def wait_stream(self, stream: object) -> None: ...
+
+
 @contextmanager
 def cpu_backend() -> Iterator[None]:
     """Let this thread's torch put on the CPU what is meant for CUDA, until the block is left."""
     with ExitStack() as stack:
         for name, value in (
             ("current_device", lambda: _CPU),
-            ("current_stream", lambda *_: None),
+            ("current_stream", lambda *_: _Stream()),
             ("synchronize", lambda *_: None),
             ("manual_seed", torch.manual_seed),
             ("get_rng_state", lambda *_: torch.get_rng_state()),
