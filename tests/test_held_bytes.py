@@ -16,11 +16,13 @@ from hypothesis import given, strategies as st
 from PIL import Image
 
 from energon_bridge import ConfigurationError, DeferredImage, WorkerConfig
+from energon_bridge.loader.document import read_lanes
 from energon_bridge.loader.savable import SavableDataLoader
 from energon_bridge.stream.budget import Budget
 from energon_bridge.stream.lane import Lane
 from energon_bridge.stream.pipeline import Pipeline
 from energon_bridge.stream.rows import size_of
+from energon_bridge.stream.state import Stage
 from energon_bridge.task_encoder.images import IMAGE_FORMS
 
 LANES = 6
@@ -225,3 +227,33 @@ def test_a_budget_below_nothing_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="held_bytes must be an integer of at least 0"):
         WorkerConfig(rank=0, world_size=1, held_bytes=-1)
     assert config_of(1, 0).held_bytes == 1 << 30
+
+
+class Fickle(PrePostEncoder):
+    """Refuses some samples from a certain time on."""
+
+    refused: frozenset[int] = frozenset()
+
+    def preencode_sample(self, sample: Any) -> Any:
+        if int(sample.__key__) in self.refused:
+            raise ValueError("not any more")
+        return super().preencode_sample(sample)
+
+
+def test_what_no_longer_encodes_after_a_restore_is_counted_once(data: Path, caplog: pytest.LogCaptureFixture) -> None:
+    encoder = Fickle()
+    spec = train_dataset(data, task_encoder=encoder, packing_buffer_size=40, batch_size=1)
+    (loader,) = loaders_of(spec, 1, 0, num_lanes=1)
+    sum(1 for _ in islice(loader, 3))
+    state = loader.save_state_rank()
+    held = read_lanes(state)[0].held.entries()
+    packs = sum(stage is Stage.PACK for stage, _, _ in held)
+    refused = [refs[0].sample for stage, refs, _ in held if stage is Stage.BUFFER][:3]
+    encoder.refused = frozenset(refused)
+    (resumed,) = loaders_of(spec, 1, 0, state=state, num_lanes=1)
+    delivered = [key[1] for batch in islice(resumed, packs + 2) for pack in batch.__restore_key__[3] for key in pack[2]]
+    assert packs > 3
+    assert len(refused) == 3
+    assert not set(refused) & set(delivered)
+    assert resumed.counters()[0]["errors"] - loader.counters()[0]["errors"] == 3
+    assert caplog.text.count("not any more") == 3

@@ -40,6 +40,7 @@ from energon_bridge import (
 )
 from energon_bridge.loader.document import read_lanes
 from energon_bridge.loader.spec import DatasetSpec
+from energon_bridge.stream.state import Stage
 
 
 @pytest.fixture(scope="module")
@@ -153,6 +154,27 @@ def test_a_resume_encodes_what_is_in_its_first_microbatch(data: Path) -> None:
         fresh = read_lanes(state)[lane].draw == 0
         batch = next(iter(resumed))
         assert encoder.encoded - before <= (2 * 40 if fresh else len(members(batch)))
+
+
+def test_a_restored_buffer_is_encoded_in_shares(data: Path) -> None:
+    encoder = Pairs()
+    dataset = train_dataset(data, "default", task_encoder=encoder, packing_buffer_size=40, batch_size=1)
+    (loader,) = loaders_of(dataset, 1, 0, num_lanes=1)
+    seen = set()
+    for _ in range(60):
+        next(iter(loader))
+        state = loader.save_state_rank()
+        stages = [stage for stage, _, _ in read_lanes(state)[0].held.entries()]
+        packs, waiting = stages.count(Stage.PACK), stages.count(Stage.BUFFER)
+        (resumed,) = loaders_of(dataset, 1, 0, state=state, num_lanes=1)
+        batches = iter(resumed)
+        for _ in range(packs):
+            before = encoder.encoded
+            next(batches)
+            # The first one has no share of what waits. The others also encode their pack, and what is drawn newly.
+            assert encoder.encoded - before <= -(-waiting // max(1, packs - 1)) + 2 + 2 * 3
+        seen.add(packs)
+    assert seen >= set(range(1, 20)), "wherever the lane stands between two selections"
 
 
 def test_states_hold_references_in_few_bytes(data: Path) -> None:

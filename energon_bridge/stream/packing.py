@@ -11,10 +11,13 @@ Lanes begin with buffers of different sizes, from S/2 to S, so that they do not 
 grows with each selection, by half of what it delivered, until it has S: so between two selections a lane draws at most
 one and a half times what it delivers meanwhile.
 
-In the state there are references: those of the packs in turn, then those of the buffer. The lanes of a process share a
-budget of bytes for contents (`stream/budget.py`). A lane that must let go drops what it needs last, the newest of the
-buffer first and then the packs from the last one on, and makes it again when it is needed. The encoder sees a buffer
-with all its contents, so while one lane selects, its buffer is held beside the budget.
+In the state there are references: those of the packs in turn, then those of the buffer. A restored lane encodes a pack
+when it is its turn, and the buffer in shares, too, after each microbatch but the first.
+
+The lanes of a process share a budget of bytes for contents (`stream/budget.py`). A lane that must let go drops what it
+needs last, the newest of the buffer first and then the packs from the last one on, and makes it again when it is
+needed. The encoder sees a buffer with all its contents, so while one lane selects, its buffer is held beside the
+budget.
 """
 
 from __future__ import annotations
@@ -112,6 +115,8 @@ class Packing:
         rows = [(stage, [Row((ref,), SAMPLE, None, 0) for ref in refs], number) for stage, refs, number in held]
         self._packs = _Packs(_Pack(members, taken) for stage, members, taken in rows if stage is Stage.PACK)
         self._keep([(members[0], wait) for stage, members, wait in rows if stage is Stage.BUFFER])
+        self._to_restore = deque(self._buffer)
+        self._lost: set[int] = set()  # ids of rows of the buffer that no longer encode, and are counted
 
     def waiting(self) -> Held:
         """Return what waits here, as references."""
@@ -147,8 +152,10 @@ class Packing:
         return row
 
     def settle(self, rows: int, counts: Counts) -> None:
-        """Draw this microbatch's share of the next buffer; select if the next one would find too few packs."""
+        """Make this microbatch's share of the next buffer; select if the next one would find too few packs."""
         left = len(self._packs) // rows
+        if left and self._to_restore:
+            self._restore(-(-len(self._to_restore) // (left + 1)), counts)
         if left:
             missing = max(0, self.target - len(self._buffer))
             self._fill(len(self._buffer) + -(-missing // (left + 1)), counts)
@@ -158,6 +165,13 @@ class Packing:
                 self._draws.give_up_if_barren(first)
             selections += 1
             self._select(counts)
+        self._pipeline.budget.keep(self)
+
+    def _restore(self, share: int, counts: Counts) -> None:
+        """Make some rows of a buffer that came from a state."""
+        rows = [self._to_restore.popleft() for _ in range(share)]
+        self._with_contents(rows, counts)
+        self._lost |= {id(row) for row in rows if row.content is None}
         self._pipeline.budget.keep(self)
 
     def _fill(self, target: int, counts: Counts) -> None:
@@ -177,7 +191,9 @@ class Packing:
         for attempt in range(_EMPTY_SELECTIONS):
             self._fill(self.target + attempt * max(1, self._size // 4), counts)
             before = {id(row): wait for row, wait in zip(self._buffer, self._waits.tolist(), strict=True)}
-            rows = self._with_contents(self._buffer, counts)
+            rows = self._with_contents([row for row in self._buffer if id(row) not in self._lost], counts)
+            self._to_restore.clear()
+            self._lost.clear()
             if not rows:
                 self._keep([])
                 continue
