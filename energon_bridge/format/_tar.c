@@ -117,7 +117,8 @@ static PyObject *split(PyObject *module, PyObject *const *args, Py_ssize_t nargs
     PyObject *found = PyDict_New(), *result = NULL;
     Py_ssize_t length = found ? collect(&data, args[0], args[1], found, &key) : -1;
     if (length > 0)
-        result = Py_BuildValue("(s#O)", key, length, found);
+        /* No "s#": what Python 3.13 and later make of it does not run in earlier ones. */
+        result = Py_BuildValue("(NO)", PyUnicode_FromStringAndSize(key, length), found);
     else if (!length)
         result = Py_NewRef(Py_None);
     Py_XDECREF(found);
