@@ -72,7 +72,7 @@ class EnergonMultiModalDataModule(_Base):
         num_val_workers: The same for validation; default: `num_workers`.
         pin_memory: Copy batches to pinned memory where there is a GPU.
         shuffle_buffer_size: Samples among which the order is shuffled.
-        max_samples_per_sequence: Length of a slice, the unit of shuffled reading; None: a whole shard.
+        max_samples_per_sequence: The most samples in a slice, the unit of shuffled reading; None: no cap.
         multimodal_sample_config: For the default task encoder.
         task_encoder: Encodes samples; default: `MultiModalTaskEncoder(tokenizer, image_processor, …)`.
         decoder_seq_length: Longest sequence of the decoder of an encoder-decoder model; where given, it takes the place

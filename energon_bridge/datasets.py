@@ -19,6 +19,7 @@ from energon_bridge.loader.position import OnMismatch
 from energon_bridge.loader.savable import SavableDataLoader
 from energon_bridge.loader.spec import DatasetSpec
 from energon_bridge.mix import DatasetOpener, Mix, MixSource, index_of_datasets, load_mix, open_mix_index
+from energon_bridge.plan.leaf import DEFAULT_PARALLEL_SHARD_ITERS
 from energon_bridge.stores import CachePool
 from energon_bridge.stream.policy import ErrorPolicy, Handler
 from energon_bridge.stream.watchdog import WatchdogSettings
@@ -29,9 +30,7 @@ from energon_bridge.topology import WorkerConfig
 logger = logging.getLogger(__name__)
 
 DEFAULT_SHUFFLE_BUFFER_SIZE = 100
-DEFAULT_MAX_SAMPLES_PER_SEQUENCE = 100
 
-_UNSET: Any = type("_Unset", (), {"__repr__": lambda self: "<default>"})()
 _IGNORED_LOADER_ARGUMENTS = {
     "checkpoint_every_sec",
     "checkpoint_every_min_n_samples",
@@ -49,8 +48,8 @@ def get_train_dataset(
     batch_size: int | None,
     batch_drop_last: bool = False,
     packing_buffer_size: int | None = None,
-    shuffle_buffer_size: int | None = _UNSET,
-    max_samples_per_sequence: int | None = _UNSET,
+    shuffle_buffer_size: int | None = DEFAULT_SHUFFLE_BUFFER_SIZE,
+    max_samples_per_sequence: int | None = None,
     parallel_shard_iters: int | None = None,
     shuffle_over_epochs_multiplier: int | None = 1,
     repeat: bool = True,
@@ -78,9 +77,11 @@ def get_train_dataset(
             `batch_size` then counts; None: nothing is packed.
         shuffle_buffer_size: About how many samples of a lane are mixed at a time (default 100); None, 0 or 1: the
             slices are shuffled and read side by side, nothing more. It costs no memory beyond what is read at a time.
-        max_samples_per_sequence: Consecutive samples in a slice, the unit of shuffled reading (default 100); None: a
-            slice is a shard.
-        parallel_shard_iters: Slices read side by side (default 16).
+        max_samples_per_sequence: The most consecutive samples that are read in one direction, a slice. Slices are
+            shorter where data is small, so that every lane has 64 of them in an epoch, down to one sample: small
+            datasets are permuted as a whole. None, the default: no cap.
+        parallel_shard_iters: A quarter of the slices that are read side by side (default 16). Fewer mix less, and each
+            read is longer.
         shuffle_over_epochs_multiplier: Epochs that are shuffled as one (default 1); -1: without an end, so that a
             sample may come again at any time; None keeps the dataset's own order.
         repeat: False gives passes: an iterator ends when every sample has come (as often as `blend_epochized` says);
@@ -101,16 +102,6 @@ def get_train_dataset(
         ConfigurationError: An argument is wrong.
     """
     _refuse_unknown(get_train_dataset, kwargs)
-    if shuffle_buffer_size is _UNSET or max_samples_per_sequence is _UNSET:
-        shuffle_buffer_size = DEFAULT_SHUFFLE_BUFFER_SIZE if shuffle_buffer_size is _UNSET else shuffle_buffer_size
-        if max_samples_per_sequence is _UNSET:
-            max_samples_per_sequence = DEFAULT_MAX_SAMPLES_PER_SEQUENCE
-        logger.info(
-            "%s: shuffle_buffer_size=%s, max_samples_per_sequence=%s",
-            path,
-            shuffle_buffer_size,
-            max_samples_per_sequence,
-        )
     if shuffle_over_epochs_multiplier != -1:
         _positive("shuffle_over_epochs_multiplier", shuffle_over_epochs_multiplier)
     mix, leaves = _open(
@@ -134,7 +125,7 @@ def get_train_dataset(
         error_policy=_policy(error_policy, handler),
         shuffle_buffer_size=_positive("shuffle_buffer_size", shuffle_buffer_size, least=0) or 0,
         max_samples_per_sequence=_positive("max_samples_per_sequence", max_samples_per_sequence),
-        parallel_shard_iters=_positive("parallel_shard_iters", parallel_shard_iters) or 16,
+        parallel_shard_iters=_positive("parallel_shard_iters", parallel_shard_iters) or DEFAULT_PARALLEL_SHARD_ITERS,
     )
 
 

@@ -7,7 +7,8 @@ object and nothing to save: the key *is* the state.
 - `key_of` turns names into a key, `fold` derives a key from a key and integers.
 - `draws` and `below` give keyed integers, `shuffled` a keyed permutation of a small range as an array.
 - `Permutation` is a keyed permutation of `range(n)` for any n in O(1) memory that can be asked in both directions:
-  a balanced Feistel network over the next power of four, with cycle walking to stay inside the range.
+  a Feistel network over pairs of numbers below about sqrt(n), with cycle walking to stay inside the range (J. Black and
+  P. Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002).
 
 The mixing function is the finaliser of SplitMix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number
 Generators", OOPSLA 2014).
@@ -16,6 +17,7 @@ Generators", OOPSLA 2014).
 from __future__ import annotations
 
 import hashlib
+import math
 from typing import Any
 
 import numpy as np
@@ -25,8 +27,7 @@ MASK64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _M1 = 0xBF58476D1CE4E5B9
 _M2 = 0x94D049BB133111EB
-_ROUNDS = 6
-_FEW = 8  # numbers that are walked one by one sooner than as an array
+_ROUNDS = 3  # of two halves each
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
@@ -87,29 +88,32 @@ def shuffled(key: int, n: int) -> IntArray:
 class Permutation:
     """A keyed permutation of `range(n)` that holds no table.
 
-    `at` maps a place to the number that stands there, `place_of` is its inverse. Expected cost is constant: the
-    domain of the network is at most four times n.
+    `at` maps a place to the number that stands there, `place_of` is its inverse. A number x is a pair (x div a, x mod a)
+    with a = ceil(sqrt(n)); in turn, a keyed hash of each half is added to the other. At most sqrt(n) numbers of this
+    domain lie outside the range; who meets one goes on from there.
     """
 
-    __slots__ = ("_half", "_keys", "_mask", "n")
+    __slots__ = ("_high", "_keys", "_low", "n")
 
     def __init__(self, n: int, key: int) -> None:
         self.n = n
-        self._half = max(1, ((max(1, n - 1)).bit_length() + 1) // 2)
-        self._mask = (1 << self._half) - 1
-        self._keys = tuple(fold(key, r) for r in range(_ROUNDS))
+        self._low = max(1, math.isqrt(max(0, n - 1)) + 1)
+        self._high = max(1, -(-n // self._low))
+        self._keys = tuple((fold(key, 2 * r), fold(key, 2 * r + 1)) for r in range(_ROUNDS))
 
     def _forward(self, x: int) -> int:
-        left, right = x >> self._half, x & self._mask
-        for key in self._keys:
-            left, right = right, left ^ (mix64(right ^ key) & self._mask)
-        return (left << self._half) | right
+        high, low = divmod(x, self._low)
+        for even, odd in self._keys:
+            high = (high + (mix64(low ^ even) >> 32)) % self._high
+            low = (low + (mix64(high ^ odd) >> 32)) % self._low
+        return high * self._low + low
 
     def _backward(self, x: int) -> int:
-        left, right = x >> self._half, x & self._mask
-        for key in reversed(self._keys):
-            left, right = right ^ (mix64(left ^ key) & self._mask), left
-        return (left << self._half) | right
+        high, low = divmod(x, self._low)
+        for even, odd in reversed(self._keys):
+            low = (low - (mix64(high ^ odd) >> 32)) % self._low
+            high = (high - (mix64(low ^ even) >> 32)) % self._high
+        return high * self._low + low
 
     def at(self, place: int) -> int:
         """Return the number that stands at a place."""
@@ -127,16 +131,12 @@ class Permutation:
 
     def at_many(self, places: npt.NDArray[Any]) -> IntArray:
         """Return the numbers at many places, shape as given."""
-        out = places.astype(np.uint64)
-        walking = np.arange(out.size)
-        while walking.size > _FEW:
-            x = out[walking]
-            left, right = x >> np.uint64(self._half), x & np.uint64(self._mask)
-            for key in self._keys:
-                left, right = right, left ^ (_mix64_array(right ^ np.uint64(key)) & np.uint64(self._mask))
-            x = (left << np.uint64(self._half)) | right
-            out[walking] = x
-            walking = walking[x >= np.uint64(self.n)]
-        for place in walking.tolist():
-            out[place] = self.at(int(out[place]))
-        return out.astype(np.int64)
+        shift, over, under = np.uint64(32), np.uint64(self._high), np.uint64(self._low)
+        high, low = np.divmod(places.astype(np.uint64), under)
+        for even, odd in self._keys:
+            high = (high + (_mix64_array(low ^ np.uint64(even)) >> shift)) % over
+            low = (low + (_mix64_array(high ^ np.uint64(odd)) >> shift)) % under
+        out = (high * under + low).astype(np.int64)
+        for outside in np.flatnonzero(out >= self.n).tolist():
+            out[outside] = self.at(int(out[outside]))
+        return out

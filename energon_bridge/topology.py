@@ -27,7 +27,8 @@ from energon_bridge.errors import ConfigurationError, DataParallelError, TooMany
 logger = logging.getLogger(__name__)
 
 _LANE_UNIT = 24
-"""Default number of lanes: divisible by 1, 2, 3, 4, 6, 8, 12 and 24 ranks."""
+"""Divides the default number of lanes: it is shared evenly by 1, 2, 3, 4, 6, 8, 12 and 24 ranks."""
+_FEWEST_LANES, _MANY_LANES = 48, 1024
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -210,33 +211,25 @@ def check_data_parallel(config: WorkerConfig, pg_collection: Any = None) -> None
     )
 
 
-def default_num_lanes(world_size: int, num_workers: int, *, group_size: int | None, epoch_microbatches: int) -> int:
+def default_num_lanes(world_size: int, group_size: int | None = None) -> int:
     """Choose L for a new run.
 
+    Neither the workers nor the size of the data matter, so that runs which differ in them only are one sequence.
+
     Args:
-        world_size: Data-parallel size R.
-        num_workers: Workers per rank W.
-        group_size: Microbatches per global batch G, or None where no global batch size is known.
-        epoch_microbatches: Microbatches in one epoch of the data, all ranks together.
+        world_size: Data-parallel size R; it matters only if no global batch size is known.
+        group_size: Microbatches per global batch G, or None.
 
     Returns:
-        With G: the smallest multiple of H that is at least `max(24, R * max(1, W))`, where H = G, or for G > 256 the
-        least common multiple of the divisors of G up to `max(256, R)`. Without: the smallest multiple of lcm(24, R)
-        that is at least `R * max(1, W)`; where that is 24 and a lane would get fewer than 8 microbatches an epoch, the
-        largest divisor of 24 that is a multiple of R and gives them, else R.
+        With G: the smallest multiple of G that is at least `max(48, min(4 G, 1024))`, the same for every R that
+        divides G. Without: the smallest multiple of lcm(24, R) that is at least 48, or 4 R if R does not divide 24.
+        So each rank has lanes for 4 workers or more, but for R > 12 without G (2 at R = 24) and for G > 256.
     """
-    busy = world_size * max(1, num_workers)
     if group_size is not None:
-        unit = group_size
-        if group_size > 256:
-            unit = math.lcm(*(d for d in range(1, max(256, world_size) + 1) if group_size % d == 0))
-        return unit * math.ceil(max(_LANE_UNIT, busy) / unit)
+        return group_size * math.ceil(max(_FEWEST_LANES, min(4 * group_size, _MANY_LANES)) / group_size)
     unit = math.lcm(_LANE_UNIT, world_size)
-    lanes = unit * math.ceil(busy / unit)
-    if lanes == _LANE_UNIT and epoch_microbatches < 8 * lanes:
-        fitting = [d for d in (24, 12, 8, 6, 4, 3, 2, 1) if d % world_size == 0 and epoch_microbatches >= 8 * d]
-        lanes = fitting[0] if fitting else world_size
-    return lanes
+    fewest = _FEWEST_LANES if unit == _LANE_UNIT else max(_FEWEST_LANES, 4 * world_size)
+    return unit * math.ceil(fewest / unit)
 
 
 @dataclass(frozen=True, slots=True)

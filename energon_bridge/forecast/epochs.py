@@ -131,7 +131,7 @@ def forecast(run: Run, steps: int) -> Forecast:
         steps=steps,
         world_size=ranks,
         num_lanes=units.num_lanes,
-        lanes_because=_why(run.config, units.num_lanes),
+        lanes_because=_why(run.config),
         masked_share=ownership.masked_share,
         even_world_size=ownership.nearest_even_world_size(),
         batch_size=spec.batch_size,
@@ -224,14 +224,11 @@ def _written(run: Run) -> list[str]:
     return below(run.spec.mix.root, ())
 
 
-def _why(config: WorkerConfig, lanes: int) -> str:
+def _why(config: WorkerConfig) -> str:
     """Say why a run has so many lanes (`default_num_lanes`)."""
-    ranks, busy = config.dp_size, config.dp_size * max(1, config.num_workers)
     if config.num_lanes is not None:
         return "as given"
     if config.microbatches_per_global_batch is not None:
         group = config.microbatches_per_global_batch
-        return f"fits every number of ranks that divides the {group} microbatches of a global batch; {busy} workers"
-    if lanes < math.lcm(24, ranks):
-        return f"fewer than 24, as the data is small: a lane should get 8 microbatches an epoch (world size {ranks})"
-    return f"a multiple of 24 and of the world size {ranks} that keeps {busy} workers busy"
+        return f"fits every number of ranks that divides the {group} microbatches of a global batch"
+    return f"a multiple of 24 and of the world size {config.dp_size}"

@@ -111,7 +111,8 @@ def run_of_state(
         parts = {row["split_part"] for row in rows}
         part = split_part or (parts.pop() if len(parts) == 1 else "train")
         spec = _spec_of_mix(mix, kind, settings, config, split_part=part, **names)
-    units = spec.units(config, num_lanes, read_changes(state.get("weights", ())))
+    blocks = {row["identity"]: int(row["block"]) for row in rows}
+    units = spec.units(config, num_lanes, read_changes(state.get("weights", ())), blocks)
     check_fits(state, spec.kind, units.settings, units.table)
     if kind == "train":
         Ownership(units.num_lanes, world_size, 0)

@@ -69,7 +69,7 @@ class EnergonDatasetConfig:
         do_validation: Build validation data.
         do_test: There is no test data: must be False.
         shuffle_buffer_size: Samples among which the order is shuffled.
-        max_samples_per_sequence: Length of a slice, the unit of shuffled reading; None: a whole shard.
+        max_samples_per_sequence: The most samples in a slice, the unit of shuffled reading; None: no cap.
         packing_buffer_size: Samples from which packs are selected; None: nothing is packed.
         dataset_kwargs: Further arguments of `get_train_dataset`, plain values.
         enable_in_batch_packing: Not available: pack with `packing_buffer_size`, which fills rows better.

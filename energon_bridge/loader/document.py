@@ -2,14 +2,14 @@
 
 Built-in types only, so that it loads with `torch.load` and its defaults, as JSON, and in restricted unpicklers::
 
-    {"format": "energon_bridge.state", "format_version": 3, "order_version": 4,
+    {"format": "energon_bridge.state", "format_version": 4, "order_version": 5,
      "kind": "train" | "passes" | "finite", "num_lanes": L, "microbatches": m0,
      "epoch": passes that are done,          # of a finite stream; m0 counts in the pass
      "epoch_steps": steps delivered of the virtual epoch,
      "settings": {name: value, ...},         # all that the stream depends on but the leaves
      "weights": [[global draw, [weight, ...]], ...],     # what `set_weights` changed
      "leaves": {"identities": [str, ...], "paths": text, "split_parts": text, "shares": text, "num_samples": column,
-                "subsets": text, "counts": {name: column, ...}, "parked": how many of them, at the end},
+                "subsets": text, "blocks": text, "counts": {name: column, ...}, "parked": how many of them, at the end},
      "lanes": {"numbers": column, "microbatches": column, "draws": column, "taken": column, "origins": column,
                "leaf_draws": column,         # lane by lane, leaf by leaf
                "batches_taken": column, "held": column, "held_rows": [column, ...], "held_members": [column, ...],
@@ -54,9 +54,9 @@ from energon_bridge.stream.state import COUNTERS, NOTHING_HELD, Held, LaneState
 from energon_bridge.topology import microbatches_before
 
 FORMAT = "energon_bridge.state"
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 
-_TEXTS = ("path", "split_part", "share", "subset")
+_TEXTS = ("path", "split_part", "share", "subset", "block")
 
 _SETTING_ERRORS: dict[str, type[SettingMismatchError]] = {
     "seed": SeedMismatchError,

@@ -9,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-import numpy as np
-
 from energon_bridge.errors import EmptyDatasetError, MetadataError
 from energon_bridge.format.dataset import PreparedDataset
 from energon_bridge.format.join import JoinedDataset
@@ -18,7 +16,6 @@ from energon_bridge.format.jsonl import JsonlDataset
 from energon_bridge.loader.aux import aux_fingerprint
 from energon_bridge.loader.joins import aux_of_join, open_join
 from energon_bridge.mix import AuxRef, DatasetOpener, JoinRef, Mix, combine_multipliers, evaluate_subset
-from energon_bridge.rng import IntArray
 from energon_bridge.samples import CrudeSample
 from energon_bridge.task_encoder.images import IMAGE_EXTENSIONS
 
@@ -65,16 +62,6 @@ class OpenLeaf:
     @property
     def num_samples(self) -> int:
         return self.stop - self.start
-
-    @property
-    def shard_counts(self) -> IntArray:
-        """Samples of the leaf in each shard, shape (shards,)."""
-        if self.is_whole:
-            counts: IntArray = self.dataset.shard_counts
-            return counts
-        ends = np.cumsum(self.dataset.shard_counts)
-        starts = ends - self.dataset.shard_counts
-        return np.clip(np.minimum(ends, self.stop) - np.maximum(starts, self.start), 0, None)
 
     @property
     def decodes_media(self) -> bool:

@@ -47,6 +47,7 @@ class Position:
     def __init__(self, spec: DatasetSpec, config: WorkerConfig) -> None:
         self._spec = spec
         self._config = config
+        self._blocks: dict[str, int] = {}
         self.units: Units = spec.units(config)
         self.ownership = Ownership(self.units.num_lanes, config.dp_size, 0)
         self.microbatches = 0
@@ -176,7 +177,7 @@ class Position:
             raise ConfigurationError("set_weights: all weights are 0, so there is nothing to draw")
         kept = [(draw, weights) for draw, weights in self._changes if draw != start]
         self._changes = tuple(sorted([*kept, (start, changed)], key=lambda change: change[0]))
-        self.units = self._spec.units(self._config, lanes, self._changes)
+        self.units = self._spec.units(self._config, lanes, self._changes, self._blocks)
         return start
 
     def _by_identity(self, weights: Mapping[str, Any] | Sequence[Any]) -> list[Any]:
@@ -244,7 +245,9 @@ class Position:
         config, spec = self._config, self._spec
         num_lanes = self.units.num_lanes if spec.finite else document["num_lanes"]  # a pass is the same on any ranks
         changes = read_changes(document["weights"])
-        units = self.units if num_lanes == self.units.num_lanes else spec.units(config, num_lanes)
+        saved = doc.read_leaves(document)
+        blocks = {row["identity"]: int(row["block"]) for row in saved}
+        units = spec.units(config, num_lanes, blocks=blocks)
         difference = doc.check_fits(
             document, spec.kind, units.settings, units.table, adapt=on_mismatch == "adapt" and spec.kind == "train"
         )
@@ -261,13 +264,13 @@ class Position:
                 logger.warning("what set_weights changed before does not apply to the new mix")
                 changes = ()
         if changes:
-            units = spec.units(config, num_lanes, changes)
-        self.units, self.ownership, self._changes = units, ownership, changes
+            units = spec.units(config, num_lanes, changes, blocks)
+        self.units, self.ownership, self._changes, self._blocks = units, ownership, changes, blocks
         self.microbatches, self.epoch = microbatches, document["epoch"]
         self.epoch_steps = document["epoch_steps"]
         # Counts belong to the run: one rank carries what several had counted.
         whole = len(lanes) == len(self.own_lanes)
-        self._take_over(doc.read_leaves(document), lanes, counts=whole or config.dp_rank == 0, changed=bool(difference))
+        self._take_over(saved, lanes, counts=whole or config.dp_rank == 0, changed=bool(difference))
 
     def _take_over(self, saved: list[doc.State], lanes: dict[int, LaneState], *, counts: bool, changed: bool) -> None:
         """Give each leaf where it stood in the saved state; new ones start, and those that are gone are parked."""

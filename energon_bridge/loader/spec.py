@@ -16,7 +16,7 @@ from energon_bridge.loader.weights import ChangedWeights, LeafWeights, MixWeight
 from energon_bridge.loader.workers import FiniteStreams, LaneStreams, Stream
 from energon_bridge.mix import Mix
 from energon_bridge.plan.blend import Blend, ChangedBlend, EpochizedBlend, WeightedBlend
-from energon_bridge.plan.leaf import LeafOrder
+from energon_bridge.plan.leaf import DEFAULT_PARALLEL_SHARD_ITERS, LeafOrder, slice_length
 from energon_bridge.plan.scheduled import ScheduledBlend
 from energon_bridge.rng import key_of
 from energon_bridge.stores import CachePool, NoCachePool
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 _READ_BYTES = 256 << 20
 """Bytes that the rounds of all lanes of one process may take; beyond it draws are read one microbatch at a time."""
+_TOGETHER_BYTES, _TOGETHER = 64 << 20, 512
+"""Bytes and samples up to which a lane reads several rounds of a leaf together."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +90,7 @@ class DatasetSpec:
     batch_drop_last: bool = False
     shuffle_buffer_size: int = 0
     max_samples_per_sequence: int | None = None
-    parallel_shard_iters: int = 16
+    parallel_shard_iters: int = DEFAULT_PARALLEL_SHARD_ITERS
     limit: int | None = None
     shuffled: bool = True
     virtual_epoch_length: int | None = None
@@ -163,13 +165,20 @@ class DatasetSpec:
         """Return the microbatches of one rank in an epoch of an endless stream; at least 1."""
         return max(1, self.num_samples // (self.rows * world_size))
 
-    def units(self, config: WorkerConfig, num_lanes: int | None = None, changes: ChangedWeights = ()) -> Units:
+    def units(
+        self,
+        config: WorkerConfig,
+        num_lanes: int | None = None,
+        changes: ChangedWeights = (),
+        blocks: Mapping[str, int] | None = None,
+    ) -> Units:
         """Cut the mix for a worker configuration.
 
         Args:
             config: Who loads what.
             num_lanes: Of a state; goes before the configuration's.
             changes: Weights that were changed during the run.
+            blocks: `LeafOrder.block` of the leaves of a state by identity: a leaf keeps it when the mix changes.
         """
         lanes = num_lanes or config.num_lanes or self._default_lanes(config)
         seed = config.seed + config.seed_offset
@@ -195,12 +204,17 @@ class DatasetSpec:
             settings["image_target"] = list(target)
         # A pass has one order, whoever delivers it.
         cut = 1 if self.finite else lanes
-        leaves = tuple(self._leaf(leaf, cut, seed) for leaf in self.ordered)
+        block = self.rows if self.mode == "single" else 0
+        leaves = tuple(
+            self._leaf(leaf, cut, seed, block=(blocks or {}).get(leaf.identity, block)) for leaf in self.ordered
+        )
         return Units(
             num_lanes=lanes,
             leaves=leaves,
             blend=self._blend(leaves, cut, seed, changes),
-            rows=lambda: [self._row(leaf) for leaf in self.ordered],
+            rows=lambda: [
+                self._row(opened, leaf.order.block) for opened, leaf in zip(self.ordered, leaves, strict=True)
+            ],
             settings=settings,
         )
 
@@ -209,16 +223,19 @@ class DatasetSpec:
         """How the leaves are combined: `single`, `weights`, `repetitions` or `concat`."""
         return self.mix.mode if len(self.leaves) > 1 else "single"
 
-    def _leaf(self, leaf: OpenLeaf, lanes: int, seed: int) -> Leaf:
+    def _leaf(self, leaf: OpenLeaf, lanes: int, seed: int, *, block: int) -> Leaf:
+        shuffle = leaf.shuffle_epochs is not None
+        # A pass has one lane, and slices as a run has them.
+        cut = default_num_lanes(1) if self.finite else lanes
         order = LeafOrder(
-            shard_counts=leaf.shard_counts,
+            num_samples=leaf.num_samples,
             num_lanes=lanes,
             key=key_of("leaf", seed, leaf.identity),
-            slice_length=self.max_samples_per_sequence,
+            slice_length=slice_length(leaf.num_samples, cut, self.rows, self.max_samples_per_sequence),
             shuffle_buffer_size=self.shuffle_buffer_size,
             parallel_shard_iters=self.parallel_shard_iters,
-            block=self.rows,
-            shuffle=leaf.shuffle_epochs is not None,
+            block=block if shuffle else self.rows,
+            shuffle=shuffle,
             first_sample=leaf.start,
             epochs_per_shuffle=leaf.shuffle_epochs or 1,
         )
@@ -240,7 +257,8 @@ class DatasetSpec:
             repetitions=tuple(leaf.share for leaf in self.ordered),
             num_lanes=lanes,
             key=key_of("run", seed),
-            leaf_keys=tuple(leaf.order.key for leaf in leaves),
+            rotations=tuple(leaf.order.rotation for leaf in leaves),
+            blocks=tuple(leaf.order.dealt_block for leaf in leaves),
             sequence=sequence,
         )
 
@@ -254,7 +272,7 @@ class DatasetSpec:
             order=tuple(place[leaf.identity] for leaf in self.ordered),
         )
 
-    def _row(self, leaf: OpenLeaf) -> dict[str, Any]:
+    def _row(self, leaf: OpenLeaf, block: int) -> dict[str, Any]:
         return {
             "identity": leaf.identity,
             "path": leaf.dataset.path,
@@ -262,17 +280,13 @@ class DatasetSpec:
             "num_samples": leaf.num_samples,
             "subset": "" if leaf.num_samples == leaf.dataset.num_samples else f"{leaf.start}:{leaf.stop}",
             "share": str(leaf.share) if self.kind != "finite" and len(self.leaves) > 1 else "",
+            "block": str(block),
         }
 
     def _default_lanes(self, config: WorkerConfig) -> int:
         if self.finite:
             return config.dp_size
-        return default_num_lanes(
-            config.dp_size,
-            config.num_workers,
-            group_size=config.microbatches_per_global_batch,
-            epoch_microbatches=-(-self.num_samples // self.rows),
-        )
+        return default_num_lanes(config.dp_size, config.microbatches_per_global_batch)
 
     def pipeline(self, units: Units, config: WorkerConfig, threads: int | None = None) -> Pipeline:
         """Build what loads, encodes and batches in one process; `threads` overrides the configuration's."""
@@ -282,11 +296,14 @@ class DatasetSpec:
             # One thread beside a worker's own would only pass the interpreter lock to and fro.
             threads = 0 if config.num_workers and threads == 1 else threads
         lanes = -(-units.num_lanes // (config.dp_size * max(1, config.num_workers)))
+        # About how many bytes a sample of every leaf has, all leaves and lanes together.
+        unit = lanes * sum(max(1, int(leaf.dataset.shard_sizes.sum()) // leaf.dataset.num_samples) for leaf in self.leaves)
         settings = StreamSettings(
             batch_size=self.batch_size,
             encoder=self.task_encoder,
             threads=threads,
-            reads_rounds=self._round_bytes() * lanes <= _READ_BYTES,
+            reads_rounds=unit * max(self.shuffle_buffer_size, 4 * self.parallel_shard_iters) <= _READ_BYTES,
+            read_together=min(_TOGETHER, _TOGETHER_BYTES // unit),
             background_reads=not config.num_workers,
             restore_generators=not config.num_workers,
             packing_buffer_size=self.packing_buffer_size,
@@ -299,12 +316,6 @@ class DatasetSpec:
             ranks=config.dp_size,
         )
         return Pipeline(units.leaves, settings)
-
-    def _round_bytes(self) -> int:
-        """About how many bytes a round of every leaf has, all leaves together."""
-        rows = max(self.shuffle_buffer_size, self.parallel_shard_iters)
-        means = (int(leaf.dataset.shard_sizes.sum()) // leaf.dataset.num_samples for leaf in self.leaves)
-        return sum(mean * rows for mean in means)
 
     @cached_property
     def journal(self) -> Journal:

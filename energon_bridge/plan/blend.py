@@ -146,7 +146,8 @@ class EpochizedBlend:
         repetitions: How often a mix epoch goes through each.
         num_lanes: L.
         key: Key of the run.
-        leaf_keys: Keys of the leaves; they say which lanes get one draw more than others.
+        rotations: The lane that comes first in each leaf (`LeafOrder.rotation`).
+        blocks: Draws of each leaf that a lane takes in one turn (`LeafOrder.dealt_block`).
         sequence: Leaves one after the other, in this order, instead of merged.
     """
 
@@ -154,23 +155,37 @@ class EpochizedBlend:
     repetitions: tuple[Fraction, ...]
     num_lanes: int
     key: int
-    leaf_keys: tuple[int, ...]
+    rotations: tuple[int, ...]
+    blocks: tuple[int, ...]
     sequence: tuple[int, ...] | None = None
 
     def drawn(self, lane: int, epoch: int) -> IntArray:
         """Return a lane's draws of each leaf before a mix epoch, shape (leaves,)."""
         counts = self._drawn.get((lane, epoch))
         if counts is None:
-            lanes = self.num_lanes
-            totals = zip((int(epoch * n) for n in self._per_epoch), self.leaf_keys, strict=True)
-            counts = np.array([(total + (lane + key) % lanes) // lanes for total, key in totals], dtype=np.int64)
-            if len(self._drawn) > 4 * lanes:
+            blocks = np.array(self.blocks, dtype=np.int64)
+            turns, rest = np.divmod(self._drawn_by_all(epoch), blocks * self.num_lanes)
+            ahead = (lane - np.array(self.rotations, dtype=np.int64)) % self.num_lanes
+            counts = turns * blocks + np.clip(rest - ahead * blocks, 0, blocks)
+            if len(self._drawn) > 4 * self.num_lanes:
                 self._drawn.clear()
             self._drawn[lane, epoch] = counts
         return counts
 
     @cached_property
     def _drawn(self) -> dict[tuple[int, int], IntArray]:
+        return {}
+
+    def _drawn_by_all(self, epoch: int) -> IntArray:
+        """Return the draws of each leaf before a mix epoch, all lanes together, shape (leaves,)."""
+        if epoch not in self._totals:
+            if len(self._totals) > 4:
+                self._totals.clear()
+            self._totals[epoch] = np.array([int(epoch * n) for n in self._per_epoch], dtype=np.int64)
+        return self._totals[epoch]
+
+    @cached_property
+    def _totals(self) -> dict[int, IntArray]:
         return {}
 
     @cached_property

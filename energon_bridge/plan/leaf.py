@@ -1,16 +1,26 @@
 """The order of one leaf: from a lane and the number of its draw to a sample index, without any table to rebuild.
 
-A leaf has N samples on one line (its shards laid end to end), cut into slices. In every epoch the slices are put in the
-order of a keyed permutation and laid end to end again: the *epoch line*. (Slices of one length are permuted in closed
-form. Whole shards differ, and a place on the line is found by adding them up: where they are many, by groups of them,
-so that a seek into another epoch of 100,000 shards still takes less than a millisecond.) Each of the L lanes owns a
-stretch of the line:
+A leaf has N samples on one line, its shards laid end to end, cut into slices of one length. In every epoch the slices
+are put in the order of a keyed permutation and laid end to end again: the *epoch line*. L lanes share it out.
 
-- Lane l has the rank `l' = (l + key) mod L` in this leaf and owns `floor(((e+1)N + l')/L) - floor((eN + l')/L)`
+*Slice length* (`slice_length`). A slice is what is read in one direction; a lane mixes as well as it has slices. So a
+slice is as long as it can be while each lane's share of an epoch has 64 of them: `N div 64 L`, at most the cap that the
+user sets, at least 1. Where a lane gets fewer than 8 microbatches an epoch, or fewer than 128 samples, it is 1.
+
+*Slices of one sample are dealt like cards.* The epoch line is then a permutation of all samples, and the lanes take it
+in turn, a block of draws at a time: draw k of lane l is place `((k div b) L + q) b + k mod b` of all epoch lines laid
+end to end. Alone, a leaf has blocks of one microbatch and q = l: microbatch m holds the places [m b, (m + 1) b), so
+that an epoch ends as it does for any sampler without replacement, whatever L is. In a mix, b = 1 and
+q = (l - key) mod L: lanes never differ by more than one draw, and which of them is ahead differs from leaf to leaf.
+Without shuffling, every leaf is dealt in blocks of one microbatch, from its own line.
+
+*Longer slices are shared out in stretches.*
+
+- Lane l has the rank `l' = (key - 1 - l) mod L` in this leaf and owns `floor(((e+1)N + l')/L) - floor((eN + l')/L)`
   consecutive positions of epoch e, stretches laid in the order of l'. Before epoch e it has drawn
   `floor((eN + l')/L)` times, so its draw k lies in epoch `ceil(((k+1)L - l')/N) - 1`.
 - A stretch that touches P slices is worked through in `max(1, P div K)` *windows*, with
-  `K = parallel_shard_iters + ceil(2 shuffle_buffer_size / slice length)` slices each.
+  `K = 4 parallel_shard_iters + ceil(2 shuffle_buffer_size / slice length)` slices each.
 - A window of n samples in k pieces is dealt in `T = max(1, n div max(shuffle_buffer_size, k))` *rounds*. Round t
   takes from piece j, of n_j samples, the positions `floor((t n_j + f_j)/T)` up to `floor(((t+1) n_j + f_j)/T)`, with
   f_j a key below T, and is shuffled by key. So every slice is read from front to back, one run of consecutive
@@ -18,8 +28,6 @@ stretch of the line:
 
 Shuffled over E epochs at once, the line is E copies of the dataset, cut, permuted and shared out as if it were one: a
 sample comes E times in E epochs, not once in each.
-
-Without shuffling the lanes deal the line out in blocks of one microbatch, which gives the dataset's own order.
 """
 
 from __future__ import annotations
@@ -30,19 +38,48 @@ from functools import cached_property
 
 import numpy as np
 
-from energon_bridge.rng import FloatArray, IntArray, Permutation, below, draws, fold, shuffled
+from energon_bridge.rng import IntArray, Permutation, below, fold, shuffled
 
-ORDER_VERSION = 4
+ORDER_VERSION = 5
 """Raised with every change of a rule, here or in `stream/packing.py`, that changes which sample comes when.
 
 2: the lanes of a weighted mix stand apart by a step chosen for their number (`plan/lane_step.py`).
 3: many whole shards are shuffled in groups; weights that move keep the global order even too (`plan/scheduled.py`).
 4: the buffers from which lanes select packs grow to their size over several selections (`stream/packing.py`).
+5: the length of slices follows from the number of samples and lanes, so that small data is mixed too; slices of one
+   sample are dealt; the default number of lanes depends on neither workers nor, if they divide 24 or G, ranks.
 """
 
+DEFAULT_PARALLEL_SHARD_ITERS = 16
+_SLICES_OF_A_LANE = 64
+_SLICES_PER_ITER = 4
+"""By default a window has all 64 slices of a lane: a microbatch of 32 samples then comes from 29 of them."""
+_FEWEST_MICROBATCHES = 8
+"""A lane with fewer of them in an epoch would be in several epochs at once."""
 _SLICES, _WINDOW, _ROUND = 1, 2, 3
 _ENDLESS = 1 << 16
-_GROUP_BITS = 9
+_LARGEST_TABLE = 4096
+"""A permutation of up to so many samples is kept as an array: asking a longer one sample by sample is cheaper."""
+_TABLES = 1 << 16
+_DEALT = 128
+"""Draws of a lane that are looked up at once, and epochs that they may lie in: both bound what a seek costs."""
+_EPOCHS_AT_ONCE = 32
+
+
+def slice_length(num_samples: int, num_lanes: int, rows: int, cap: int | None) -> int:
+    """Return the samples in a slice.
+
+    Args:
+        num_samples: N.
+        num_lanes: L.
+        rows: Draws in a microbatch.
+        cap: The most; None: no cap (`max_samples_per_sequence`).
+    """
+    fewest = _FEWEST_MICROBATCHES * max(rows, 2 * _SLICES_OF_A_LANE // _FEWEST_MICROBATCHES)
+    if num_samples < fewest * num_lanes:
+        return 1
+    length = num_samples // (_SLICES_OF_A_LANE * num_lanes)
+    return length if cap is None else min(cap, length)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,22 +96,22 @@ class LeafOrder:
     """The order of one leaf; a pure function of its fields.
 
     Args:
-        shard_counts: Samples of each shard, shape (shards,).
+        num_samples: N.
         num_lanes: L.
         key: Key of the leaf; everything keyed below derives from it.
-        slice_length: Samples in a slice; None: a slice is a shard.
+        slice_length: Samples in a slice; see the function of that name.
         shuffle_buffer_size: About how many samples are mixed at a time; 0 or 1: only the slices are.
-        parallel_shard_iters: Slices that are read side by side.
-        block: Draws in a microbatch, for the unshuffled order.
+        parallel_shard_iters: A quarter of the slices that are read side by side.
+        block: Draws in a microbatch, for a leaf that is dealt in microbatches; 0: it is one of a mix, dealt singly.
         shuffle: False gives the dataset's own order.
-        first_sample: Index of the first sample, where the leaf is a part of a dataset.
+        first_sample: Index of the first sample, if the leaf is a part of a dataset.
         epochs_per_shuffle: E, epochs that are shuffled as one; -1: so many that their end does not matter.
     """
 
-    shard_counts: IntArray
+    num_samples: int
     num_lanes: int
     key: int
-    slice_length: int | None
+    slice_length: int
     shuffle_buffer_size: int
     parallel_shard_iters: int
     block: int = 1
@@ -82,71 +119,124 @@ class LeafOrder:
     first_sample: int = 0
     epochs_per_shuffle: int = 1
 
-    @cached_property
-    def num_samples(self) -> int:
-        return int(self.shard_counts.sum())
+    @property
+    def is_dealt(self) -> bool:
+        """Whether the lanes take the epoch line in turn; otherwise each has a stretch of it."""
+        return not self.shuffle or self.slice_length == 1
+
+    @property
+    def dealt_block(self) -> int:
+        """Draws that a lane takes in one turn (b)."""
+        return self.block if self.is_dealt and self.block else 1
+
+    @property
+    def rotation(self) -> int:
+        """The lane that comes first in this leaf."""
+        return 0 if self.is_dealt and self.block else self.key % self.num_lanes
 
     @cached_property
     def _copies(self) -> int:
-        if self.epochs_per_shuffle > 0:
-            return self.epochs_per_shuffle
-        # Where a slice is a shard, every copy of it is looked at for a new epoch line.
-        return _ENDLESS if self.slice_length else max(2, _ENDLESS // self.shard_counts.size)
+        return self.epochs_per_shuffle if self.epochs_per_shuffle > 0 else _ENDLESS
 
     @cached_property
     def _line_length(self) -> int:
-        return self.num_samples * self._copies
+        return self.num_samples * self._copies if self.shuffle else self.num_samples
 
     def epoch_of(self, lane: int, draw: int) -> int:
         """Return the epoch (of E epochs that are shuffled as one: their number) in which a lane's draw lies."""
-        if not self.shuffle:
-            return self._in_file_order(lane, draw) // self.num_samples
-        return -((self._place(lane) - (draw + 1) * self.num_lanes) // self._line_length) - 1
+        if self.is_dealt:
+            return self._place(lane, draw) // self._line_length
+        return -((self._rank(lane) - (draw + 1) * self.num_lanes) // self._line_length) - 1
 
     def round_at(self, lane: int, draw: int) -> Round:
         """Return the round that holds a draw of a lane."""
-        if not self.shuffle:
-            first = draw - draw % self.block
-            line = self._in_file_order(lane, first) + np.arange(self.block, dtype=np.int64)
-            return Round(first, self.first_sample + line % self.num_samples, line // self.num_samples)
-        n, lanes, place = self._line_length, self.num_lanes, self._place(lane)
+        if self.is_dealt:
+            return self._dealt_round(lane, draw)
+        n, lanes, rank = self._line_length, self.num_lanes, self._rank(lane)
         epoch = self.epoch_of(lane, draw)
-        first = (epoch * n + place) // lanes
-        share = ((epoch + 1) * n + place) // lanes - first
-        start = _sum_of_floors(place, (epoch + 1) * n, lanes) - _sum_of_floors(place, epoch * n, lanes)
-        window = self._window_at(epoch, place, start, start + share, draw - first)
+        first = (epoch * n + rank) // lanes
+        share = ((epoch + 1) * n + rank) // lanes - first
+        start = _sum_of_floors(rank, (epoch + 1) * n, lanes) - _sum_of_floors(rank, epoch * n, lanes)
+        window = self._window_at(epoch, rank, start, start + share, draw - first)
         t, taken, indices = window.deal(draw - first - window.before)
         places = indices[shuffled(fold(window.key, _ROUND, t), indices.size)]
-        copy, indices = np.divmod(places, self.num_samples) if self._copies > 1 else (0, places)
-        epochs = np.full(indices.size, epoch * self._copies, dtype=np.int64) + copy
-        return Round(first + window.before + taken, self.first_sample + indices, epochs)
+        epochs = np.full(indices.size, epoch, dtype=np.int64)
+        return self._round(first + window.before + taken, epochs, places)
 
-    def _place(self, lane: int) -> int:
-        return (lane + self.key) % self.num_lanes
+    def _round(self, first: int, lines: IntArray, places: IntArray) -> Round:
+        """Return a round of samples, given by epoch line and place among the E copies on it."""
+        if self._copies > 1:
+            copies, places = np.divmod(places, self.num_samples)
+            lines = lines * self._copies + copies
+        return Round(first, self.first_sample + places, lines)
 
-    def _in_file_order(self, lane: int, draw: int) -> int:
-        return (draw // self.block * self.num_lanes + lane) * self.block + draw % self.block
+    # Dealt: slices of one sample, or no shuffling -------------------------------------------------------------------
 
-    def _window_at(self, epoch: int, place: int, start: int, stop: int, draw: int) -> _Window:
+    def _place(self, lane: int, draw: int) -> int:
+        """Return a draw's place on all epoch lines laid end to end."""
+        turn, inside = divmod(draw, self.dealt_block)
+        return (turn * self.num_lanes + (lane - self.rotation) % self.num_lanes) * self.dealt_block + inside
+
+    @cached_property
+    def _draws_at_once(self) -> int:
+        block = self.dealt_block
+        if not self.shuffle:
+            return block
+        few = min(_DEALT, _EPOCHS_AT_ONCE * self._line_length // self.num_lanes)
+        return max(1, few // block) * block
+
+    def _dealt_round(self, lane: int, draw: int) -> Round:
+        block, count = self.dealt_block, self._draws_at_once
+        first = draw - draw % count
+        turns = np.arange(count // block, dtype=np.int64) * (self.num_lanes * block)
+        places = self._place(lane, first) + (turns[:, None] + np.arange(block, dtype=np.int64)).ravel()
+        lines, places = np.divmod(places, self._line_length)
+        if not self.shuffle:
+            return Round(first, self.first_sample + places, lines)
+        edges = [0, *(np.flatnonzero(np.diff(lines)) + 1).tolist(), count]
+        for low, high in zip(edges[:-1], edges[1:], strict=True):
+            places[low:high] = self._permuted(int(lines[low]), places[low:high])
+        return self._round(first, lines, places)
+
+    def _permuted(self, line: int, places: IntArray) -> IntArray:
+        """Return what stands at some places of an epoch line."""
+        key = fold(self.key, _SLICES, line)
+        if self._line_length > _LARGEST_TABLE:
+            return Permutation(self._line_length, key).at_many(places)
+        table = self._tables.get(line)
+        if table is None:
+            if (len(self._tables) + 1) * self._line_length > _TABLES:
+                self._tables.clear()
+            table = self._tables[line] = shuffled(key, self._line_length)
+        return table[places]
+
+    @cached_property
+    def _tables(self) -> dict[int, IntArray]:
+        return {}
+
+    # Stretches: longer slices ---------------------------------------------------------------------------------------
+
+    def _rank(self, lane: int) -> int:
+        return (self.key - 1 - lane) % self.num_lanes
+
+    def _window_at(self, epoch: int, rank: int, start: int, stop: int, draw: int) -> _Window:
         """Return the window that holds a draw of the stretch [start, stop) of an epoch line, counted in the stretch."""
         line = self._epoch_line(epoch)
         first_slot, last_slot = line.slot_of(start), line.slot_of(stop - 1)
         slots = last_slot - first_slot + 1
         windows = max(1, slots // self._slices_per_window)
         number = ((line.slot_of(start + draw) - first_slot + 1) * windows - 1) // slots
-        cached = self._windows.get((epoch, place, number))
+        cached = self._windows.get((epoch, rank, number))
         if cached is None:
             low, high = first_slot + number * slots // windows, first_slot + (number + 1) * slots // windows
             edges, first_samples = line.slices(low, high)
             inside = np.clip(edges, start, stop)
             base = first_samples + inside[:-1] - edges[:-1]
-            key = fold(self.key, _WINDOW, epoch, place, number)
+            key = fold(self.key, _WINDOW, epoch, rank, number)
             cached = _Window(int(inside[0]) - start, base, np.diff(inside), self.shuffle_buffer_size, key)
-            # Nobody comes back to the window of a single round, of which a thousand small leaves have many.
-            if cached.rounds > 1:
-                if len(self._windows) > 2 * self.num_lanes:
-                    self._windows.clear()
-                self._windows[epoch, place, number] = cached
+            if len(self._windows) > 2 * self.num_lanes:
+                self._windows.clear()
+            self._windows[epoch, rank, number] = cached
         return cached
 
     @cached_property
@@ -155,34 +245,19 @@ class LeafOrder:
 
     @cached_property
     def _slices_per_window(self) -> int:
-        length = self.slice_length or self.num_samples / max(1, int(np.count_nonzero(self.shard_counts)))
-        return self.parallel_shard_iters + math.ceil(2 * self.shuffle_buffer_size / length)
+        return _SLICES_PER_ITER * self.parallel_shard_iters + math.ceil(2 * self.shuffle_buffer_size / self.slice_length)
 
-    def _epoch_line(self, epoch: int) -> _EqualSlices | _ShardSlices | _GroupedShards:
+    def _epoch_line(self, epoch: int) -> _EpochLine:
         line = self._lines.get(epoch)
         if line is None:
-            key = fold(self.key, _SLICES, epoch)
-            if self.slice_length is not None:
-                line = _EqualSlices(self._line_length, self.slice_length, key)
-            elif self._shards[0].size < 1 << _GROUP_BITS:
-                line = _ShardSlices(*self._shards, shuffled(key, self._shards[0].size))
-            else:
-                line = _GroupedShards(*self._shards, key)
             if len(self._lines) > 3:
                 self._lines.clear()
-            self._lines[epoch] = line
+            key = fold(self.key, _SLICES, epoch)
+            line = self._lines[epoch] = _EpochLine(self._line_length, self.slice_length, key)
         return line
 
     @cached_property
-    def _shards(self) -> tuple[IntArray, FloatArray]:
-        """First sample and number of samples (exact: they are small) of each shard that has any, copy after copy."""
-        filled = np.flatnonzero(self.shard_counts)
-        first = (np.cumsum(self.shard_counts) - self.shard_counts)[filled]
-        copies = np.arange(self._copies, dtype=np.int64)[:, None] * self.num_samples
-        return (copies + first).ravel(), np.tile(self.shard_counts[filled].astype(np.float64), self._copies)
-
-    @cached_property
-    def _lines(self) -> dict[int, _EqualSlices | _ShardSlices | _GroupedShards]:
+    def _lines(self) -> dict[int, _EpochLine]:
         return {}
 
 
@@ -223,8 +298,8 @@ class _Window:
         return (rounds * self._lengths + self._phase) // self.rounds
 
 
-class _EqualSlices:
-    """An epoch line of slices that are equal but for the last one, whose place the permutation tells."""
+class _EpochLine:
+    """Slices in keyed order, equal but for the last one of the dataset, whose place the permutation tells."""
 
     def __init__(self, num_samples: int, length: int, key: int) -> None:
         self._length = length
@@ -241,60 +316,3 @@ class _EqualSlices:
         slots = np.arange(low, high + 1, dtype=np.int64)
         edges = slots * self._length - np.where(slots > self._short, self._missing, 0)
         return edges, self._order.at_many(slots[:-1]) * self._length
-
-
-class _ShardSlices:
-    """An epoch line whose slices are whole shards, in a given order."""
-
-    def __init__(self, first: IntArray, counts: FloatArray, order: IntArray) -> None:
-        self._first = first[order]
-        self._edges = np.concatenate(([0.0], np.cumsum(counts[order]))).astype(np.int64)
-
-    def slot_of(self, position: int) -> int:
-        return int(self._edges.searchsorted(position, side="right")) - 1
-
-    def slices(self, low: int, high: int) -> tuple[IntArray, IntArray]:
-        return self._edges[low : high + 1], self._first[low:high]
-
-
-class _GroupedShards:
-    """An epoch line of many whole shards: groups of them, each put in order when somebody comes to it.
-
-    Of every G shards in a row each goes to a group of its own, shard j to `(j * step + turn) mod G` with an odd step
-    and a turn that are keys of the row; a group is in keyed order. So a seek adds up groups and sorts a few of them.
-    """
-
-    def __init__(self, first: IntArray, counts: FloatArray, key: int) -> None:
-        self._first, self._counts, self._key = first, counts, key
-        groups = 1 << min(16, counts.size.bit_length() - _GROUP_BITS)
-        keys = draws(key, -(-counts.size // groups))[:, None]
-        step, turn = (keys >> np.uint64(48) | np.uint64(1)).astype(np.uint16), keys.astype(np.uint16)
-        dealt = (np.arange(groups, dtype=np.uint16) * step + turn) & np.uint16(groups - 1)
-        self._group_of = dealt.ravel()[: counts.size]
-        rows, rest = divmod(counts.size, groups)
-        slots = rows + np.bincount(self._group_of[counts.size - rest :], minlength=groups)
-        samples = np.bincount(self._group_of.astype(np.int64), counts, groups).astype(np.int64)
-        self._slots, self._starts = (np.concatenate(([0], np.cumsum(part))) for part in (slots, samples))
-        self._groups: dict[int, _ShardSlices] = {}
-
-    def slot_of(self, position: int) -> int:
-        group = int(self._starts.searchsorted(position, side="right")) - 1
-        return int(self._slots[group]) + self._group(group).slot_of(position - int(self._starts[group]))
-
-    def slices(self, low: int, high: int) -> tuple[IntArray, IntArray]:
-        first, last = (self._slots.searchsorted((low, high - 1), side="right") - 1).tolist()
-        parts = []
-        for group in range(first, last + 1):
-            slot = int(self._slots[group])
-            edges, first_samples = self._group(group).slices(max(low - slot, 0), high - slot)
-            parts.append((self._starts[group] + edges, first_samples))
-        inner = [edges[:-1] for edges, _ in parts]  # where a group ends the next one starts
-        return np.concatenate([*inner, parts[-1][0][-1:]]), np.concatenate([found for _, found in parts])
-
-    def _group(self, number: int) -> _ShardSlices:
-        group = self._groups.get(number)
-        if group is None:
-            shards = np.flatnonzero(self._group_of == number)
-            shards = shards[shuffled(fold(self._key, number), shards.size)]
-            group = self._groups[number] = _ShardSlices(self._first, self._counts, shards)
-        return group

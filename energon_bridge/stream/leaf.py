@@ -13,7 +13,7 @@ from energon_bridge.format.dataset import PreparedDataset
 from energon_bridge.format.join import JoinedDataset
 from energon_bridge.format.jsonl import JsonlDataset
 from energon_bridge.mix import AuxRef
-from energon_bridge.plan.leaf import LeafOrder
+from energon_bridge.plan.leaf import LeafOrder, Round
 from energon_bridge.rng import fold
 from energon_bridge.stream.activity import Activities
 from energon_bridge.stream.cooking import Cook
@@ -74,13 +74,21 @@ class LeafSource:
 
 
 class Cursor:
-    """The round that one lane is in, in one leaf, and the next one while it is read ahead."""
+    """The rounds that one lane reads in one leaf: those it is in, and the next ones while they are read ahead.
 
-    __slots__ = ("_lane", "_source", "buffer", "next_buffer")
+    Args:
+        source: The leaf.
+        lane: The lane.
+        together: Samples that are read at once, in as many rounds as it takes: what a round has of a slice is followed
+            by what the next one has, so that a read is longer. The first round is read alone, to deliver soon.
+    """
 
-    def __init__(self, source: LeafSource, lane: int) -> None:
+    __slots__ = ("_lane", "_source", "_together", "buffer", "next_buffer")
+
+    def __init__(self, source: LeafSource, lane: int, together: int = 0) -> None:
         self._source = source
         self._lane = lane
+        self._together = together
         self.buffer: RoundBuffer | None = None
         self.next_buffer: RoundBuffer | None = None
 
@@ -88,18 +96,27 @@ class Cursor:
         """Return the round that holds a draw of the leaf, and the place of the draw in it."""
         if self.buffer is None or not 0 <= draw - self.buffer.first < len(self.buffer):
             ahead, self.next_buffer = self.next_buffer, None
-            self.buffer = ahead if ahead is not None and ahead.first == draw else self._round(draw)
+            if ahead is None or ahead.first != draw:
+                ahead = self._rounds(draw, 0 if self.buffer is None else self._together)
+            self.buffer = ahead
         return self.buffer, draw - self.buffer.first
 
     def following(self) -> RoundBuffer:
-        """Return the round after the current one, to be read ahead."""
+        """Return the rounds after the current ones, to be read ahead."""
         assert self.buffer is not None
-        self.next_buffer = self._round(self.buffer.first + len(self.buffer))
+        self.next_buffer = self._rounds(self.buffer.first + len(self.buffer), self._together)
         return self.next_buffer
 
     def drop(self) -> None:
         """Let the bytes go; they are read again when they are needed."""
         self.buffer = self.next_buffer = None
 
-    def _round(self, draw: int) -> RoundBuffer:
-        return RoundBuffer(self._source.reader, self._source.leaf.order.round_at(self._lane, draw))
+    def _rounds(self, draw: int, fewest: int) -> RoundBuffer:
+        order = self._source.leaf.order
+        rounds = [order.round_at(self._lane, draw)]
+        count = rounds[0].indices.size
+        while count < fewest:
+            rounds.append(order.round_at(self._lane, rounds[0].first + count))
+            count += rounds[-1].indices.size
+        indices, epochs = (np.concatenate(parts) for parts in zip(*((r.indices, r.epochs) for r in rounds), strict=True))
+        return RoundBuffer(self._source.reader, Round(rounds[0].first, indices, epochs))

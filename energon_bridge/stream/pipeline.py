@@ -118,7 +118,7 @@ class Pipeline:
         """Return where a lane stands in a leaf; of too many, the one not used for longest lets its round go."""
         cursor = self._cursors.get((lane, leaf))
         if cursor is None:
-            cursor = self._cursors[lane, leaf] = Cursor(self.source(leaf), lane)
+            cursor = self._cursors[lane, leaf] = Cursor(self.source(leaf), lane, self.settings.read_together)
             if len(self._cursors) > _OPEN_ROUNDS:
                 self._cursors.popitem(last=False)[1].drop()
         elif len(self.leaves) > 1:

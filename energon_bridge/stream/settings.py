@@ -19,6 +19,7 @@ class StreamSettings:
         encoder: The task encoder.
         threads: Threads that read and decode ahead; 0 does everything in the calling thread.
         reads_rounds: Read whole rounds at a time, the next one ahead of need; False reads draws as they are needed.
+        read_together: Samples of a leaf that a lane reads at once, in several rounds if one has fewer.
         background_reads: Read ahead on a thread of its own.
         restore_generators: Put the global random generators back after each microbatch.
         packing_buffer_size: Encoded samples from which the encoder selects packs; None: it does not pack.
@@ -34,6 +35,7 @@ class StreamSettings:
     encoder: Any
     threads: int = 0
     reads_rounds: bool = True
+    read_together: int = 0
     background_reads: bool = False
     restore_generators: bool = False
     packing_buffer_size: int | None = None

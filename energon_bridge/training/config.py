@@ -26,7 +26,7 @@ class DataConfig:
         num_workers: Worker processes per rank for training; 0 loads in the training process.
         num_val_workers: The same for validation; default: num_workers.
         shuffle_buffer_size: Samples among which the order is shuffled.
-        max_samples_per_sequence: Length of a slice, the unit of shuffled reading; null: a whole shard.
+        max_samples_per_sequence: The most samples in a slice, the unit of shuffled reading; null: no cap.
         num_lanes: Logical streams of the run; null: chosen to fit the global batch size.
         prefetch_factor: Microbatches made ahead, per worker.
         decode_threads: Threads that read and decode, per process; null: the cores, shared out.
@@ -53,7 +53,7 @@ class DataConfig:
     num_workers: int = 0
     num_val_workers: int | None = None
     shuffle_buffer_size: int | None = 100
-    max_samples_per_sequence: int | None = 100
+    max_samples_per_sequence: int | None = None
     num_lanes: int | None = None
     prefetch_factor: int = 2
     decode_threads: int | None = None
