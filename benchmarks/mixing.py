@@ -145,7 +145,9 @@ def table(records: list[dict[str, Any]]) -> str:
     """Return the table: for each setting ours, and the better one of the rival's by its numbers of workers."""
     names = [f"{kind} {classes}" for kind, classes in LABELS]
     lines = [
-        "| samples | ranks | buffer | cap | parallel | " + " | ".join(f"{name}: ours, energon" for name in names) + " |",
+        "| samples | ranks | buffer | cap | parallel | "
+        + " | ".join(f"{name}: ours, energon" for name in names)
+        + " |",
         "|" + " --- |" * (5 + len(names)),
     ]
     keys = ("samples", "ranks", "buffer", "cap", "iters")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 from hypothesis import strategies as st
 
 from energon_bridge.plan.leaf import LeafOrder
@@ -13,22 +12,16 @@ lane_counts = st.sampled_from([1, 2, 3, 5, 8, 24, 48])
 
 
 @st.composite
-def shard_layouts(draw: st.DrawFn, max_shards: int = 12, max_samples: int = 40) -> list[int]:
-    """Draw the sample counts of some shards, at least one of which is not empty."""
-    counts = draw(st.lists(st.integers(0, max_samples), min_size=1, max_size=max_shards))
-    return counts if sum(counts) else [*counts, 1]
-
-
-@st.composite
 def leaf_orders(draw: st.DrawFn) -> LeafOrder:
-    """Draw a shuffled order of a small leaf."""
+    """Draw a shuffled order of a small leaf: dealt singly or in blocks, or in stretches of longer slices."""
     return LeafOrder(
-        shard_counts=np.array(draw(shard_layouts()), dtype=np.int64),
+        num_samples=draw(st.integers(1, 400)),
         num_lanes=draw(lane_counts),
         key=draw(keys),
-        slice_length=draw(st.none() | st.integers(1, 60)),
+        slice_length=draw(st.integers(1, 60) | st.just(1)),
         shuffle_buffer_size=draw(st.sampled_from([0, 1, 2, 7, 30, 1000])),
         parallel_shard_iters=draw(st.sampled_from([1, 2, 5, 16])),
+        block=draw(st.sampled_from([0, 1, 3, 32])),
     )
 
 

@@ -23,8 +23,8 @@ GOLDEN_STEPS = {
     4096: 0x9E09E3779B97F4A7,
 }
 GOLDEN_EPOCHIZED = [
-    [0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 1, 0, 0, 1, 0, 0, 0, 0],
-    [0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 1, 0, 0],
+    [0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 1, 0, 1, 0, 0, 0, 0, 1],
+    [0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 1],
 ]
 
 
@@ -76,12 +76,17 @@ def random_weights(seed: int) -> np.ndarray:
 
 
 def test_golden_draws() -> None:
-    """Since order version 2. Another number here is another order: raise ORDER_VERSION."""
+    """Steps and weights since order version 2, repetitions since 5. Another number here is another order: raise ORDER_VERSION."""
     assert {lanes: lane_step(lanes) for lanes in GOLDEN_STEPS} == GOLDEN_STEPS
     blend = WeightedBlend(weights=Constant(5, 2, 1), num_lanes=LANES, key=7)
     assert [blend.leaves(lane, 10, 12).tolist() for lane in (0, 23)] == GOLDEN_WEIGHTED
     epochs = EpochizedBlend(
-        samples=(12, 9), repetitions=(Fraction(2), Fraction(1, 2)), num_lanes=2, key=7, leaf_keys=(1, 2)
+        samples=(12, 9),
+        repetitions=(Fraction(2), Fraction(1, 2)),
+        num_lanes=2,
+        key=7,
+        rotations=(1, 0),
+        blocks=(1, 1),
     )
     assert [drawn(epochs, lane, 20).tolist() for lane in (0, 1)] == GOLDEN_EPOCHIZED
 
@@ -144,7 +149,8 @@ def test_mix_epochs_end_exactly(leaves: list[tuple[int, Fraction]], lanes: int, 
         repetitions=times,
         num_lanes=lanes,
         key=seed,
-        leaf_keys=tuple(random.Random(seed).getrandbits(64) for _ in leaves),
+        rotations=tuple(random.Random(seed).randrange(lanes) for _ in leaves),
+        blocks=tuple(random.Random(seed).choice((1, 1, 4, 32)) for _ in leaves),
         sequence=tuple(reversed(range(len(leaves)))) if sequential else None,
     )
     for epochs in (1, 3):
@@ -162,7 +168,12 @@ def test_mix_epochs_end_exactly(leaves: list[tuple[int, Fraction]], lanes: int, 
 
 def test_all_leaves_of_a_mix_epoch_end_at_about_the_same_time() -> None:
     blend = EpochizedBlend(
-        samples=(100, 1000), repetitions=(Fraction(3), Fraction(1, 2)), num_lanes=1, key=5, leaf_keys=(1, 2)
+        samples=(100, 1000),
+        repetitions=(Fraction(3), Fraction(1, 2)),
+        num_lanes=1,
+        key=5,
+        rotations=(0, 0),
+        blocks=(1, 1),
     )
     order = drawn(blend, 0, 800)
     assert [int((order[low : low + 200] == 0).sum()) for low in range(0, 800, 200)] == [75, 75, 75, 75]
@@ -170,6 +181,12 @@ def test_all_leaves_of_a_mix_epoch_end_at_about_the_same_time() -> None:
 
 def test_a_concatenation_takes_its_leaves_in_their_order() -> None:
     blend = EpochizedBlend(
-        samples=(4, 6), repetitions=(Fraction(1), Fraction(1)), num_lanes=2, key=0, leaf_keys=(0, 0), sequence=(1, 0)
+        samples=(4, 6),
+        repetitions=(Fraction(1), Fraction(1)),
+        num_lanes=2,
+        key=0,
+        rotations=(0, 0),
+        blocks=(1, 1),
+        sequence=(1, 0),
     )
     assert drawn(blend, 0, 10).tolist() == [1, 1, 1, 0, 0] * 2

@@ -260,8 +260,15 @@ def test_every_mix_epoch_of_five_random_leaves_ends_exactly(seed: int, num_lanes
     random = np.random.default_rng(seed)
     samples = tuple(int(10 ** random.uniform(0, 4)) for _ in range(LEAVES))
     repetitions = tuple(Fraction(int(random.integers(1, 13)), int(random.integers(1, 7))) for _ in range(LEAVES))
-    keys = tuple(int(random.integers(0, 2**63)) for _ in range(LEAVES))
-    blend = EpochizedBlend(samples=samples, repetitions=repetitions, num_lanes=num_lanes, key=seed, leaf_keys=keys)
+    rotations = tuple(int(random.integers(0, num_lanes)) for _ in range(LEAVES))
+    blend = EpochizedBlend(
+        samples=samples,
+        repetitions=repetitions,
+        num_lanes=num_lanes,
+        key=seed,
+        rotations=rotations,
+        blocks=(1,) * LEAVES,
+    )
     totals = np.zeros(LEAVES, dtype=np.int64)
     done = [0] * num_lanes
     for epoch in (1, 2, 3):

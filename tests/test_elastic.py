@@ -41,8 +41,9 @@ LONG = bool(os.environ.get("ENERGON_LONG_TESTS"))
 TOPOLOGIES = list(itertools.product([1, 2, 3, 4, 6, 8], range(4)))
 UNEVEN = [5, 7, 9, 10, 11, 13, 16, 20, 23]
 SHARDS = [5, 9, 1, 14, 8]  # 37 samples, 24 lanes: an epoch ends in nearly every step
+LARGE = [1500, 1, 1600]  # each lane has a stretch of 129 samples, in slices of two: enough for windows and rounds
 ENCODERS = ["default", "tensors", "skipping", "several", "refusing", "images"]
-ENCODERS += ["packing", "prepost", "grouping", "batches"]
+ENCODERS += ["packing", "prepost", "grouping", "batches", "stretches"]
 CASES = [
     (encoder, *topology)
     for encoder in ENCODERS
@@ -57,6 +58,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:User
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("elastic")
     text_dataset(folder / "text", train=SHARDS)
+    text_dataset(folder / "large", train=LARGE)
     create_captioning_test_dataset(folder / "images", num_train=37, num_val=0, image_size=4)
     return folder
 
@@ -65,6 +67,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def dataset_of(data: Path, encoder: str) -> DatasetSpec:
     if encoder == "images":
         return train_dataset(data / "images", "default")
+    if encoder == "stretches":
+        return train_dataset(data / "large", "skipping", batch_size=8)
     return train_dataset(data / "text", encoder)
 
 
@@ -137,7 +141,9 @@ numbers: list[int] = []
 draws: list[int] = []
 
 
-@pytest.mark.parametrize("encoder", [name for name in ENCODERS if name not in ("images", "prepost", "several")])
+@pytest.mark.parametrize(
+    "encoder", [name for name in ENCODERS if name not in ("images", "prepost", "several", "stretches")]
+)
 def test_an_encoder_around_an_encoder_changes_nothing(data: Path, encoder: str) -> None:
     inner = dataset_of(data, encoder)
     dataset = dataclasses.replace(inner, task_encoder=Outer(inner.task_encoder))

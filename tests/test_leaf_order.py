@@ -10,17 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
-from strategies import keys, lane_counts, leaf_orders, shard_layouts
+from strategies import keys, lane_counts, leaf_orders
 
-from energon_bridge.plan.leaf import ORDER_VERSION, LeafOrder
-from energon_bridge.rng import Permutation, below, draws, fold, shuffled
+from energon_bridge.plan.leaf import ORDER_VERSION, LeafOrder, slice_length
+from energon_bridge.rng import Permutation, below, fold, shuffled
 
 EPOCHS = 3
 
 
-def order_of(counts: list[int], **kwargs: Any) -> LeafOrder:
+def order_of(num_samples: int, **kwargs: Any) -> LeafOrder:
     settings = {"num_lanes": 4, "key": 1, "slice_length": 10, "shuffle_buffer_size": 8, "parallel_shard_iters": 2}
-    return LeafOrder(shard_counts=np.array(counts, dtype=np.int64), **(settings | kwargs))
+    return LeafOrder(num_samples=num_samples, **(settings | kwargs))
 
 
 def epochs_of(order: LeafOrder, lane: int, epochs: int = EPOCHS) -> list[list[int]]:
@@ -40,32 +40,27 @@ def epochs_of(order: LeafOrder, lane: int, epochs: int = EPOCHS) -> list[list[in
 
 def by_the_book(order: LeafOrder, lane: int, epoch: int) -> list[int]:
     """Return what a lane draws in an epoch, with every table of the rules written out."""
-    n, lanes = order.num_samples, order.num_lanes
-    if order.slice_length is None:
-        edges = np.cumsum([0, *order.shard_counts]).tolist()
-        slices = [list(range(a, b)) for a, b in itertools.pairwise(edges) if a < b]
-        places = shards_by_the_book(len(slices), fold(order.key, 1, epoch))
-        length = n / len(slices)
-    else:
-        length = order.slice_length
-        slices = [list(range(a, min(n, a + length))) for a in range(0, n, length)]
-        permutation = Permutation(len(slices), fold(order.key, 1, epoch))
-        places = [permutation.at(place) for place in range(len(slices))]
+    n, lanes, length = order.num_samples, order.num_lanes, order.slice_length
+    if length == 1:
+        return dealt_by_the_book(order, lane, epoch)
+    slices = [list(range(a, min(n, a + length))) for a in range(0, n, length)]
+    permutation = Permutation(len(slices), fold(order.key, 1, epoch))
+    places = [permutation.at(place) for place in range(len(slices))]
     line = [(slot, index) for slot, number in enumerate(places) for index in slices[number]]
     share = [((epoch + 1) * n + p) // lanes - (epoch * n + p) // lanes for p in range(lanes)]
-    place = (lane + order.key) % lanes
-    start = sum(share[:place])
+    rank = (order.key - 1 - lane) % lanes
+    start = sum(share[:rank])
     pieces = [
         [index for _, index in piece]
-        for _, piece in itertools.groupby(line[start : start + share[place]], key=lambda entry: entry[0])
+        for _, piece in itertools.groupby(line[start : start + share[rank]], key=lambda entry: entry[0])
     ]
-    per_window = order.parallel_shard_iters + -(-2 * order.shuffle_buffer_size // length)
+    per_window = 4 * order.parallel_shard_iters + -(-3 * order.shuffle_buffer_size // length)
     windows = int(max(1, len(pieces) // per_window))
     drawn: list[int] = []
     for number in range(windows if pieces else 0):
         window = pieces[number * len(pieces) // windows : (number + 1) * len(pieces) // windows]
         rounds = max(1, sum(map(len, window)) // max(order.shuffle_buffer_size, len(window)))
-        key = fold(order.key, 2, epoch, place, number)
+        key = fold(order.key, 2, epoch, rank, number)
         phases = below(key, len(window), rounds).tolist()
         for t in range(rounds):
             taken: list[int] = []
@@ -75,17 +70,13 @@ def by_the_book(order: LeafOrder, lane: int, epoch: int) -> list[int]:
     return drawn
 
 
-def shards_by_the_book(shards: int, key: int) -> list[int]:
-    """Return the order of whole shards in an epoch, by hand where they are dealt into groups."""
-    if shards < 512:
-        return shuffled(key, shards).tolist()
-    groups: list[list[int]] = [[] for _ in range(2 ** (shards.bit_length() - 9))]
-    row_keys = draws(key, -(-shards // len(groups))).tolist()
-    for shard in range(shards):
-        row, number = divmod(shard, len(groups))
-        step, turn = row_keys[row] >> 48 | 1, row_keys[row] % 2**16
-        groups[(number * step + turn) % len(groups)].append(shard)
-    return [group[i] for number, group in enumerate(groups) for i in shuffled(fold(key, number), len(group)).tolist()]
+def dealt_by_the_book(order: LeafOrder, lane: int, epoch: int) -> list[int]:
+    """Return what a lane draws in an epoch whose samples are dealt: every L-th block of the epoch lines."""
+    n, block = order.num_samples, order.block or 1
+    first = (lane - (0 if order.block else order.key)) % order.num_lanes
+    line = shuffled(fold(order.key, 1, epoch), n).tolist()  # all of these leaves are small
+    places = range(epoch * n, (epoch + 1) * n)
+    return [line[place - epoch * n] for place in places if place // block % order.num_lanes == first]
 
 
 @given(leaf_orders())
@@ -93,23 +84,46 @@ def test_every_epoch_covers_every_sample_once(order: LeafOrder) -> None:
     lanes = [epochs_of(order, lane) for lane in range(order.num_lanes)]
     for epoch in range(EPOCHS):
         assert sorted(itertools.chain(*(lane[epoch] for lane in lanes))) == list(range(order.num_samples))
-        sizes = [len(lane[epoch]) for lane in lanes]
-        assert max(sizes) - min(sizes) <= 1
         so_far = [sum(map(len, lane[: epoch + 1])) for lane in lanes]
-        assert max(so_far) - min(so_far) <= 1
+        assert max(so_far) - min(so_far) <= order.dealt_block
 
 
 @pytest.mark.parametrize("num_lanes", [1, 2, 5, 24])
-@pytest.mark.parametrize("counts", [[1], [0, 1, 0], [2], [3, 4], [23], [24], [25], [1] * 30])
-@pytest.mark.parametrize("slice_length", [None, 1, 3, 100])
-def test_small_leaves_are_covered_too(counts: list[int], num_lanes: int, slice_length: int | None) -> None:
-    order = order_of(counts, num_lanes=num_lanes, slice_length=slice_length)
-    epochs = 2 * num_lanes + 1
+@pytest.mark.parametrize("num_samples", [1, 2, 7, 23, 24, 25, 30])
+@pytest.mark.parametrize(("slice_length", "block"), [(1, 0), (1, 1), (1, 8), (3, 0), (100, 0)])
+def test_small_leaves_are_covered_too(num_samples: int, num_lanes: int, slice_length: int, block: int) -> None:
+    order = order_of(num_samples, num_lanes=num_lanes, slice_length=slice_length, block=block)
+    epochs = 2 * num_lanes * max(1, block) + 1
     lanes = [epochs_of(order, lane, epochs) for lane in range(num_lanes)]
     for epoch in range(epochs):
-        assert sorted(itertools.chain(*(lane[epoch] for lane in lanes))) == list(range(sum(counts)))
-    # Where a leaf has fewer samples than there are lanes, every lane still gets its turn.
+        assert sorted(itertools.chain(*(lane[epoch] for lane in lanes))) == list(range(num_samples))
+    # If a leaf has fewer samples than there are lanes, every lane still gets its turn.
     assert all(any(lane) for lane in lanes)
+
+
+@given(st.integers(1, 3000), st.integers(1, 64), lane_counts, keys)
+def test_a_small_leaf_alone_is_one_sequence_on_any_number_of_lanes(n: int, rows: int, num_lanes: int, key: int) -> None:
+    """Microbatch m holds the draws [m rows, (m + 1) rows) of one epoch after the other, whoever delivers it."""
+    order = order_of(n, num_lanes=num_lanes, key=key, slice_length=1, block=rows)
+    drawn: list[int] = []
+    for m in range(2 + 2 * n // rows):
+        lane, first = m % num_lanes, m // num_lanes * rows
+        part = order.round_at(lane, first)
+        drawn += part.indices[first - part.first :][:rows].tolist()
+    for epoch in range(2):
+        assert drawn[epoch * n : (epoch + 1) * n] == shuffled(fold(key, 1, epoch), n).tolist()
+
+
+@pytest.mark.parametrize("rows", [1, 32, 256])
+@pytest.mark.parametrize("num_lanes", [1, 24, 48, 1024])
+@pytest.mark.parametrize("cap", [None, 1, 7, 100])
+def test_slices_are_as_long_as_they_can_be(rows: int, num_lanes: int, cap: int | None) -> None:
+    small = 8 * num_lanes * max(rows, 16)
+    assert slice_length(small - 1, num_lanes, rows, cap) == 1
+    for n in (small, 3 * small + 5, 10**9, 10**12):
+        length = slice_length(n, num_lanes, rows, cap)
+        assert length == min(cap or n, n // (64 * num_lanes)) >= 1
+        assert n // num_lanes // length >= 64
 
 
 @given(leaf_orders())
@@ -119,24 +133,13 @@ def test_the_order_is_the_one_of_the_rules(order: LeafOrder) -> None:
         assert epochs_of(order, lane) == expected
 
 
-@pytest.mark.parametrize("shards", [511, 512, 1023, 1024, 2500])
-@pytest.mark.parametrize(("num_lanes", "buffer"), [(1, 0), (3, 7), (24, 2000)])
-def test_many_whole_shards_are_dealt_by_the_rules(shards: int, num_lanes: int, buffer: int) -> None:
-    counts = [(number * 7) % 5 for number in range(shards * 5 // 4)]  # some of which are empty
-    order = order_of(counts, num_lanes=num_lanes, key=shards, slice_length=None, shuffle_buffer_size=buffer)
-    lanes = [epochs_of(order, lane, 2) for lane in range(num_lanes)]
-    for epoch in range(2):
-        assert [lane[epoch] for lane in lanes] == [by_the_book(order, lane, epoch) for lane in range(num_lanes)]
-        assert sorted(itertools.chain(*(lane[epoch] for lane in lanes))) == list(range(sum(counts)))
-    far = lanes[-1][1][-1]
-    assert replace(order).round_at(num_lanes - 1, len(lanes[-1][0]) + len(lanes[-1][1]) - 1).indices.tolist()[-1] == far
-
-
-def test_epochs_keep_no_shards_together() -> None:
-    """Shards near each other in one epoch are near each other in the next as often as chance has it."""
-    shards, near = 6000, 20
-    order = order_of([1] * shards, num_lanes=1, slice_length=None, shuffle_buffer_size=0, parallel_shard_iters=1)
-    epochs = np.array(epochs_of(order, 0, 4))
+@pytest.mark.parametrize(("n", "slice_length"), [(6000, 1), (60_000, 10)])
+def test_epochs_keep_no_slices_together(n: int, slice_length: int) -> None:
+    """Slices near each other in one epoch are near each other in the next as often as chance has it."""
+    slices, near = 6000, 20
+    order = order_of(n, num_lanes=1, slice_length=slice_length, shuffle_buffer_size=0, parallel_shard_iters=1)
+    drawn = [np.array(epoch) // slice_length for epoch in epochs_of(order, 0, 4)]
+    epochs = np.array([epoch[np.sort(np.unique(epoch, return_index=True)[1])] for epoch in drawn])
     places = np.argsort(epochs, axis=1)
     together = 0
     for epoch, later in itertools.permutations(range(4), 2):
@@ -144,12 +147,12 @@ def test_epochs_keep_no_shards_together() -> None:
         together += sum(int((np.abs(follow[d:] - follow[:-d]) <= near).sum()) for d in range(1, near + 1))
     expected = 12 * near * 2 * near
     assert abs(together / expected - 1) < 0.05
-    # Any shard may come first, and the dataset's own neighbours are no neighbours.
+    # Any slice may come first, and the dataset's own neighbours are no neighbours.
     assert len(set(epochs[:, 0].tolist())) == 4
-    assert int((np.abs(np.diff(places, axis=1)) == 1).sum()) <= 4
-    # Every part of the dataset is spread over the epoch: of 600 shards in a row every tenth of an epoch has about 60.
-    spread = [np.histogram2d(place, np.arange(shards), bins=10)[0] for place in places]
-    assert all(each.min() > 40 and each.max() < 80 for each in spread)
+    assert int((np.abs(np.diff(places, axis=1)) == 1).sum()) <= 16
+    # Every part of the dataset is spread over the epoch: of 600 slices in a row every tenth of an epoch has about 60.
+    spread = [np.histogram2d(place, np.arange(slices), bins=10)[0] for place in places]
+    assert all(each.min() > 35 and each.max() < 85 for each in spread)
 
 
 @given(leaf_orders(), st.integers(0, 10**6), st.data())
@@ -165,12 +168,9 @@ def test_a_round_is_the_same_from_any_of_its_draws(order: LeafOrder, draw: int, 
         assert fresh.epochs.tolist() == part.epochs.tolist()
 
 
-@given(shard_layouts(), lane_counts, keys, st.integers(1, 7))
-def test_without_shuffling_the_lanes_give_the_datasets_own_order(
-    counts: list[int], num_lanes: int, key: int, block: int
-) -> None:
-    order = order_of(counts, num_lanes=num_lanes, key=key, block=block, shuffle=False)
-    n = order.num_samples
+@given(st.integers(1, 300), lane_counts, keys, st.integers(1, 7))
+def test_without_shuffling_the_lanes_give_the_datasets_own_order(n: int, num_lanes: int, key: int, block: int) -> None:
+    order = order_of(n, num_lanes=num_lanes, key=key, block=block, shuffle=False)
     for m in range(3 * num_lanes):
         lane, first = m % num_lanes, m // num_lanes * block
         part = order.round_at(lane, first + block - 1)
@@ -185,11 +185,11 @@ def test_batches_mix_slices(num_lanes: int, most: float) -> None:
     """Share of the pairs of a batch of 256 that come from one slice of 100, with a buffer of 100."""
     batch, batches, n = 256, 20, 200_000
     order = order_of(
-        [1000] * (n // 1000),
+        n,
         num_lanes=num_lanes,
         slice_length=100,
         shuffle_buffer_size=100,
-        parallel_shard_iters=16,
+        parallel_shard_iters=4,
     )
     columns = []
     for lane in range(num_lanes):
@@ -205,14 +205,14 @@ def test_batches_mix_slices(num_lanes: int, most: float) -> None:
     assert 0 < same / (batches * batch * (batch - 1)) <= most
 
 
-def test_epochs_and_keys_change_the_order_and_nothing_else_does() -> None:
-    order = order_of([30, 50, 20])
+@pytest.mark.parametrize("slice_length", [1, 10])
+def test_epochs_and_keys_change_the_order_and_nothing_else_does(slice_length: int) -> None:
+    order = order_of(100, slice_length=slice_length)
     first, second, third = epochs_of(order, 0)
     assert first != second != third != first
-    assert epochs_of(order_of([30, 50, 20], key=2), 0) != [first, second, third]
-    # Where shards end does not matter, nor whether other lanes have been asked before.
-    assert epochs_of(order_of([100]), 0) == [first, second, third]
-    order = order_of([30, 50, 20])
+    assert epochs_of(order_of(100, slice_length=slice_length, key=2), 0) != [first, second, third]
+    # Whether other lanes have been asked before does not matter.
+    order = order_of(100, slice_length=slice_length)
     for lane in (3, 1, 2):
         epochs_of(order, lane)
     assert epochs_of(order, 0) == [first, second, third]
@@ -220,7 +220,7 @@ def test_epochs_and_keys_change_the_order_and_nothing_else_does() -> None:
 
 def test_slices_are_read_from_front_to_back() -> None:
     """Every round takes one run of consecutive samples of a slice, and the runs of a slice follow each other."""
-    order = order_of([997], num_lanes=3, slice_length=50, shuffle_buffer_size=40, parallel_shard_iters=4)
+    order = order_of(997, num_lanes=3, slice_length=50, shuffle_buffer_size=40, parallel_shard_iters=4)
     for lane in range(3):
         reached: dict[tuple[int, int], int] = {}
         draw = 0
@@ -239,9 +239,7 @@ def test_slices_are_read_from_front_to_back() -> None:
 @given(st.integers(0, 23), st.integers(0, 10**13))
 def test_a_leaf_of_a_billion_samples_is_sought_in_little_memory(lane: int, draw: int) -> None:
     tracemalloc.start()
-    order = order_of(
-        [10_000] * 100_000, num_lanes=24, slice_length=100, shuffle_buffer_size=100, parallel_shard_iters=16
-    )
+    order = order_of(10**9, num_lanes=24, slice_length=100, shuffle_buffer_size=100, parallel_shard_iters=16)
     part = order.round_at(lane, draw)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
@@ -249,34 +247,41 @@ def test_a_leaf_of_a_billion_samples_is_sought_in_little_memory(lane: int, draw:
     assert peak < 32 << 20
 
 
-GOLDEN: list[tuple[dict[str, Any], list[int], int, list[int]]] = [
-    ({}, [30, 50, 20], 0, [10, 12, 51, 50, 11, 95, 96, 13, 52, 53, 15, 56, 55, 14, 16, 97, 98, 54, 99, 19, 17, 57]),
-    ({}, [30, 50, 20], 3, [80, 81, 30, 82, 32, 90, 31, 91, 34, 33, 83, 92, 84, 35, 86, 85, 93, 36, 89, 87, 38, 94]),
-    ({"slice_length": None}, [30, 50, 20], 0, [37, 39, 42, 41, 38, 35, 36, 40, 43, 47, 51, 50, 46, 48, 44, 45, 49]),
-    ({"num_lanes": 1, "key": 2**63 + 5}, [100], 0, [80, 40, 81, 20, 11, 30, 10, 41, 12, 22, 42, 31, 32, 82, 21, 13]),
-    ({"num_lanes": 24}, [7], 3, [1, 4, 2, 4, 3, 0, 4, 1, 4, 2, 4, 3]),
-    ({"shuffle": False, "block": 3}, [30, 50, 20], 2, [6, 7, 8, 18, 19, 20, 30, 31]),
+GOLDEN: list[tuple[dict[str, Any], int, int, list[int]]] = [
+    ({}, 100, 0, [50, 51, 60, 52, 62, 70, 61, 71, 64, 63, 53, 72, 54, 65, 56, 55, 73, 66, 59, 57, 68, 74]),
+    ({}, 100, 3, [10, 12, 31, 30, 11, 75, 76, 13, 32, 33, 15, 36, 35, 14, 16, 77, 78, 34, 79, 19, 17, 37]),
+    (
+        {"num_lanes": 1, "key": 9223372036854775813},
+        100,
+        0,
+        [90, 40, 50, 80, 0, 10, 60, 70, 20, 30, 71, 1, 11, 41, 21, 51],
+    ),
+    ({"slice_length": 1}, 100, 2, [84, 47, 65, 16, 94, 50, 76, 57, 38, 12, 28, 74, 92, 82]),
+    ({"slice_length": 1, "block": 0}, 100, 2, [40, 4, 89, 6, 80, 37, 19, 23, 2, 15, 31, 64, 88, 34]),
+    ({"slice_length": 1, "block": 8, "num_lanes": 24}, 7, 3, [2, 5, 4, 0, 4, 6, 5, 1, 4, 3, 5, 6]),
+    ({"slice_length": 1, "block": 0, "num_lanes": 24}, 7, 3, [2, 4, 1, 3, 0, 2, 3, 6, 4, 5, 4, 3]),
+    ({"slice_length": 1, "num_lanes": 2}, 10000, 1, [9565, 7344, 6690, 1231, 1125, 3019, 6591, 8367]),
+    ({"epochs_per_shuffle": 3}, 40, 1, [23, 10, 3, 11, 20, 1, 0, 22, 2, 21, 12, 24, 4, 13]),
+    ({"shuffle": False, "block": 3}, 100, 2, [6, 7, 8, 18, 19, 20, 30, 31]),
 ]
 
 
-@pytest.mark.parametrize(("kwargs", "counts", "lane", "expected"), GOLDEN)
-def test_the_order_of_a_leaf_since_version_1(
-    kwargs: dict[str, Any], counts: list[int], lane: int, expected: list[int]
+@pytest.mark.parametrize(("kwargs", "num_samples", "lane", "expected"), GOLDEN)
+def test_the_order_of_a_leaf_since_version_5(
+    kwargs: dict[str, Any], num_samples: int, lane: int, expected: list[int]
 ) -> None:
     """A change here breaks every saved state: raise ORDER_VERSION, and keep these values for the old one."""
-    assert ORDER_VERSION == 4
-    order = order_of(counts, **kwargs)
+    assert ORDER_VERSION == 5
+    order = order_of(num_samples, **kwargs)
     drawn: list[int] = []
     while len(drawn) < len(expected):
         drawn += order.round_at(lane, len(drawn)).indices.tolist()
     assert drawn[: len(expected)] == expected
 
 
-def test_the_order_of_a_leaf_since_version_1_far_out() -> None:
-    order = order_of(
-        [10_000] * 100_000, num_lanes=24, key=99, slice_length=100, shuffle_buffer_size=100, parallel_shard_iters=16
-    )
+def test_the_order_of_a_leaf_since_version_5_far_out() -> None:
+    order = order_of(10**9, num_lanes=24, key=99, slice_length=100, shuffle_buffer_size=100, parallel_shard_iters=16)
     part = order.round_at(5, 123_456_789_012)
-    assert part.first == 123_456_788_931
-    assert part.indices[:5].tolist() == [704489903, 567325002, 623650704, 202530402, 977768605]
-    assert (part.indices.size, set(part.epochs.tolist())) == (100, {2962})
+    assert part.first == 123_456_788_970
+    assert part.indices[:5].tolist() == [366851455, 235754654, 207822153, 409924554, 11508054]
+    assert (part.indices.size, set(part.epochs.tolist())) == (104, {2962})

@@ -238,7 +238,8 @@ def test_adapting_to(data: Path, tmp_path: Path, change: str) -> None:
         drawn = {lane: state.draw for lane, state in read_lanes(state).items()}
         assert all(s.taken == 0 or s.draw > drawn[lane] for lane, s in read_lanes(resumed.save_state_rank()).items())
         return
-    whole = {name: per_lane(rows) for name, rows in by_leaf(loaders_of(after, 1, 0), 900).items()}
+    begun = before if change == "one" else after  # a dataset that is left alone stays dealt as in the mix
+    whole = {name: per_lane(rows) for name, rows in by_leaf(loaders_of(begun, 1, 0), 900).items()}
     follows(per_lane(first["b"]), per_lane(second["b"]), whole["b"])
     if change == "content":
         follows({}, per_lane(second["a"]), whole["a"])
@@ -283,3 +284,24 @@ def test_the_data_module_adapts_if_told_to(data: Path) -> None:
     adapting = module(other, on_mismatch="adapt")
     adapting.load_state_dict(state)
     next(adapting.train_dataloader())
+
+
+def test_a_dataset_alone_goes_on_as_it_was_dealt_when_it_becomes_part_of_a_mix(data: Path) -> None:
+    """Alone it is dealt in microbatches, in a mix one by one: what has begun stays as it is, and so do its epochs."""
+    alone, mix = mixed(data, data / "b"), mixed(data, [(data / "a", 1), (data / "b", 3)])
+    whole = per_lane(by_leaf(loaders_of(alone, 1, 0), 300)["b"])
+    (loader,) = loaders_of(alone, 1, 0)
+    before = per_lane(by_leaf([loader], 31)["b"])
+    (mixing,) = loaders_of(mix, 1, 0)
+    mixing.restore_state_rank(json.loads(json.dumps(loader.save_state_rank())), on_mismatch="adapt")
+    between = per_lane(by_leaf([mixing], 57)["b"])
+    follows(before, between, whole)
+    # A state of the mix brings it along, and so does one without the other dataset.
+    (resumed,) = loaders_of(mix, 1, 0, state=mixing.save_state_rank())
+    (single,) = loaders_of(alone, 1, 0)
+    single.restore_state_rank(mixing.save_state_rank(), on_mismatch="adapt")
+    joint = {lane: before.get(lane, []) + between.get(lane, []) for lane in whole}
+    for loader in (resumed, single):
+        follows(joint, per_lane(by_leaf([loader], 60)["b"]), whole)
+    # Begun in the mix, it is dealt otherwise.
+    assert per_lane(by_leaf(loaders_of(mix, 1, 0), 60)["b"])[1][:3] != whole[1][:3]

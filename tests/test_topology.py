@@ -21,69 +21,34 @@ from energon_bridge.topology import Ownership, default_num_lanes, ticks
 
 
 @pytest.mark.parametrize(
-    ("world_size", "num_workers", "epoch_microbatches", "expected"),
-    [
-        (1, 0, 10**6, 24),
-        (8, 2, 10**6, 24),
-        (8, 3, 10**6, 24),
-        (8, 4, 10**6, 48),
-        (5, 4, 10**6, 120),
-        (7, 0, 10**6, 168),
-        (64, 8, 10**6, 576),
-        (1, 0, 8 * 24, 24),
-        (1, 0, 8 * 24 - 1, 12),
-        (1, 0, 95, 8),
-        (4, 0, 95, 8),
-        (4, 2, 64, 8),
-        (3, 0, 30, 3),
-        (3, 0, 23, 3),  # no divisor gives each lane eight: as many lanes as ranks
-        (8, 0, 1, 8),
-        (1, 0, 1, 1),
-        (1, 30, 5, 48),  # more lanes than 24 were asked for by the workers
-        (5, 0, 1, 120),
-    ],
+    ("world_size", "expected"),
+    [*((ranks, 48) for ranks in (1, 2, 3, 4, 6, 8, 12, 24)), (5, 120), (7, 168), (16, 96), (64, 384), (96, 384)],
 )
-def test_default_number_of_lanes_without_a_global_batch(
-    world_size: int, num_workers: int, epoch_microbatches: int, expected: int
-) -> None:
-    lanes = default_num_lanes(world_size, num_workers, group_size=None, epoch_microbatches=epoch_microbatches)
-    assert lanes == expected
+def test_default_number_of_lanes_without_a_global_batch(world_size: int, expected: int) -> None:
+    assert default_num_lanes(world_size) == expected
 
 
-@given(st.integers(1, 300), st.integers(0, 16), st.integers(1, 10**4))
-def test_default_number_of_lanes_serves_ranks_and_workers(world_size: int, num_workers: int, epoch: int) -> None:
-    lanes = default_num_lanes(world_size, num_workers, group_size=None, epoch_microbatches=epoch)
-    busy = world_size * max(1, num_workers)
-    assert lanes % world_size == 0
-    if lanes % 24 == 0:
-        unit = math.lcm(24, world_size)
-        assert lanes % unit == 0
-        assert lanes >= busy > lanes - unit
-    else:
-        assert 24 % lanes == 0 or lanes == world_size
-        assert epoch >= 8 * lanes or lanes == world_size
+@given(st.integers(1, 600))
+def test_default_number_of_lanes_is_shared_evenly_and_leaves_lanes_for_workers(world_size: int) -> None:
+    lanes = default_num_lanes(world_size)
+    assert lanes % math.lcm(24, world_size) == 0
+    assert lanes >= (48 if 24 % world_size == 0 else 4 * world_size)
 
 
 @pytest.mark.parametrize(
-    ("world_size", "num_workers", "group_size", "expected"),
-    [(1, 0, 1, 24), (1, 0, 5, 25), (1, 0, 24, 24), (2, 4, 32, 32), (8, 8, 32, 64), (8, 0, 100, 100), (16, 2, 256, 256)],
+    ("group_size", "expected"),
+    [(1, 48), (5, 50), (8, 48), (24, 96), (32, 128), (100, 400), (256, 1024), (384, 1152), (1000, 2000), (4096, 4096)],
 )
-def test_default_number_of_lanes_with_a_global_batch(
-    world_size: int, num_workers: int, group_size: int, expected: int
-) -> None:
-    assert default_num_lanes(world_size, num_workers, group_size=group_size, epoch_microbatches=1) == expected
+def test_default_number_of_lanes_with_a_global_batch(group_size: int, expected: int) -> None:
+    assert {default_num_lanes(ranks, group_size) for ranks in range(1, 65)} == {expected}
 
 
-@given(st.integers(1, 4096), st.integers(1, 256), st.integers(0, 8))
-def test_with_a_global_batch_every_legal_number_of_ranks_divides_the_lanes(
-    group_size: int, world_size: int, num_workers: int
-) -> None:
-    lanes = default_num_lanes(world_size, num_workers, group_size=group_size, epoch_microbatches=1)
-    assert lanes >= max(24, world_size * max(1, num_workers))
-    legal = [ranks for ranks in range(1, 257) if group_size % ranks == 0]
-    assert all(lanes % ranks == 0 for ranks in legal)
-    unit = group_size if group_size <= 256 else math.lcm(*legal)
-    assert lanes - unit < max(24, world_size * max(1, num_workers))
+@given(st.integers(1, 5000), st.integers(1, 5000))
+def test_with_a_global_batch_every_legal_number_of_ranks_has_the_same_lanes(group_size: int, world_size: int) -> None:
+    lanes = default_num_lanes(world_size, group_size)
+    assert lanes % group_size == 0
+    assert lanes == default_num_lanes(1, group_size)
+    assert 48 <= lanes < max(48, min(4 * group_size, 1024)) + group_size
 
 
 # Ownership -----------------------------------------------------------------------------------------------------------

@@ -14,6 +14,8 @@ from energon_bridge.cli.run_options import open_mix, run_options
 if TYPE_CHECKING:
     from energon_bridge.forecast.epochs import Forecast
 
+_POOR = 0.8
+
 
 @click.command("plan")
 @click.argument("mix")
@@ -69,7 +71,7 @@ def command(mix: str, steps: int, as_json: bool, **options: Any) -> None:
             ],
             left=0,
         )
-    for line in _ends(found):
+    for line in (*_mixing(found), *_ends(found)):
         click.echo(line)
 
 
@@ -86,6 +88,24 @@ def _facts(found: Forecast) -> Iterator[tuple[str, str]]:
     if found.mix_epoch is not None:
         done = found.draws / found.mix_epoch
         yield "mix epoch", f"{found.mix_epoch:,.10g} samples; {done:,.2f} mix epochs in all"
+
+
+def _mixing(found: Forecast) -> Iterator[str]:
+    """Say how well the datasets are mixed, and which are not."""
+    if found.mixing is None:
+        return
+    yield (
+        f"Mixing: {found.mixing:.2f} (1 is a perfect shuffle). Of a dataset sorted into ten classes, 32 samples that a "
+        f"lane draws in a row would have {found.mixing:.0%} of the classes that 32 random samples have."
+    )
+    poor = [leaf for leaf in found.leaves if leaf.mixing is not None and leaf.mixing < _POOR]
+    if poor:
+        names = ", ".join(f"{leaf_name(asdict(leaf))} ({leaf.mixing:.2f})" for leaf in poor[:3])
+        more = f" and {len(poor) - 3} more" if len(poor) > 3 else ""
+        yield (
+            f"Poorly mixed: {names}{more}. If they are sorted in any way, raise --shuffle-buffer-size or "
+            "--parallel-shard-iters."
+        )
 
 
 def _ends(found: Forecast) -> Iterator[str]:

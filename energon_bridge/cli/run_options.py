@@ -41,7 +41,12 @@ _OPTIONS = (
     click.option("--num-lanes", type=_POSITIVE, help="Lanes of the run.  [default: as a loader chooses]"),
     click.option("--seed", default=0, show_default=True, help="Seed of the run."),
     click.option("--shuffle-buffer-size", type=_CountOrNone(), default=100, show_default=True),
-    click.option("--max-samples-per-sequence", type=_CountOrNone(), default=None, help="Most samples in a slice.  [default: none]"),
+    click.option(
+        "--max-samples-per-sequence",
+        type=_CountOrNone(),
+        default=None,
+        help="Most samples in a slice.  [default: none]",
+    ),
     click.option("--parallel-shard-iters", type=_POSITIVE, default=16, show_default=True),
     click.option("--shuffle-over-epochs", type=int, default=1, show_default=True, help="Epochs shuffled as one."),
     click.option("--no-shuffle", is_flag=True, help="The datasets' own order."),

@@ -12,6 +12,7 @@ from fractions import Fraction
 import numpy as np
 
 from energon_bridge.errors import ConfigurationError
+from energon_bridge.forecast.mixing import mixing
 from energon_bridge.forecast.run import Run
 from energon_bridge.mix import Node
 from energon_bridge.mix.schedule import plain_number
@@ -20,6 +21,7 @@ from energon_bridge.rng import IntArray
 from energon_bridge.topology import Ownership, WorkerConfig, first_microbatch, microbatches_before, step_of
 
 _FAR = 1 << 40
+_LANES_LOOKED_AT = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +36,7 @@ class LeafForecast:
         draws: Samples of it that are drawn.
         epochs: How often it is gone through.
         bytes: About how many bytes of it are read.
+        mixing: How well it is mixed, from 0 to 1 (`forecast/mixing.py`); None if it keeps its own order.
     """
 
     identity: str
@@ -46,6 +49,7 @@ class LeafForecast:
     draws: int
     epochs: float
     bytes: int
+    mixing: float | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,6 +80,7 @@ class Forecast:
         schedule: The shares at the beginning, at the points of schedules and at the end; empty where they never change.
         first_end: Step after which the first leaf has been gone through, None if that lies too far ahead.
         ends_first: The leaves that end there, as places in `leaves`.
+        mixing: That of the shuffled leaves on average, by their draws; None if none is shuffled.
     """
 
     steps: int
@@ -94,6 +99,7 @@ class Forecast:
     schedule: tuple[SharePoint, ...]
     first_end: int | None
     ends_first: tuple[int, ...]
+    mixing: float | None
 
 
 def forecast(run: Run, steps: int) -> Forecast:
@@ -112,6 +118,7 @@ def forecast(run: Run, steps: int) -> Forecast:
     order = [rank[leaf.identity] for leaf in spec.leaves]
     shares = _shares(run, 0)
     leaves = []
+    looked_at = max(1, min(units.num_lanes, _LANES_LOOKED_AT // len(spec.leaves)))
     for leaf, number, written in zip(spec.leaves, order, _written(run), strict=True):
         row, drawn = units.table[number], int(counts[number])
         mean = Fraction(int(leaf.dataset.shard_sizes.sum()), leaf.dataset.num_samples)
@@ -123,8 +130,10 @@ def forecast(run: Run, steps: int) -> Forecast:
                 draws=drawn,
                 epochs=drawn / leaf.num_samples,
                 bytes=int(drawn * mean),
+                mixing=None if leaf.shuffle_epochs is None else mixing(units.leaves[number].order, looked_at),
             )
         )
+    mixed = [(found.share, found.mixing) for found in leaves if found.mixing is not None and found.share]
     first_end = _first_end(run, sizes)
     ended = draws_per_leaf(run, first_end) >= sizes if first_end is not None else np.zeros(len(order), dtype=bool)
     return Forecast(
@@ -144,6 +153,7 @@ def forecast(run: Run, steps: int) -> Forecast:
         schedule=_schedule(run, steps, int(counts.sum()), order),
         first_end=first_end,
         ends_first=tuple(place for place, number in enumerate(order) if ended[number]),
+        mixing=sum(share * found for share, found in mixed) / sum(share for share, _ in mixed) if mixed else None,
     )
 
 

@@ -297,7 +297,9 @@ class DatasetSpec:
             threads = 0 if config.num_workers and threads == 1 else threads
         lanes = -(-units.num_lanes // (config.dp_size * max(1, config.num_workers)))
         # About how many bytes a sample of every leaf has, all leaves and lanes together.
-        unit = lanes * sum(max(1, int(leaf.dataset.shard_sizes.sum()) // leaf.dataset.num_samples) for leaf in self.leaves)
+        unit = lanes * sum(
+            max(1, int(leaf.dataset.shard_sizes.sum()) // leaf.dataset.num_samples) for leaf in self.leaves
+        )
         settings = StreamSettings(
             batch_size=self.batch_size,
             encoder=self.task_encoder,

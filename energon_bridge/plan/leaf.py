@@ -20,7 +20,7 @@ Without shuffling, every leaf is dealt in blocks of one microbatch, from its own
   consecutive positions of epoch e, stretches laid in the order of l'. Before epoch e it has drawn
   `floor((eN + l')/L)` times, so its draw k lies in epoch `ceil(((k+1)L - l')/N) - 1`.
 - A stretch that touches P slices is worked through in `max(1, P div K)` *windows*, with
-  `K = 4 parallel_shard_iters + ceil(2 shuffle_buffer_size / slice length)` slices each.
+  `K = 4 parallel_shard_iters + ceil(3 shuffle_buffer_size / slice length)` slices each.
 - A window of n samples in k pieces is dealt in `T = max(1, n div max(shuffle_buffer_size, k))` *rounds*. Round t
   takes from piece j, of n_j samples, the positions `floor((t n_j + f_j)/T)` up to `floor(((t+1) n_j + f_j)/T)`, with
   f_j a key below T, and is shuffled by key. So every slice is read from front to back, one run of consecutive
@@ -245,7 +245,9 @@ class LeafOrder:
 
     @cached_property
     def _slices_per_window(self) -> int:
-        return _SLICES_PER_ITER * self.parallel_shard_iters + math.ceil(2 * self.shuffle_buffer_size / self.slice_length)
+        return _SLICES_PER_ITER * self.parallel_shard_iters + math.ceil(
+            3 * self.shuffle_buffer_size / self.slice_length
+        )
 
     def _epoch_line(self, epoch: int) -> _EpochLine:
         line = self._lines.get(epoch)

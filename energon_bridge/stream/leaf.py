@@ -118,5 +118,7 @@ class Cursor:
         while count < fewest:
             rounds.append(order.round_at(self._lane, rounds[0].first + count))
             count += rounds[-1].indices.size
-        indices, epochs = (np.concatenate(parts) for parts in zip(*((r.indices, r.epochs) for r in rounds), strict=True))
+        indices, epochs = (
+            np.concatenate(parts) for parts in zip(*((r.indices, r.epochs) for r in rounds), strict=True)
+        )
         return RoundBuffer(self._source.reader, Round(rounds[0].first, indices, epochs))

@@ -89,7 +89,7 @@ def verify_resume(
         make_loader: Builds a fresh loader over the data, encoder included: `get_savable_loader(…)`, also inside an
             `EnergonDataloader`. Called without arguments, or with a `WorkerConfig` where `worker_config` is given.
         steps: Microbatches of the uninterrupted run; fewer, where a validation stream ends before. Every lane comes in
-            turn (`num_lanes`, 24 in most runs), so that twice as many or more try the state of each.
+            turn (`num_lanes`, 48 in most runs), so that twice as many or more try the state of each.
         save_points: After how many microbatches to save and resume; default: the first, the middle, the last but one.
         worker_config: Handed to `make_loader`; it must be of one rank where `topologies` are given.
         topologies: Pairs (ranks, workers per rank) on which each state is resumed as well; all ranks run in this

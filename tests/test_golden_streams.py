@@ -1,0 +1,72 @@
+"""Whole streams of order version 5, sample by sample: no version of anything may change them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine import PackingEncoder, SkippingEncoder, config_of, loaders_of, text_dataset
+
+from energon_bridge import DefaultTaskEncoder, get_train_dataset
+from energon_bridge.plan.leaf import ORDER_VERSION
+
+MICROBATCHES = 60
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("golden")
+    for name, counts in {"small": [5, 7], "middle": [150, 150], "large": [2000, 1500, 1500]}.items():
+        text_dataset(folder / name, train=counts)
+    return folder
+
+
+def blend(kind: str, field: str) -> Any:
+    def mix(data: Path) -> dict[str, Any]:
+        leaves = (
+            {"small": 0.5, "middle": 2, "large": 1} if field == "repetitions" else {"small": 1, "middle": 5, "large": 4}
+        )
+        parts = [{"path": str(data / name), field: value} for name, value in leaves.items()]
+        return {"__module__": "megatron.energon", "__class__": "MetadatasetV2", "splits": {"train": {kind: parts}}}
+
+    return mix
+
+
+STREAMS: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "small": (lambda data: data / "small", {}, "786e2adec03570ab"),
+    "dealt": (lambda data: data / "large", {}, "cf0241b6f9ac4e15"),
+    "stretches": (lambda data: data / "large", {"num_lanes": 3}, "04c4bf252a37f973"),
+    "capped": (
+        lambda data: data / "large",
+        {"num_lanes": 1, "max_samples_per_sequence": 5, "shuffle_buffer_size": 20},
+        "8f0697c93cd556b5",
+    ),
+    "one after the other": (lambda data: data / "middle", {"shuffle_over_epochs_multiplier": None}, "43bf5c1f63adb3bd"),
+    "several epochs at once": (lambda data: data / "middle", {"shuffle_over_epochs_multiplier": 3}, "368f6008c696dfc1"),
+    "weights": (blend("blend", "weight"), {}, "6d8e63d52b0699a8"),
+    "repetitions": (blend("blend_epochized", "repetitions"), {"num_lanes": 6}, "a8a6b3e9948a6ea1"),
+    "skipping": (lambda data: data / "middle", {"task_encoder": SkippingEncoder()}, "1ada1f07b6c42ef8"),
+    "packing": (
+        lambda data: data / "middle",
+        {"task_encoder": PackingEncoder(), "packing_buffer_size": 9},
+        "f59c71a00830363f",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_the_stream_since_version_5(data: Path, name: str) -> None:
+    """A change here breaks every saved state: raise ORDER_VERSION, and keep these values for the old one."""
+    assert ORDER_VERSION == 5
+    source, options, expected = STREAMS[name]
+    options = {"batch_size": 4, "task_encoder": DefaultTaskEncoder()} | options
+    num_lanes = options.pop("num_lanes", None)
+    dataset = get_train_dataset(source(data), worker_config=config_of(1, 0), **options)
+    (loader,) = loaders_of(dataset, 1, 0, num_lanes=num_lanes)
+    keys = [key for batch in islice(loader, MICROBATCHES) for key in batch.__key__]
+    loader.close()
+    assert hashlib.blake2b(" ".join(keys).encode(), digest_size=8).hexdigest() == expected
