@@ -86,7 +86,7 @@ def stream(package: str, folder: str, setting: Setting, workers: int) -> Integer
 
 def child(job: dict[str, Any]) -> None:
     """Deliver the streams of one system and write them to one file."""
-    found = {}
+    found: dict[str, Any] = {}
     for number, setting in job["settings"]:
         folder = f"{job['data']}/{setting['samples']}"
         found[str(number)] = stream(PACKAGES[job["system"]], folder, setting, job["workers"])

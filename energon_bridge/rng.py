@@ -88,9 +88,9 @@ def shuffled(key: int, n: int) -> IntArray:
 class Permutation:
     """A keyed permutation of `range(n)` that holds no table.
 
-    `at` maps a place to the number that stands there, `place_of` is its inverse. A number x is a pair (x div a, x mod a)
-    with a = ceil(sqrt(n)); in turn, a keyed hash of each half is added to the other. At most sqrt(n) numbers of this
-    domain lie outside the range; who meets one goes on from there.
+    `at` maps a place to the number that stands there, `place_of` is its inverse. A number x is the pair
+    (x div a, x mod a) with a = ceil(sqrt(n)). In turn, a keyed hash of each half is added to the other. At most sqrt(n)
+    numbers of this domain are not below n; `at` goes on from such a number until it meets one that is.
     """
 
     __slots__ = ("_high", "_keys", "_low", "n")

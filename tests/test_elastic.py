@@ -237,6 +237,33 @@ def test_a_batch_held_back_for_its_masked_twin_is_forgotten_by_a_restore(data: P
         assert deliver(loaders, 4).digests == expected[33:58]
 
 
+@pytest.mark.parametrize("group_size", [None, 4, 24])
+@pytest.mark.parametrize("part", ["tiny", "text", "large"])
+def test_fresh_runs_are_one_sequence_on_any_ranks_and_workers(
+    data: Path, part: str, group_size: int | None, tmp_path: Path
+) -> None:
+    """The default number of lanes depends on neither, however small the data is."""
+    folder = text_dataset(tmp_path / "tiny", train=[60]) if part == "tiny" else data / part
+    dataset = get_train_dataset(folder, batch_size=2, worker_config=config_of(1, 0))
+    options = {"num_lanes": None, "microbatches_per_global_batch": group_size}
+    streams = {
+        tuple(deliver(loaders_of(dataset, ranks, workers, **options), 48 // ranks).digests)
+        for ranks, workers in [(1, 0), (1, 4), (2, 2), (4, 1), (4, 3)]
+    }
+    assert len(streams) == 1
+    (stream,) = streams
+    assert len(stream) == 48
+
+
+def test_a_small_dataset_alone_is_one_sequence_on_any_number_of_lanes(data: Path) -> None:
+    dataset = train_dataset(data / "text")
+    streams = [
+        [batch.__key__ for batch in itertools.islice(loaders_of(dataset, 1, 0, num_lanes=lanes)[0], 60)]
+        for lanes in (1, 5, 24, 48)
+    ]
+    assert all(stream == streams[0] for stream in streams)
+
+
 @pytest.mark.parametrize("counts", [[1], [1, 1], [23], [25]])
 def test_fewer_samples_than_lanes(tmp_path: Path, counts: list[int]) -> None:
     dataset = train_dataset(text_dataset(tmp_path / "few", train=counts))

@@ -32,6 +32,7 @@ sample comes E times in E epochs, not once in each.
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from functools import cached_property
@@ -194,7 +195,7 @@ class LeafOrder:
         if not self.shuffle:
             return Round(first, self.first_sample + places, lines)
         edges = [0, *(np.flatnonzero(np.diff(lines)) + 1).tolist(), count]
-        for low, high in zip(edges[:-1], edges[1:], strict=True):
+        for low, high in itertools.pairwise(edges):
             places[low:high] = self._permuted(int(lines[low]), places[low:high])
         return self._round(first, lines, places)
 
