@@ -13,6 +13,9 @@ import fsspec
 from energon_bridge.errors import ConfigurationError, DatasetNotFoundError, ShardMissingError, StorageError
 from energon_bridge.storage.base import short_read
 
+_LARGE = 64 << 20
+"""Bytes from which a range is compared with the file's size first: an index may claim anything."""
+
 
 class FsspecStore:
     """A folder behind an fsspec file system; fork-safe and picklable."""
@@ -65,7 +68,11 @@ class FsspecStore:
         """Read exactly `length` bytes from byte `offset` of `rel`; raises ShortReadError if there are fewer."""
         fs, path = self._locate(rel)
         try:
+            if length > _LARGE and length > (left := max(0, int(fs.size(path)) - offset)):
+                raise short_read(self.url(rel), offset=offset, expected=length, got=left)
             data = bytes(fs.cat_file(path, start=offset, end=offset + length))
+        except StorageError:
+            raise
         except OSError as error:
             raise self._failed(rel, error) from error
         if len(data) != length:
