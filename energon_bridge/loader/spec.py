@@ -172,6 +172,8 @@ class DatasetSpec:
             changes: Weights that were changed during the run.
         """
         lanes = num_lanes or config.num_lanes or self._default_lanes(config)
+        if self.finite:  # a pass has no lanes, so any number of ranks may share it
+            lanes = max(lanes, config.dp_size)
         seed = config.seed + config.seed_offset
         settings: dict[str, Any] = {"seed": seed, "batch_size": self.batch_size}
         if self.finite:
