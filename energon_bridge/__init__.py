@@ -318,7 +318,8 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
 
 _MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names}
 
-__all__ = ["__version__", *sorted(_MODULE_OF)]
+# `from energon_bridge import *` asks for each of these; the data module would bring Lightning along, for many seconds.
+__all__ = ["__version__", *sorted(_MODULE_OF.keys() - {"EnergonMultiModalDataModule"})]
 
 
 def __getattr__(name: str) -> Any:

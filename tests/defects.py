@@ -113,6 +113,13 @@ def npy(values: Any) -> bytes:
     return buffer.getvalue()
 
 
+def npy_header(shape: tuple[int, ...]) -> bytes:
+    """Return the header of an array of float64, with nothing behind it."""
+    buffer = io.BytesIO()
+    np.lib.format.write_array_header_1_0(buffer, {"descr": "<f8", "fortran_order": False, "shape": shape})
+    return buffer.getvalue()
+
+
 GOOD = good_parts(BAD)
 
 CONTENT: dict[str, tuple[str, bytes | None, str, str]] = {
@@ -126,6 +133,7 @@ CONTENT: dict[str, tuple[str, bytes | None, str, str]] = {
     "PNG without pixels": ("jpg", png(12, 12), "decode", "part 'jpg'"),
     "PNG with damaged pixels": ("jpg", png(12, 12, b"\x78\x9c\xff\xff\xff"), "decode", "part 'jpg'"),
     "image of a billion pixels": ("jpg", png(60_000, 60_000), "decode", "part 'jpg'"),
+    "image of 13,000 x 13,000": ("jpg", png(13_000, 13_000), "decode", "169000000 pixels"),
     "image missing": ("jpg", None, "field_map", "field `image`.*txt, json, npy"),
     "UTF-8 with a wrong byte": ("txt", b"caf\xe9 au lait", "decode", "part 'txt'.*UnicodeDecodeError"),
     "UTF-16": ("txt", "question".encode("utf-16"), "decode", "part 'txt'.*UnicodeDecodeError"),
@@ -146,6 +154,8 @@ CONTENT: dict[str, tuple[str, bytes | None, str, str]] = {
     "no answers": ("json", b'{"answers": []}', "encode_sample", "0 answers"),
     "answers of a wrong type": ("json", b'{"answers": 7}', "encode_sample", "has no len"),
     "image too small": ("jpg", jpeg(1, 1), "encode_sample", r"only \(1, 1\)"),
+    "array of a trillion values": ("npy", npy_header((10**12,)) + bytes(64), "decode", "claims an array of"),
+    "array of 2^70 values": ("npy", npy_header((2**35, 2**35)) + bytes(64), "decode", "part 'npy'"),
     "array cut off": ("npy", GOOD["npy"][:-3], "decode", "part 'npy'"),
     "array of zero bytes": ("npy", b"", "decode", "part 'npy'"),
     "array with a wrong header": ("npy", b"NUMPY" + GOOD["npy"][5:], "decode", "part 'npy'"),

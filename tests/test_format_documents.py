@@ -150,7 +150,7 @@ def test_unmatched_braces_are_an_error(pattern: str):
 
 @pytest.mark.parametrize("pattern", ["{0..99999999999}", "{0..9999}{0..9999}"])
 def test_a_few_characters_cannot_fill_the_memory(pattern: str):
-    with pytest.raises(ValueError, match=r"more than 10,000,000 names"):
+    with pytest.raises(ValueError, match=r"more than 2,000,000 names"):
         expand_braces(pattern)
 
 

@@ -16,10 +16,10 @@ from typing import Any
 from energon_bridge.datasets import get_train_dataset, get_val_dataset
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.format.jsonl import is_jsonl
-from energon_bridge.loader.document import State, check_fits, read_lanes, read_leaves
+from energon_bridge.loader.document import State, read
+from energon_bridge.loader.fits import check_fits
 from energon_bridge.loader.leaves import OpenLeaf
 from energon_bridge.loader.spec import DatasetSpec, Units
-from energon_bridge.loader.weights import read_changes
 from energon_bridge.mix import Blend, Concat, DatasetOpener, LeafRef, Mix, MixSource, Node, WeightSchedule, flatten
 from energon_bridge.mix.tree import EpochizedBlend as MixedEpochs
 from energon_bridge.stream.state import LaneState
@@ -91,8 +91,8 @@ def run_of_state(
         DatasetMismatchError: A dataset is not the one of the state any more.
         ConfigurationError: The mix has to be given, or the content of samples decides the order.
     """
-    settings, kind = state["settings"], state["kind"]
-    lanes = read_lanes(state)
+    saved = read(state)
+    settings, kind, lanes = saved.settings, saved.kind, saved.lanes
     held = sum(len(lane.held.rows) for lane in lanes.values())
     if "packing_buffer_size" in settings or "grouped" in settings or held:
         raise ConfigurationError(
@@ -100,9 +100,9 @@ def run_of_state(
             "several batches of some samples, so that their content decides what comes together"
             + (f" (drawn and not delivered yet: {held} rows)" if held else "")
         )
-    num_lanes = state["num_lanes"] if kind == "train" else None
+    num_lanes = saved.num_lanes if kind == "train" else None
     config = WorkerConfig(rank=0, world_size=world_size, num_workers=0, seed=settings["seed"], num_lanes=num_lanes)
-    rows = [row for row in read_leaves(state) if not row["parked"]]
+    rows = [row for row in saved.leaves if not row["parked"]]
     names: dict[str, Any] = {"dataset_config": dataset_config, "split_config": split_config}
     names["trust_remote_code"] = trust_remote_code
     if mix is None:
@@ -111,9 +111,9 @@ def run_of_state(
         parts = {row["split_part"] for row in rows}
         part = split_part or (parts.pop() if len(parts) == 1 else "train")
         spec = _spec_of_mix(mix, kind, settings, config, split_part=part, **names)
-    blocks = {row["identity"]: int(row["block"]) for row in rows}
-    units = spec.units(config, num_lanes, read_changes(state.get("weights", ())), blocks)
-    check_fits(state, spec.kind, units.settings, units.table)
+    blocks = {row["identity"]: row["block"] for row in rows}
+    units = spec.units(config, num_lanes, saved.changes, blocks)
+    check_fits(saved, spec.kind, units.settings, units.table)
     if kind == "train":
         Ownership(units.num_lanes, world_size, 0)
         # Parked leaves stand at the end, and nothing is drawn from them.

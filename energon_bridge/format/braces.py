@@ -13,7 +13,9 @@ from collections.abc import Iterable
 _RANGE = re.compile(r"(-?[0-9]+)\.\.(-?[0-9]+)(?:\.\.(-?[0-9]+))?")
 _LETTERS = re.compile(r"([A-Za-z])\.\.([A-Za-z])(?:\.\.(-?[0-9]+))?")
 _NUMBER = re.compile(r"([0-9]+)")
-_MAX_NAMES = 10_000_000  # more shards than anyone has; a few characters can ask for any number
+_MAX_NAMES = 2_000_000  # more shards than anyone has; a few characters can ask for any number
+_MAX_CHARACTERS = 200_000_000
+_PLAIN = re.compile(r"[^{},\\]+")
 _SPECIAL = re.compile(r"([{},\\])")
 
 
@@ -21,7 +23,10 @@ def expand_braces(pattern: str) -> list[str]:
     """Expand a brace expression into all names; raises ValueError if braces do not match or stand for too many."""
     if "{" not in pattern and "}" not in pattern and "\\" not in pattern:
         return [pattern]
-    names, position = _expand(pattern, 0, inside=False)
+    try:
+        names, position = _expand(pattern, 0, inside=False)
+    except RecursionError as error:
+        raise ValueError(f"{pattern[:80]!r}… has braces in too many braces") from error
     if position < len(pattern):
         raise ValueError(f"unmatched `}}` at character {position} of {pattern!r}")
     return names
@@ -33,19 +38,28 @@ def _expand(text: str, position: int, *, inside: bool) -> tuple[list[str], int]:
     while position < len(text):
         character = text[position]
         if character == "\\" and position + 1 < len(text):
+            _check_size(names, 1, text)
             names = [name + text[position + 1] for name in names]
             position += 2
         elif character == "{":
             choices, position = _expand_braced(text, position)
             if len(names) * len(choices) > _MAX_NAMES:
-                raise ValueError(f"{text!r} stands for more than {_MAX_NAMES:,} names")
+                raise ValueError(f"{text[:200]!r} stands for more than {_MAX_NAMES:,} names")
             names = [name + choice for name in names for choice in choices]
         elif character == "}" or (inside and character == ","):
             break
         else:
-            names = [name + character for name in names]
-            position += 1
+            found = _PLAIN.match(text, position)
+            run = found[0] if found else character
+            _check_size(names, len(run), text)
+            names = [name + run for name in names]
+            position += len(run)
     return names, position
+
+
+def _check_size(names: list[str], more: int, text: str) -> None:
+    if len(names) * (len(names[-1]) + more) > _MAX_CHARACTERS:
+        raise ValueError(f"{text[:80]!r}… stands for names of more than {_MAX_CHARACTERS:,} characters")
 
 
 def _expand_braced(text: str, opening: int) -> tuple[list[str], int]:

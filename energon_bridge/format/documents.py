@@ -22,7 +22,8 @@ from energon_bridge.errors import MetadataError
 from energon_bridge.storage import Store
 
 _MAX_DEPTH = 100
-_MAX_NODES = 20_000_000  # aliases of aliases multiply: stop before memory does
+_MAX_NODES = 20_000_000
+_COPIES, _COPIES_BY_CHARACTER = 200_000, 10  # aliases of aliases multiply: a short file may not take long
 
 
 _INTEGER = re.compile(r"^[-+]?[0-9]+(_[0-9]+)*$")
@@ -56,8 +57,9 @@ _Parser.add_implicit_resolver(f"{_TAG}merge", re.compile(r"^<<$"), ["<"])
 class _Builder:
     """Makes plain values of the events of a parser; an alias is a copy of what its anchor stands for."""
 
-    def __init__(self, parser: Any) -> None:
+    def __init__(self, parser: Any, size: int) -> None:
         self._parser = parser
+        self._copies = _COPIES + _COPIES_BY_CHARACTER * size
         self._anchors: dict[str, Any] = {}
         self._words: dict[str, str] = {}  # scalars as they are written, by anchor: an alias may be a key
         self._budget = _MAX_NODES
@@ -150,7 +152,9 @@ class _Builder:
             raise _refusal(f"the tag {event.tag!r} is not for plain values", event)
 
     def _copy(self, value: Any, event: Any, depth: int) -> Any:
-        self._count(event, depth)
+        self._copies -= 1
+        if depth > _MAX_DEPTH or self._copies < 0:
+            raise _refusal("its aliases make it nested too deeply or too large", event)
         if isinstance(value, dict):
             return {key: self._copy(item, event, depth + 1) for key, item in value.items()}
         if isinstance(value, list):
@@ -176,7 +180,7 @@ def parse_document(data: bytes, *, where: str) -> Any:
         else:
             parser = _Parser(text)
             try:
-                value = _Builder(parser).document()
+                value = _Builder(parser, len(text)).document()
             finally:
                 parser.dispose()
     except (ValueError, yaml.YAMLError, RecursionError) as error:

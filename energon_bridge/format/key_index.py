@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import os
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise, repeat
 from types import TracebackType
 
 from energon_bridge.errors import DuplicateKeyError, StorageError
+from energon_bridge.format.key_lookup import check_table
 from energon_bridge.format.tar_scan import ShardScan
 
 _TABLES = (
@@ -55,45 +57,55 @@ class KeyIndexWriter:
 
     def __init__(self, path: str | os.PathLike[str], shards: Sequence[str]) -> None:
         self._shards = shards
-        self._connection = sqlite3.connect(path, isolation_level=None)
-        for statement in (*_PRAGMAS, *_TABLES, "BEGIN"):
-            self._connection.execute(statement)
+        self._path = os.fspath(path)
+        with self._writing():
+            self._connection = sqlite3.connect(path, isolation_level=None)
+            for statement in (*_PRAGMAS, *_TABLES, "BEGIN"):
+                self._connection.execute(statement)
 
     def add(self, shard: int, scan: ShardScan) -> None:
         """Add the samples of shard number `shard`; raises DuplicateKeyError naming both shards."""
         sizes = [end - start for start, end in pairwise(scan.offsets)]
         rows = zip(repeat(shard), scan.keys, range(len(sizes)), scan.offsets, sizes, strict=False)
-        try:
-            self._connection.executemany("INSERT INTO samples VALUES (?, ?, ?, ?, ?)", rows)
-            parts = zip(
-                repeat(shard), scan.part_samples, scan.part_names, scan.part_offsets, scan.part_sizes, strict=False
-            )
-            self._connection.executemany("INSERT INTO sample_parts VALUES (?, ?, ?, ?, ?)", parts)
-        except sqlite3.IntegrityError as error:
-            raise self._duplicate(shard, scan) from error
-        except sqlite3.OperationalError as error:
-            raise StorageError(f"cannot write the key index: {error}") from error
+        parts = zip(repeat(shard), scan.part_samples, scan.part_names, scan.part_offsets, scan.part_sizes, strict=False)
+        with self._writing():
+            try:
+                self._connection.executemany("INSERT INTO samples VALUES (?, ?, ?, ?, ?)", rows)
+                self._connection.executemany("INSERT INTO sample_parts VALUES (?, ?, ?, ?, ?)", parts)
+            except sqlite3.IntegrityError as error:
+                raise self._duplicate(shard, scan) from error
 
     def keep_media_tables(self, old: str | os.PathLike[str]) -> None:
         """Take over the media metadata of the key index that this one replaces, as preparing again does not make it."""
-        self._connection.execute("COMMIT")
-        self._connection.execute("ATTACH ? AS old", (os.fspath(old),))
         names = ("media_metadata", "media_filters")
         query = "SELECT name, sql FROM old.sqlite_master WHERE type = 'table' AND name IN (?, ?)"
-        for name, create in self._connection.execute(query, names).fetchall():
-            self._connection.execute(create)
-            self._connection.execute(f"INSERT INTO main.{name} SELECT * FROM old.{name}")
-        self._connection.execute("DETACH old")
-        self._connection.execute("BEGIN")
+        with self._writing(f", taking over the media metadata of {os.fspath(old)} (delete it to do without)"):
+            self._connection.execute("COMMIT")
+            self._connection.execute("ATTACH ? AS old", (os.fspath(old),))
+            for name, create in self._connection.execute(query, names).fetchall():
+                check_table(self._connection, "old", name)
+                self._connection.execute(create)
+                self._connection.execute(f"INSERT INTO main.{name} SELECT * FROM old.{name}")
+            self._connection.execute("DETACH old")
+            self._connection.execute("BEGIN")
 
     def finish(self) -> None:
         """Create the indexes and write everything to disk."""
-        try:
+        with self._writing():
             for statement in (*_INDEXES, "COMMIT"):
                 self._connection.execute(statement)
-        except sqlite3.OperationalError as error:
-            raise StorageError(f"cannot write the key index: {error}") from error
-        self._connection.close()
+            self._connection.close()
+
+    @contextmanager
+    def _writing(self, doing: str = "") -> Iterator[None]:
+        """Turn what sqlite complains of into a StorageError."""
+        try:
+            yield
+        except sqlite3.Error as error:
+            raise StorageError(
+                f"{self._path}: cannot write the key index{doing}: {error}. Is there room on the disk, and a limit on "
+                "the size of files?"
+            ) from error
 
     def __enter__(self) -> KeyIndexWriter:
         return self

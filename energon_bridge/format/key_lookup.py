@@ -7,7 +7,9 @@ processes can share it and nothing is left open. One behind a URL is copied to a
 from __future__ import annotations
 
 import itertools
+import re
 import sqlite3
+import time
 import urllib.parse
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -21,6 +23,10 @@ from energon_bridge.rng import IntArray
 from energon_bridge.storage import LocalStore, Store
 
 _COPY_BYTES = 64 << 20
+_STEPS = 1_000_000
+"""Steps of sqlite's machine between two looks at the clock; a lookup takes some dozens."""
+_PIECE_SECONDS = 3600.0
+"""Time for one piece of work, such as matching the keys of a shard."""
 
 _MATCHES = """
     SELECT own.sample_index, COALESCE(other.tar_file_id, -1), COALESCE(other.sample_index, -1)
@@ -119,8 +125,11 @@ def _connected(own: KeyIndex, other: KeyIndex | None = None) -> Iterator[sqlite3
     """Open a key index, with another attached as `other`; what goes wrong inside is a KeyIndexError."""
     try:
         with closing(sqlite3.connect(sqlite_uri(own.path), uri=True)) as connection:
+            limit_time(connection, _PIECE_SECONDS)
+            check_table(connection, "main", "samples")
             if other is not None:
                 connection.execute("ATTACH ? AS other", (sqlite_uri(other.path),))
+                check_table(connection, "other", "samples")
             yield connection
     except (sqlite3.Error, ValueError, TypeError) as error:
         datasets = own.dataset if other is None else f"{own.dataset} or {other.dataset}"
@@ -128,6 +137,22 @@ def _connected(own: KeyIndex, other: KeyIndex | None = None) -> Iterator[sqlite3
             f"{datasets}: cannot read the key index {meta_path(INDEX_SQLITE)}: {error}. Write it again with `energon "
             f"prepare --tar-index-only {own.dataset if other is None else 'PATH'}`."
         ) from error
+
+
+def check_table(connection: sqlite3.Connection, schema: str, name: str) -> None:
+    """Raise sqlite3.DatabaseError unless a name is that of a table of stored values: a view may never end."""
+    query = f"SELECT sql FROM {schema}.sqlite_master WHERE type = 'table' AND name = ?"
+    row = connection.execute(query, (name,)).fetchone()
+    if row is None or not re.match(r"CREATE TABLE\b", str(row[0]), re.IGNORECASE):
+        raise sqlite3.DatabaseError(f"there is no table {name!r} in it")
+    if any(hidden for *_, hidden in connection.execute(f"PRAGMA {schema}.table_xinfo({name})")):
+        raise sqlite3.DatabaseError(f"the table {name!r} has columns that are computed")
+
+
+def limit_time(connection: sqlite3.Connection, seconds: float) -> None:
+    """Let what a connection runs from now on end in sqlite3.OperationalError ("interrupted") after some time."""
+    deadline = time.monotonic() + seconds
+    connection.set_progress_handler(lambda: time.monotonic() > deadline, _STEPS)
 
 
 def sqlite_uri(path: str) -> str:

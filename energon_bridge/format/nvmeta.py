@@ -41,7 +41,9 @@ FORMAT_VERSION = "7.4.1"
 
 
 def meta_path(name: str) -> str:
-    """Return the path of a metadata file relative to the root of the dataset."""
+    """Return the path of a metadata file relative to the root of the dataset; raises MetadataError if it leads out."""
+    if name.startswith("/") or ".." in name.split("/") or "\0" in name:
+        raise MetadataError(f"{name[:200]!r} leads out of {META_FOLDER}: give the name of a file in it, without ..")
     return f"{META_FOLDER}/{name}"
 
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from energon_bridge.errors import KeyIndexError, MediaMetadataError, ShardMissingError
-from energon_bridge.format.key_lookup import copy_key_index, sqlite_uri
+from energon_bridge.format.key_lookup import check_table, copy_key_index, limit_time, sqlite_uri
 from energon_bridge.format.media import MediaMetadata, read_metadata
 from energon_bridge.format.nvmeta import INDEX_SQLITE, meta_path
 from energon_bridge.storage import LocalStore, Store
@@ -27,6 +27,9 @@ _PART = """
 """
 _SAMPLE = "SELECT tar_file_id, byte_offset, byte_size FROM samples WHERE sample_key = ?"
 _MEDIA = "SELECT metadata_type, metadata_json FROM media_metadata WHERE entry_key = ?"
+
+_TABLES = frozenset({"samples", "sample_parts", "media_metadata"})
+_LOOKUP_SECONDS = 60.0
 
 _INHERITED: list[sqlite3.Connection] = []
 """Connections of the process that forked this one: sqlite wants them neither used nor closed here."""
@@ -66,11 +69,15 @@ class PartIndex:
         (Of an index that does not know parts, where the sample lies.) Raises KeyIndexError if there is no index, or a
         damaged one.
         """
-        if self._has("sample_parts"):
-            rows = self._ask(_PART, (key, part))
-            return Place._make((*rows[0], False)) if rows else None
-        rows = self._ask(_SAMPLE, (key,))
-        return Place._make((*rows[0], True)) if rows else None
+        if not self._has("samples"):
+            raise self._damaged("there is no table 'samples' in it")
+        by_part = self._has("sample_parts")
+        rows = self._ask(_PART, (key, part)) if by_part else self._ask(_SAMPLE, (key,))
+        if not rows:
+            return None
+        if not all(type(value) is int and 0 <= value < 1 << 62 for value in rows[0]):
+            raise self._damaged(f"it says that {key!r} is in shard, at byte, of size {str(rows[0])[:200]}")
+        return Place._make((*rows[0], not by_part))
 
     def media(self, key: str) -> MediaMetadata | None:
         """Return what is known of a media file, None if nothing is.
@@ -95,7 +102,9 @@ class PartIndex:
     def _ask(self, query: str, values: Sequence[object]) -> list[Any]:
         try:
             with self._current_lock():
-                return self._open().execute(query, values).fetchall()
+                connection = self._open()
+                limit_time(connection, _LOOKUP_SECONDS)
+                return connection.execute(query, values).fetchmany(1)
         except (sqlite3.Error, ValueError) as error:
             raise self._damaged(str(error)) from error
 
@@ -120,6 +129,9 @@ class PartIndex:
             connection = self._connect()
             try:
                 rows = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
+                # Views, which may never end, are no tables.
+                for name in _TABLES.intersection(name for (name,) in rows):
+                    check_table(connection, "main", name)
             except sqlite3.Error as error:
                 connection.close()
                 raise self._damaged(str(error)) from error

@@ -9,198 +9,161 @@ Built-in types only, so that it loads with `torch.load` and its defaults, as JSO
      "settings": {name: value, ...},         # all that the stream depends on but the leaves
      "weights": [[global draw, [weight, ...]], ...],     # what `set_weights` changed
      "leaves": {"identities": [str, ...], "paths": text, "split_parts": text, "shares": text, "num_samples": column,
-                "subsets": text, "blocks": text, "counts": {name: column, ...}, "parked": how many of them, at the end},
-     "lanes": {"numbers": column, "microbatches": column, "draws": column, "taken": column, "origins": column,
+                "subsets": text, "blocks": column, "counts": {name: column, ...}, "parked": how many, at the end},
+     "lanes": {"numbers": column,
+                "microbatches": column, "draws": column, ...     # `LANE_COLUMNS` of `stream/state.py`
                "leaf_draws": column,         # lane by lane, leaf by leaf
-               "batches_taken": column, "held": column, "held_rows": [column, ...], "held_members": [column, ...],
-               "buffers": column}}
+               "held": column, "held_rows": [column, ...], "held_members": [column, ...]},
+     "checksum": 16 hexadecimal digits}
 
 *held* says how many rows of each lane wait to be packed or batched; the columns of their arrays follow, all lanes one
-after the other (`stream/state.py`). *buffers* is there where lanes pack.
+after the other (`stream/state.py`); they are left out where none wait. Columns and texts are those of `columns.py`. The
+state of a rank holds the lanes of that rank; several such states merge into one as long as they stand at the same
+microbatch. Counts of a rank's state are that rank's own; they add up in a merge. *Parked* leaves were in the mix once
+and were taken out on a resume; where they stood is kept.
 
-A *column* is a string: the integers' differences as little-endian integers of 1, 2, 4 or 8 bytes, zlib, base85, with
-the number of bytes in front ("2:…"); long ones are base64 instead ("2,…"), which takes a tenth of the time. A *text* is
-the zlib'd, base85 JSON of a list of strings. The state of a rank holds the lanes of that rank; several such states
-merge into one as long as they stand at the same microbatch. Counts of a rank's state are that rank's own; they add up
-in a merge. *Parked* leaves were in the mix once and were taken out on a resume; where they stood is kept.
+The checksum is a hash of the rest, written as JSON with sorted keys. States of format version 3 have none.
+
+`read` is the only way in. It checks everything: the checksum, that all fields are there, their types, lengths and
+ranges, and that what waits names samples that exist. Nothing that a state claims is trusted before, and nothing is
+unpacked beyond what the rest of the state says it must have. What is wrong is a StateFormatError with the field's name.
 """
 
 from __future__ import annotations
 
-import base64
+import hashlib
 import json
-import zlib
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from energon_bridge.errors import (
-    BatchSizeMismatchError,
-    DatasetMismatchError,
-    MissingRankError,
+    ConfigurationError,
+    MetadataError,
     OrderVersionError,
-    SeedMismatchError,
-    SettingMismatchError,
-    SliceSizeMismatchError,
-    SplitMismatchError,
     StateFormatError,
     StateVersionError,
     StepMismatchError,
 )
+from energon_bridge.loader.columns import damaged, decode_column, decode_text, encode_column, encode_text
+from energon_bridge.loader.weights import ChangedWeights, read_changes
 from energon_bridge.plan.leaf import ORDER_VERSION
 from energon_bridge.rng import IntArray
-from energon_bridge.stream.state import COUNTERS, NOTHING_HELD, Held, LaneState
-from energon_bridge.topology import microbatches_before
+from energon_bridge.stream.state import COUNTERS, LANE_COLUMNS, LARGEST, NOTHING_HELD, Held, LaneState, Stage
 
 FORMAT = "energon_bridge.state"
 FORMAT_VERSION = 4
-
-_TEXTS = ("path", "split_part", "share", "subset", "block")
-
-_SETTING_ERRORS: dict[str, type[SettingMismatchError]] = {
-    "seed": SeedMismatchError,
-    "batch_size": BatchSizeMismatchError,
-    "max_samples_per_sequence": SliceSizeMismatchError,
-}
-
-_AFFECTED = {"image_target": "how images are decoded"}
-"""What a setting changes, if not the order."""
-
-_HELD = ("held_rows", "held_members")
-_LONG_COLUMN = 4096
-"""From so many integers on, time counts for more than the last bytes."""
-_OF_THE_RUN = ("settings", "num_lanes", "kind", "epoch", "epoch_steps", "weights")
-_OF_THE_MIX = ("mode", "schedule", "shuffle")
+_FIRST_WITH_CHECKSUM = 4
 
 State = dict[str, Any]
 
-
-def encode_column(numbers: Iterable[int] | IntArray) -> str:
-    """Return integers as one string: differences in as few bytes as they need, zlib, base85."""
-    array = numbers if isinstance(numbers, np.ndarray) else np.fromiter(numbers, dtype="<i8")
-    steps = np.diff(array, prepend=np.int64(0))
-    most = int(np.abs(steps).max()) if steps.size else 0
-    width = next((width for width in (1, 2, 4) if most < 1 << (8 * width - 1)), 8)
-    raw = steps.astype(f"<i{width}").tobytes()
-    if steps.size >= _LONG_COLUMN:
-        return f"{width},{base64.b64encode(zlib.compress(raw, 1)).decode()}"
-    return f"{width}:{base64.b85encode(zlib.compress(raw, 9)).decode()}"
-
-
-def decode_column(text: str) -> list[int]:
-    """Return the integers of a column."""
-    numbers: list[int] = _decode(text).tolist()
-    return numbers
-
-
-def _decode(text: str) -> IntArray:
-    width, mark, packed = text[:1], text[1:2], text[2:]
-    raw = zlib.decompress(base64.b85decode(packed) if mark == ":" else base64.b64decode(packed))
-    return np.cumsum(np.frombuffer(raw, dtype=f"<i{width}"), dtype=np.int64)
+_TEXTS = ("path", "split_part", "share", "subset")
+_KINDS = ("train", "passes", "finite")
+_NUMBERS = {"num_lanes": (1, 1 << 20), "microbatches": (0, LARGEST), "epoch": (0, LARGEST), "epoch_steps": (0, LARGEST)}
+"""Whole numbers of a run, with their ranges."""
+_SETTINGS = {
+    "seed": (-(1 << 64), 1 << 64),
+    "batch_size": (1, 1 << 32),
+    "packing_buffer_size": (1, 1 << 32),
+    "max_samples_per_sequence": (1, LARGEST),
+    "shuffle_buffer_size": (0, LARGEST),
+    "parallel_shard_iters": (0, LARGEST),
+}
+"""Settings that are numbers where they are not None."""
+_MOST_COUNTED = 1 << 56
+"""Bytes are counted, too."""
+_OF_THE_RUN = ("kind", "settings", "weights", *_NUMBERS)
+_REQUIRED = {*_OF_THE_RUN, "leaves", "lanes"}
+_SHARE = re.compile(r"(\d{1,2000}(/0*[1-9]\d{0,2000})?)?", re.ASCII)
+_SUBSET = re.compile(r"(\d{1,15}):(\d{1,15})", re.ASCII)
 
 
-def encode_text(strings: Iterable[str]) -> str:
-    """Return strings as one: JSON, zlib, base85."""
-    return base64.b85encode(zlib.compress(json.dumps(list(strings)).encode(), 9)).decode()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedRun:
+    """What a state says, read and checked.
 
+    Attributes:
+        changes: The weights that were changed during the run.
+        leaves: Rows with identity, path, split_part, share, subset, num_samples, block (`LeafOrder.block`), counts (a
+            dict) and parked; parked ones last.
+        lanes: By number.
 
-def decode_text(text: str) -> list[str]:
-    """Return the strings of a text."""
-    strings: list[str] = json.loads(zlib.decompress(base64.b85decode(text)))
-    return strings
-
-
-def write_leaves(table: Sequence[State], counts: Sequence[Sequence[int]], parked: int = 0) -> State:
-    """Return the `leaves` entry of a document: rows of a table of leaves (the last ones parked) and their counters."""
-    return {
-        "identities": [row["identity"] for row in table],
-        **{f"{name}s": encode_text(row[name] for row in table) for name in _TEXTS},
-        "num_samples": encode_column(row["num_samples"] for row in table),
-        "counts": {name: encode_column(row[i] for row in counts) for i, name in enumerate(COUNTERS)},
-        "parked": parked,
-    }
-
-
-def read_leaves(document: State) -> list[State]:
-    """Return the leaves of a document, parked ones last.
-
-    Rows have identity, path, split_part, share, subset, num_samples, counts (a dict) and parked.
+    The others are those of the document.
     """
-    entry = document["leaves"]
-    size = len(entry["identities"])
-    columns: dict[str, Sequence[Any]] = {name: decode_text(entry[f"{name}s"]) for name in _TEXTS}
-    active = size - entry["parked"]
-    columns |= {"parked": [number >= active for number in range(size)]}
-    columns |= {"identity": entry["identities"], "num_samples": decode_column(entry["num_samples"])}
-    rows = zip(*(decode_column(entry["counts"][name]) for name in COUNTERS), strict=True)
-    columns["counts"] = [dict(zip(COUNTERS, row, strict=True)) for row in rows]
-    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+    kind: str
+    num_lanes: int
+    microbatches: int
+    epoch: int
+    epoch_steps: int
+    settings: State
+    weights: list[Any]
+    changes: ChangedWeights
+    leaves: list[State]
+    lanes: dict[int, LaneState]
+
+
+# Writing -------------------------------------------------------------------------------------------------------------
+
+
+def sign(document: State) -> State:
+    """Return a document with its checksum."""
+    return document | {"checksum": _checksum(document)}
+
+
+def _checksum(document: State) -> str:
+    rest = {name: value for name, value in document.items() if name != "checksum"}
+    text = json.dumps(rest, sort_keys=True, separators=(",", ":"))
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def write(saved: SavedRun) -> State:
+    """Return the document that says so."""
+    document = {name: getattr(saved, name) for name in _OF_THE_RUN}
+    document |= {"format": FORMAT, "format_version": FORMAT_VERSION, "order_version": ORDER_VERSION}
+    return sign(document | {"leaves": _write_leaves(saved.leaves), "lanes": write_lanes(saved.lanes)})
+
+
+def _write_leaves(leaves: Sequence[State]) -> State:
+    counts = [leaf["counts"] for leaf in leaves]
+    return {
+        "identities": [leaf["identity"] for leaf in leaves],
+        **{f"{name}s": encode_text(tuple([leaf[name] for leaf in leaves])) for name in _TEXTS},
+        "num_samples": encode_column([leaf["num_samples"] for leaf in leaves]),
+        "blocks": encode_column([leaf["block"] for leaf in leaves]),
+        "counts": {name: encode_column([row[name] for row in counts]) for name in COUNTERS},
+        "parked": sum(leaf["parked"] for leaf in leaves),
+    }
 
 
 def write_lanes(lanes: Mapping[int, LaneState]) -> State:
     """Return the `lanes` entry of a document."""
     numbers = sorted(lanes)
     states = [lanes[number] for number in numbers]
-    return {
-        "numbers": encode_column(numbers),
-        "microbatches": encode_column(s.microbatches for s in states),
-        "draws": encode_column(s.draw for s in states),
-        "taken": encode_column(s.taken for s in states),
-        "origins": encode_column(s.origin for s in states),
-        "leaf_draws": encode_column(count for s in states for count in s.leaf_draws),
-        **({"buffers": encode_column(s.buffer for s in states)} if any(s.buffer for s in states) else {}),
-        **_write_held(states),
-    }
+    entry: State = {"numbers": encode_column(numbers)}
+    for name, column in LANE_COLUMNS.items():
+        values = [getattr(state, name) for state in states]
+        if not column.optional or any(values):
+            entry[column.name] = encode_column(values)
+    entry["leaf_draws"] = encode_column([count for state in states for count in state.leaf_draws])
+    if any(len(state.held.rows) for state in states):
+        rows = np.concatenate([state.held.rows for state in states])
+        members = np.concatenate([state.held.members for state in states])
+        entry["held"] = encode_column([len(state.held.rows) for state in states])
+        entry["held_rows"] = [encode_column(column) for column in rows.T]
+        entry["held_members"] = [encode_column(column) for column in members.T]
+    return entry
 
 
-def _write_held(states: Sequence[LaneState]) -> State:
-    """Return the entries for rows that wait; none where no lane has any."""
-    if not any(s.held.rows.size for s in states):
-        return {}
-    rows = np.concatenate([s.held.rows for s in states])
-    members = np.concatenate([s.held.members for s in states])
-    return {
-        "batches_taken": encode_column(s.batches_taken for s in states),
-        "held": encode_column(len(s.held.rows) for s in states),
-        "held_rows": [encode_column(column) for column in rows.T],
-        "held_members": [encode_column(column) for column in members.T],
-    }
-
-
-def _read_held(entry: State, lanes: int) -> list[tuple[Held, int]]:
-    if "held" not in entry:
-        return [(NOTHING_HELD, 0)] * lanes
-    rows, members = (np.stack([_decode(column) for column in entry[name]], axis=1) for name in _HELD)
-    ends = np.cumsum(decode_column(entry["held"]))
-    firsts = np.concatenate(([0], np.cumsum(rows[:, 1])))
-    out = []
-    for end, size, taken in zip(
-        ends.tolist(), decode_column(entry["held"]), decode_column(entry["batches_taken"]), strict=True
-    ):
-        of_lane = slice(int(firsts[end - size]), int(firsts[end]))
-        out.append((Held(rows[end - size : end], members[of_lane]), taken))
-    return out
-
-
-def read_lanes(document: State) -> dict[int, LaneState]:
-    """Return the lanes of a document by number."""
-    entry = document["lanes"]
-    names = ("numbers", "microbatches", "draws", "taken", "origins")
-    numbers, microbatches, draws, taken, origins = (decode_column(entry[name]) for name in names)
-    buffers = decode_column(entry["buffers"]) if "buffers" in entry else [0] * len(numbers)
-    leaf_draws = decode_column(entry["leaf_draws"])
-    leaves = len(document["leaves"]["identities"])
-    held = _read_held(entry, len(numbers))
-    columns = zip(numbers, microbatches, draws, taken, origins, held, buffers, strict=True)
-    return {
-        number: LaneState(m, draw, t, tuple(leaf_draws[i * leaves : (i + 1) * leaves]), origin, rows, batches, buffer)
-        for i, (number, m, draw, t, origin, (rows, batches), buffer) in enumerate(columns)
-    }
+# Reading -------------------------------------------------------------------------------------------------------------
 
 
 def check_format(state: Any) -> State:
-    """Return the document if this version can read it.
+    """Return the document if this version can read it, and nobody has changed it.
 
     Raises:
         StateFormatError: It is none, or damaged.
@@ -213,24 +176,277 @@ def check_format(state: Any) -> State:
             "another order. Begin at the step where it was saved: get_savable_loader(..., start_at=STEP)"
         )
     if not isinstance(state, dict) or state.get("format") != FORMAT:
-        found = state.get("format") if isinstance(state, dict) else type(state).__name__
-        raise StateFormatError(f"not a state of energon_bridge: expected format {FORMAT!r}, found {found!r}")
+        found = _shown(state.get("format")) if isinstance(state, dict) else repr(type(state).__name__)
+        raise StateFormatError(f"not a state of energon_bridge: expected format {FORMAT!r}, found {found}")
     version = state.get("format_version")
-    if not isinstance(version, int) or version > FORMAT_VERSION:
+    if type(version) is not int or version < 1:
+        raise damaged("format_version", f"should be a whole number of at least 1, found {_shown(version)}")
+    if version > FORMAT_VERSION:
         raise StateVersionError(
-            f"the state has format version {version!r}, this version of energon_bridge reads up to {FORMAT_VERSION}: "
+            f"the state has format version {version}, this version of energon_bridge reads up to {FORMAT_VERSION}: "
             "upgrade energon_bridge"
         )
     order = state.get("order_version")
+    if type(order) is not int:
+        raise damaged("order_version", f"should be a whole number, found {_shown(order)}")
     if order != ORDER_VERSION:
         raise OrderVersionError(
-            f"the state was written under order version {order!r}, this version of energon_bridge orders samples by "
+            f"the state was written under order version {order}, this version of energon_bridge orders samples by "
             f"version {ORDER_VERSION}: resume with the version that wrote it, or start a new run"
         )
-    missing = {*_OF_THE_RUN, "microbatches", "leaves", "lanes"} - state.keys()
+    missing = _REQUIRED - state.keys()
     if missing:
         raise StateFormatError(f"the state is damaged: it has no {', '.join(sorted(missing))}")
+    if version >= _FIRST_WITH_CHECKSUM or "checksum" in state:
+        try:
+            expected = _checksum(state)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise damaged("a field", f"holds what no state holds ({_shown(str(error))})") from error
+        if state.get("checksum") != expected:
+            raise damaged("checksum", f"is {_shown(state.get('checksum'))}, the content gives {expected!r}")
     return state
+
+
+def read(state: Any) -> SavedRun:
+    """Return what a state says.
+
+    Raises:
+        StateFormatError: It is none, or damaged; names the field.
+        StateVersionError: It was written in a newer format.
+        OrderVersionError: It was written under other rules of order.
+    """
+    document = check_format(state)
+    kind = document["kind"]
+    if kind not in _KINDS:
+        raise damaged("kind", f"should be one of {', '.join(_KINDS)}, found {_shown(kind)}")
+    numbers = {name: _number(document[name], name, *ends) for name, ends in _NUMBERS.items()}
+    settings = _read_settings(document["settings"])
+    leaves = read_leaves(document)
+    active = sum(not leaf["parked"] for leaf in leaves)
+    changes = _read_weights(document["weights"], active)
+    lanes = _read_lanes(_entries(document["lanes"], "lanes"), leaves, numbers["num_lanes"])
+    weights = document["weights"]
+    return SavedRun(
+        kind=kind, **numbers, settings=settings, weights=weights, changes=changes, leaves=leaves, lanes=lanes
+    )
+
+
+def read_lanes(document: State) -> dict[int, LaneState]:
+    """Return the lanes of a document by number."""
+    return read(document).lanes
+
+
+def read_leaves(document: State) -> list[State]:
+    """Return the leaves of a document, as `SavedRun` has them."""
+    entry = _entries(document["leaves"], "leaves")
+    identities = _entry(entry, "identities", "leaves")
+    if not isinstance(identities, list) or not all(isinstance(identity, str) for identity in identities):
+        raise damaged("leaves.identities", "should be a list of strings")
+    if len(set(identities)) != len(identities):
+        raise damaged("leaves.identities", "should name each leaf once")
+    size = len(identities)
+    parked = _number(_entry(entry, "parked", "leaves"), "leaves.parked", 0, size)
+    columns: dict[str, Sequence[Any]] = {
+        name: decode_text(_entry(entry, f"{name}s", "leaves"), size, f"leaves.{name}s") for name in _TEXTS
+    }
+    samples = decode_column(_entry(entry, "num_samples", "leaves"), size, "leaves.num_samples")
+    columns["num_samples"] = _in_range(samples, "leaves.num_samples", 1, LARGEST).tolist()
+    blocks = decode_column(_entry(entry, "blocks", "leaves"), size, "leaves.blocks")
+    columns["block"] = _in_range(blocks, "leaves.blocks", 0, 1 << 32).tolist()
+    columns["identity"] = identities
+    columns["parked"] = [number >= size - parked for number in range(size)]
+    counted = _entries(_entry(entry, "counts", "leaves"), "leaves.counts")
+    counts = []
+    for name in COUNTERS:
+        where = f"leaves.counts.{name}"
+        counts.append(decode_column(_entry(counted, name, "leaves.counts"), size, where))
+        _in_range(counts[-1], where, 0, _MOST_COUNTED)
+    columns["counts"] = [dict(zip(COUNTERS, row, strict=True)) for row in np.stack(counts, axis=1).tolist()]
+    leaves = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    for leaf in leaves:
+        if not _SHARE.fullmatch(leaf["share"]):
+            raise damaged("leaves.shares", f"should hold fractions, found {_shown(leaf['share'])}")
+        first, last = _lines(leaf)
+        if last - first != leaf["num_samples"]:
+            raise damaged("leaves.subsets", f"has {_shown(leaf['subset'])} for {leaf['num_samples']} samples")
+    return leaves
+
+
+def _lines(leaf: State) -> tuple[int, int]:
+    """Return where the samples of a leaf begin and end in its dataset."""
+    if not leaf["subset"]:
+        return 0, leaf["num_samples"]
+    found = _SUBSET.fullmatch(leaf["subset"])
+    if found is None:
+        raise damaged("leaves.subsets", f"should hold ranges like '10:20', found {_shown(leaf['subset'])}")
+    return int(found[1]), int(found[2])
+
+
+def _read_lanes(entry: State, leaves: Sequence[State], num_lanes: int) -> dict[int, LaneState]:
+    where = "lanes.numbers"
+    numbers = decode_column(_entry(entry, "numbers", "lanes"), num_lanes, where, at_most=True)
+    if len(_in_range(numbers, where, 0, num_lanes - 1)) > 1 and np.diff(numbers).min() <= 0:
+        raise damaged(where, "should rise")
+    size = len(numbers)
+    columns: dict[str, list[int]] = {}
+    for name, column in LANE_COLUMNS.items():
+        if column.optional and column.name not in entry:
+            columns[name] = [0] * size
+            continue
+        where = f"lanes.{column.name}"
+        values = decode_column(_entry(entry, column.name, "lanes"), size, where)
+        columns[name] = _in_range(values, where, 0, column.most).tolist()
+    where = "lanes.leaf_draws"
+    draws = decode_column(_entry(entry, "leaf_draws", "lanes"), size * len(leaves), where)
+    draws = _in_range(draws, where, 0, LARGEST).reshape(size, len(leaves))
+    if (draws.sum(axis=1) > columns["draw"]).any():
+        raise damaged(where, "has more draws from the leaves than the lane made")
+    held = _read_held(entry, leaves, size)
+    return {
+        number: LaneState(leaf_draws=tuple(of_leaves), held=rows, **dict(zip(columns, values, strict=True)))
+        for number, of_leaves, rows, *values in zip(
+            numbers.tolist(), draws.tolist(), held, *columns.values(), strict=True
+        )
+    }
+
+
+def _read_held(entry: State, leaves: Sequence[State], lanes: int) -> list[Held]:
+    if "held" not in entry:
+        return [NOTHING_HELD] * lanes
+    sizes = _in_range(decode_column(entry["held"], lanes, "lanes.held"), "lanes.held", 0, 1 << 32)
+    total = int(sizes.sum())
+    rows = _read_array(entry, "held_rows", 3, total)
+    _in_range(rows[:, 0], "lanes.held_rows[0]", 0, max(Stage))
+    _in_range(rows[:, 1], "lanes.held_rows[1]", 1, 1 << 32)
+    _in_range(rows[:, 2], "lanes.held_rows[2]", -1, 1 << 32)
+    members = _read_array(entry, "held_members", 4, int(rows[:, 1].sum()))
+    active = [leaf for leaf in leaves if not leaf["parked"]]
+    of_leaf = _in_range(members[:, 0], "lanes.held_members[0]", 0, len(active) - 1)
+    ends = np.array([_lines(leaf) for leaf in active], dtype=np.int64).reshape(-1, 2)
+    outside = (members[:, 1] < ends[of_leaf, 0]) | (members[:, 1] >= ends[of_leaf, 1])
+    if outside.any():
+        leaf, sample = members[outside][0, :2].tolist()
+        first, last = _lines(active[leaf])
+        raise damaged(
+            "lanes.held_members[1]",
+            f"names sample {sample} of {active[leaf]['path'][:200]}, which has samples {first} to {last - 1}",
+        )
+    _in_range(members[:, 2], "lanes.held_members[2]", 0, LARGEST)
+    _in_range(members[:, 3], "lanes.held_members[3]", 0, 1 << 32)
+    starts = np.concatenate(([0], np.cumsum(rows[:, 1])))
+    last_rows = np.cumsum(sizes).tolist()
+    return [
+        Held(rows[end - size : end], members[starts[end - size] : starts[end]])
+        for end, size in zip(last_rows, sizes.tolist(), strict=True)
+    ]
+
+
+def _read_array(entry: State, name: str, width: int, size: int) -> IntArray:
+    columns = _entry(entry, name, "lanes")
+    if not isinstance(columns, list) or len(columns) != width:
+        raise damaged(f"lanes.{name}", f"should be a list of {width} columns")
+    parts = [decode_column(column, size, f"lanes.{name}[{i}]") for i, column in enumerate(columns)]
+    return np.stack(parts, axis=1)
+
+
+def _read_settings(settings: Any) -> State:
+    entries = _entries(settings, "settings")
+    for name, value in entries.items():
+        if name in _SETTINGS and value is not None:
+            _number(value, f"settings.{name}", *_SETTINGS[name])
+        elif not isinstance(value, (str, int, float, bool, list, tuple, type(None))):
+            raise damaged(f"settings.{name}", f"should be a plain value, found a {type(value).__name__}")
+    _entry(entries, "seed", "settings")
+    return entries
+
+
+def _read_weights(weights: Any, leaves: int) -> ChangedWeights:
+    if not isinstance(weights, (list, tuple)):
+        raise damaged("weights", f"should be a list, found a {type(weights).__name__}")
+    for change in weights:
+        if not isinstance(change, (list, tuple)) or len(change) != 2 or not isinstance(change[1], (list, tuple)):
+            raise damaged("weights", "should hold pairs of a global draw and a list of weights")
+        _number(change[0], "weights", 0, LARGEST)
+        if len(change[1]) != leaves:
+            raise damaged("weights", f"has {len(change[1])} weights for {leaves} leaves")
+    try:
+        changes = read_changes(weights)
+    except (ConfigurationError, MetadataError, TypeError, ValueError, ArithmeticError) as error:
+        raise damaged("weights", f"cannot be read ({_shown(str(error))})") from error
+    starts = [start for start, _ in changes]
+    if any(later <= start for start, later in pairwise(starts)):
+        raise damaged("weights", "should be in order of their draws")
+    return changes
+
+
+def _entries(value: Any, field: str) -> State:
+    if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
+        raise damaged(field, f"should be a dict with names, found {_shown(value)}")
+    return value
+
+
+def _entry(entries: State, name: str, where: str) -> Any:
+    if name not in entries:
+        raise damaged(f"{where}.{name}", "is missing")
+    return entries[name]
+
+
+def _number(value: Any, field: str, least: int, most: int) -> int:
+    if type(value) is not int:
+        raise damaged(field, f"should be a whole number, found {_shown(value)}")
+    if not least <= value <= most:
+        raise damaged(field, f"should be a number from {least} to {most}, found {_shown(value)}")
+    return value
+
+
+def _in_range(values: IntArray, field: str, least: int, most: int) -> IntArray:
+    wrong = (values < least) | (values > most)
+    if wrong.any():
+        raise damaged(field, f"should have numbers from {least} to {most}, found {int(values[wrong][0])}")
+    return values
+
+
+def _shown(value: Any) -> str:
+    """Return a value for a message: short, whatever it is."""
+    if type(value) is int and abs(value) >= 1 << 128:
+        return f"a number of {value.bit_length()} bits"
+    return repr(value)[:200] if isinstance(value, (str, int, float, type(None))) else f"a {type(value).__name__}"
+
+
+# Merging -------------------------------------------------------------------------------------------------------------
+
+
+def read_all(states: Sequence[Any]) -> SavedRun:
+    """Return what the states of some or all ranks of a run say together; each is unpacked once.
+
+    Raises:
+        StepMismatchError: They stand at different microbatches.
+        StateFormatError: They belong to different runs, or one is damaged.
+    """
+    if not states:
+        raise StateFormatError("no state given")
+    runs = [read(state) for state in states]
+    first = runs[0]
+    if len(runs) == 1:
+        return first
+    lanes: dict[int, LaneState] = {}
+    counts = [dict.fromkeys(COUNTERS, 0) for _ in first.leaves]
+    for number, run in enumerate(runs):
+        if run.microbatches != first.microbatches:
+            raise StepMismatchError(
+                f"the states were saved at different steps: state 0 after {first.microbatches} microbatches of the "
+                f"run, state {number} after {run.microbatches}; take the states of one checkpoint"
+            )
+        if difference := _difference(first, run):
+            raise StateFormatError(f"state {number} belongs to another run than state 0: {difference}")
+        fresh = not lanes.keys() & run.lanes.keys()
+        lanes |= run.lanes
+        if fresh:
+            for total, leaf in zip(counts, run.leaves, strict=True):
+                for name in COUNTERS:
+                    total[name] += leaf["counts"][name]
+    leaves = [leaf | {"counts": counted} for leaf, counted in zip(first.leaves, counts, strict=True)]
+    return replace(first, leaves=leaves, lanes=lanes)
 
 
 def merge(states: Sequence[Any]) -> State:
@@ -238,129 +454,21 @@ def merge(states: Sequence[Any]) -> State:
 
     Raises:
         StepMismatchError: They stand at different microbatches.
-        StateFormatError: They belong to different runs.
+        StateFormatError: They belong to different runs, or one is damaged.
     """
-    documents = [check_format(state) for state in states]
-    if not documents:
-        raise StateFormatError("no state given")
-    first = documents[0]
-    lanes: dict[int, LaneState] = {}
-    leaves = read_leaves(first)
-    counts = [[0] * len(COUNTERS) for _ in leaves]
-    for number, document in enumerate(documents):
-        if document["microbatches"] != first["microbatches"]:
-            raise StepMismatchError(
-                f"the states were saved at different steps: state 0 after {first['microbatches']} microbatches of the "
-                f"run, state {number} after {document['microbatches']}; take the states of one checkpoint"
-            )
-        same = all(document[name] == first[name] for name in _OF_THE_RUN)
-        if not same or document["leaves"]["identities"] != first["leaves"]["identities"]:
-            raise StateFormatError(
-                f"state {number} belongs to another run than state 0: {_difference(first, document)}"
-            )
-        known = read_lanes(document)
-        fresh = not lanes.keys() & known.keys()
-        lanes |= known
-        if fresh:
-            own = (leaf["counts"].values() for leaf in read_leaves(document))
-            counts = [[a + b for a, b in zip(*pair, strict=True)] for pair in zip(counts, own, strict=True)]
-    parked = sum(leaf["parked"] for leaf in leaves)
-    return first | {"lanes": write_lanes(lanes), "leaves": write_leaves(leaves, counts, parked)}
+    saved = read_all(states)
+    if len(states) == 1:
+        document: State = states[0]
+        return document
+    return write(saved)
 
 
-def _difference(a: State, b: State) -> str:
-    names = [name for name in a["settings"] if a["settings"][name] != b["settings"].get(name)]
-    others = [name for name in _OF_THE_RUN[1:] if a[name] != b[name]] or ["leaves"]
-    return ", ".join(f"{n}: {a['settings'][n]!r} and {b['settings'].get(n)!r}" for n in names) or ", ".join(others)
-
-
-def check_fits(document: State, kind: str, settings: State, leaves: list[State], *, adapt: bool = False) -> list[str]:
-    """Refuse a document that does not belong to a dataset and its settings; return what differs in the mix.
-
-    Args:
-        document: The state.
-        kind, settings, leaves: Of this run.
-        adapt: Let the mix differ.
-
-    Raises:
-        SplitMismatchError, DatasetMismatchError: Other data.
-        SettingMismatchError: A setting that the order depends on differs (seed, batch size and slice size have classes
-            of their own).
-    """
-    if document["kind"] != kind:
-        raise StateFormatError(f"the state is of a {document['kind']} stream, this loader delivers a {kind} one")
-    saved_leaves = [leaf for leaf in read_leaves(document) if not leaf["parked"]]
-    if not adapt and [leaf["split_part"] for leaf in saved_leaves] != [leaf["split_part"] for leaf in leaves]:
-        _refuse_split(saved_leaves, leaves)
-    difference = diff_leaves(saved_leaves, leaves)
-    of_the_mix = []
-    for name in sorted(settings.keys() | document["settings"].keys(), key=lambda n: (n not in _SETTING_ERRORS, n)):
-        then, now = document["settings"].get(name), settings.get(name)
-        if then == now:
-            continue
-        if name in _OF_THE_MIX and (adapt or difference):  # of another mix the leaves say more
-            of_the_mix.append(f"~ {name}: {then} is {now} now")
-            continue
-        raise _SETTING_ERRORS.get(name, SettingMismatchError)(
-            f"the state was saved with {name}={then!r}, this run has {name}={now!r}: "
-            f"{_AFFECTED.get(name, 'the order of samples')} depends on it; set {name}={then!r} to resume, or start a "
-            "new run"
-        )
-    if difference and not adapt:
-        raise DatasetMismatchError(
-            "the state belongs to other data (- in the state, + in this run):\n"
-            + "\n".join(f"  {line}" for line in difference)
-            + "\nWhat counts is the content: shards, their sample counts and sizes, excludes, dataset.yaml and the "
-            "names of aux stores. Restore "
-            'the data and weights that the run was started with, resume with on_mismatch="adapt" to go on with the new '
-            "mix, or start a new run"
-        )
-    return difference + of_the_mix
-
-
-def _refuse_split(saved: Sequence[State], here: Sequence[State]) -> None:
-    """Raise where the same datasets are read, in other split parts."""
-    for then, now in zip(saved, here, strict=False):
-        if then["split_part"] != now["split_part"] and (len(saved) == len(here) == 1 or then["path"] == now["path"]):
-            raise SplitMismatchError(
-                f"the state belongs to split {then['split_part']!r} of {then['path']}, this run reads split "
-                f"{now['split_part']!r} of {now['path']}"
-            )
-
-
-def diff_leaves(saved: Sequence[State], here: Sequence[State]) -> list[str]:
-    """Return what differs between two tables of leaves, a line each: added, removed, reweighted, content changed."""
-    then, now = ({leaf["identity"]: leaf for leaf in table} for table in (saved, here))
-    lines = []
-    paths = {leaf["path"]: leaf for identity, leaf in now.items() if identity not in then}
-    for identity, leaf in then.items():
-        if identity in now:
-            if leaf["share"] != now[identity]["share"]:
-                lines.append(f"~ {_describe(leaf)}: weight {leaf['share']} is {now[identity]['share']} now")
-        elif leaf["path"] in paths:
-            lines.append(f"- {_describe(leaf)}\n  + {_describe(paths.pop(leaf['path']))}: the content changed")
-        else:
-            lines.append(f"- {_describe(leaf)}")
-    return lines + [f"+ {_describe(leaf)}" for leaf in paths.values()]
-
-
-def _describe(leaf: State) -> str:
-    return f"{leaf['path']} [{leaf['split_part']}], {leaf['num_samples']} samples, identity {leaf['identity']}"
-
-
-def check_lanes(lanes: Mapping[int, LaneState], wanted: Iterable[int], microbatches: int, num_lanes: int) -> None:
-    """Refuse a union of states in which lanes are missing or do not stand where the run stands."""
-    missing = [lane for lane in wanted if lane not in lanes]
-    if missing:
-        raise MissingRankError(
-            f"the state holds {len(lanes)} of {num_lanes} lanes; this rank needs lanes {missing[:8]}"
-            f"{' …' if len(missing) > 8 else ''}: the states of some ranks are missing, restore from the states of all "
-            "ranks of the checkpoint (a list of them, or save_state_global)"
-        )
-    for lane, state in lanes.items():
-        expected = microbatches_before(lane, microbatches, num_lanes)
-        if state.microbatches != expected:
-            raise StateFormatError(
-                f"the state is damaged: lane {lane} has delivered {state.microbatches} microbatches, a run at "
-                f"microbatch {microbatches} has {expected} of it"
-            )
+def _difference(a: SavedRun, b: SavedRun) -> str:
+    """Return which settings differ, or else what; nothing where two states are of one run."""
+    names = [name for name in sorted(a.settings.keys() | b.settings) if a.settings.get(name) != b.settings.get(name)]
+    if names:
+        return ", ".join(f"{n}: {_shown(a.settings.get(n))} and {_shown(b.settings.get(n))}" for n in names)
+    others = [name for name in _OF_THE_RUN if name != "settings" and getattr(a, name) != getattr(b, name)]
+    if [leaf["identity"] for leaf in a.leaves] != [leaf["identity"] for leaf in b.leaves]:
+        others.append("leaves")
+    return ", ".join(others)

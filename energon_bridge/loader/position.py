@@ -15,11 +15,11 @@ import torch
 
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.loader import document as doc
+from energon_bridge.loader.fits import check_fits, check_lanes
 from energon_bridge.loader.listing import listing_of_pass
 from energon_bridge.loader.summary import leaf_rows
-from energon_bridge.loader.weights import ChangedWeights, GivenWeights, read_changes, write_changes
+from energon_bridge.loader.weights import ChangedWeights, GivenWeights, write_changes
 from energon_bridge.mix import parse_weight
-from energon_bridge.plan.leaf import ORDER_VERSION
 from energon_bridge.stream.finite import Listing
 from energon_bridge.stream.state import COLUMNS, COUNTERS, Counts, Held, LaneState, Produced
 from energon_bridge.topology import Ownership, WorkerConfig, first_microbatch, microbatches_before
@@ -207,35 +207,41 @@ class Position:
         waited in a state, in the listing of a pass, or beyond `WorkerConfig.held_bytes`.
         """
         again = [row[-1] for row in self._counts] + [0] * len(self._parked)
-        rows = leaf_rows(self.document())
+        rows = leaf_rows(self.saved())
         return [row | {"encoded_again": number} for row, number in zip(rows, again, strict=True)]
 
     def document(self) -> doc.State:
         """Return the state of this rank."""
-        states = {}
-        nothing_parked = (0,) * len(self._parked)
-        for lane in self.own_lanes:
-            s = self.lane_state(lane)
-            draws = s.leaf_draws + self._parked_draws.get(lane, nothing_parked)
-            states[lane] = dataclasses.replace(s, leaf_draws=draws)
-        counts = [*self._counts, *(list(row["counts"].values()) for row in self._parked)]
-        return {
-            "format": doc.FORMAT,
-            "format_version": doc.FORMAT_VERSION,
-            "order_version": ORDER_VERSION,
-            "kind": self._spec.kind,
-            "num_lanes": self.units.num_lanes,
-            "microbatches": self.microbatches,
-            "epoch": self.epoch,
-            "epoch_steps": self.epoch_steps,
-            "settings": dict(self.units.settings),
-            "weights": write_changes(self._changes),
-            "leaves": doc.write_leaves([*self.units.table, *self._parked], counts, len(self._parked)),
-            "lanes": doc.write_lanes(states),
-        }
+        return doc.write(self.saved())
 
-    def restore(self, document: doc.State, on_mismatch: OnMismatch) -> None:
-        """Stand where a document says; nothing changes if it does not fit.
+    def saved(self) -> doc.SavedRun:
+        """Return what the state of this rank says."""
+        lanes = {lane: self.lane_state(lane) for lane in self.own_lanes}
+        if self._parked:
+            nothing = (0,) * len(self._parked)
+            lanes = {
+                lane: dataclasses.replace(s, leaf_draws=s.leaf_draws + self._parked_draws.get(lane, nothing))
+                for lane, s in lanes.items()
+            }
+        leaves = [
+            row | {"counts": dict(zip(COUNTERS, counts, strict=False)), "parked": False}
+            for row, counts in zip(self.units.table, self._counts, strict=True)
+        ]
+        return doc.SavedRun(
+            kind=self._spec.kind,
+            num_lanes=self.units.num_lanes,
+            microbatches=self.microbatches,
+            epoch=self.epoch,
+            epoch_steps=self.epoch_steps,
+            settings=dict(self.units.settings),
+            weights=write_changes(self._changes),
+            changes=self._changes,
+            leaves=[*leaves, *self._parked],
+            lanes=lanes,
+        )
+
+    def restore(self, saved: doc.SavedRun, on_mismatch: OnMismatch) -> None:
+        """Stand where a state says; nothing changes if it does not fit.
 
         Raises:
             StateError: One of its subclasses, saying what does not fit.
@@ -243,19 +249,17 @@ class Position:
         if on_mismatch not in get_args(OnMismatch):
             raise ConfigurationError(f'on_mismatch must be "refuse" or "adapt", got {on_mismatch!r}')
         config, spec = self._config, self._spec
-        num_lanes = self.units.num_lanes if spec.finite else document["num_lanes"]  # a pass is the same on any ranks
-        changes = read_changes(document["weights"])
-        saved = doc.read_leaves(document)
-        blocks = {row["identity"]: int(row["block"]) for row in saved}
+        num_lanes = self.units.num_lanes if spec.finite else saved.num_lanes  # a pass is the same on any ranks
+        changes = saved.changes
+        blocks = {row["identity"]: row["block"] for row in saved.leaves}
         units = spec.units(config, num_lanes, blocks=blocks)
-        difference = doc.check_fits(
-            document, spec.kind, units.settings, units.table, adapt=on_mismatch == "adapt" and spec.kind == "train"
+        difference = check_fits(
+            saved, spec.kind, units.settings, units.table, adapt=on_mismatch == "adapt" and spec.kind == "train"
         )
-        microbatches = document["microbatches"]
+        microbatches, lanes = saved.microbatches, saved.lanes
         ownership = Ownership(num_lanes, config.dp_size, microbatches)
-        lanes = doc.read_lanes(document)
         if not spec.finite:
-            doc.check_lanes(lanes, ownership.lanes_of(config.dp_rank), microbatches, num_lanes)
+            check_lanes(lanes, ownership.lanes_of(config.dp_rank), microbatches, num_lanes)
         if config.num_lanes not in (None, num_lanes):
             logger.info("num_lanes=%d comes from the state; the configuration says %s", num_lanes, config.num_lanes)
         if difference:
@@ -266,11 +270,11 @@ class Position:
         if changes:
             units = spec.units(config, num_lanes, changes, blocks)
         self.units, self.ownership, self._changes, self._blocks = units, ownership, changes, blocks
-        self.microbatches, self.epoch = microbatches, document["epoch"]
-        self.epoch_steps = document["epoch_steps"]
+        self.microbatches, self.epoch = microbatches, saved.epoch
+        self.epoch_steps = saved.epoch_steps
         # Counts belong to the run: one rank carries what several had counted.
         whole = len(lanes) == len(self.own_lanes)
-        self._take_over(saved, lanes, counts=whole or config.dp_rank == 0, changed=bool(difference))
+        self._take_over(saved.leaves, lanes, counts=whole or config.dp_rank == 0, changed=bool(difference))
 
     def _take_over(self, saved: list[doc.State], lanes: dict[int, LaneState], *, counts: bool, changed: bool) -> None:
         """Give each leaf where it stood in the saved state; new ones start, and those that are gone are parked."""
@@ -280,26 +284,28 @@ class Position:
         relative = self._spec.mode in ("repetitions", "concat")
         self.lanes, self._parked_draws = {}, {}
         for number, state in lanes.items():
-            draws = tuple(0 if old is None else state.leaf_draws[old] for old in kept)
+            self._parked_draws[number] = tuple([state.leaf_draws[old] for old in gone])
+            draws = tuple([0 if old is None else state.leaf_draws[old] for old in kept])
+            if not changed:
+                self.lanes[number] = (
+                    state if draws == state.leaf_draws else dataclasses.replace(state, leaf_draws=draws)
+                )
+                continue
             # What is left of a draw cannot be had where the mix no longer says which leaf it was of: it comes again.
-            draw = state.draw + (state.taken > 0) if changed else state.draw
-            origin = (draw if relative else 0) if changed else state.origin
-            taken, held = (0, _renumbered(state.held, kept)) if changed else (state.taken, state.held)
-            self.lanes[number] = LaneState(
-                state.microbatches,
-                draw,
-                taken,
-                draws,
-                origin,
-                held,
-                0 if changed else state.batches_taken,
-                state.buffer,
+            draw = state.draw + (state.taken > 0)
+            self.lanes[number] = dataclasses.replace(
+                state,
+                draw=draw,
+                taken=0,
+                leaf_draws=draws,
+                origin=draw if relative else 0,
+                held=_renumbered(state.held, kept),
+                batches_taken=0,
             )
-            self._parked_draws[number] = tuple(state.leaf_draws[old] for old in gone)
         nothing = dict.fromkeys(COUNTERS, 0)
         given = (nothing if old is None or not counts else saved[old]["counts"] for old in kept)
         self._counts = [[*row.values(), *[0] * (len(COLUMNS) - len(COUNTERS))] for row in given]
-        self._parked = [saved[old] | ({} if counts else {"counts": nothing}) for old in gone]
+        self._parked = [saved[old] | {"parked": True} | ({} if counts else {"counts": nothing}) for old in gone]
 
 
 def _renumbered(held: Held, kept: Sequence[int | None]) -> Held:

@@ -280,9 +280,9 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         Raises:
             StateError: One of its subclasses, saying what does not fit.
         """
-        document = doc.merge(state if isinstance(state, (list, tuple)) else [state])
+        saved = doc.read_all(state if isinstance(state, (list, tuple)) else [state])
         before = self._position.units.num_lanes
-        self._position.restore(document, on_mismatch or self.on_mismatch)
+        self._position.restore(saved, on_mismatch or self.on_mismatch)
         self._stop()
         self._last, self._resumed = None, True
         if self._position.units.num_lanes != before:

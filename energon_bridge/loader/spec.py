@@ -181,6 +181,8 @@ class DatasetSpec:
             blocks: `LeafOrder.block` of the leaves of a state by identity: a leaf keeps it when the mix changes.
         """
         lanes = num_lanes or config.num_lanes or self._default_lanes(config)
+        if self.finite:  # a pass has no lanes, so any number of ranks may share it
+            lanes = max(lanes, config.dp_size)
         seed = config.seed + config.seed_offset
         settings: dict[str, Any] = {"seed": seed, "batch_size": self.batch_size}
         if self.finite:
@@ -280,7 +282,7 @@ class DatasetSpec:
             "num_samples": leaf.num_samples,
             "subset": "" if leaf.num_samples == leaf.dataset.num_samples else f"{leaf.start}:{leaf.stop}",
             "share": str(leaf.share) if self.kind != "finite" and len(self.leaves) > 1 else "",
-            "block": str(block),
+            "block": block,
         }
 
     def _default_lanes(self, config: WorkerConfig) -> int:

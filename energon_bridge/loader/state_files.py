@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import json
 import os
-import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from energon_bridge.errors import StateError, StateFormatError
-from energon_bridge.loader.document import FORMAT, State, check_format, read_lanes, read_leaves
+from energon_bridge.loader.document import FORMAT, State, read
 
 _MAX_DEPTH = 8
 _USUAL = "dataloader_state_dict"
@@ -38,12 +37,9 @@ def read_states(paths: Sequence[str | os.PathLike[str]]) -> list[State]:
             )
         for state in found:
             try:
-                check_format(state)
-                read_leaves(state), read_lanes(state)
+                read(state)
             except StateError as error:
                 raise type(error)(f"{os.fspath(path)}: {error}") from error
-            except (KeyError, TypeError, ValueError, AttributeError, zlib.error) as error:
-                raise StateFormatError(f"{os.fspath(path)}: the state is damaged: {error!r}") from error
             if state not in states:
                 states.append(state)
     return states

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from energon_bridge.loader.document import State, diff_leaves, read_lanes, read_leaves
+from energon_bridge.loader.document import SavedRun, State, read
+from energon_bridge.loader.fits import diff_leaves
 from energon_bridge.stream.state import COUNTERS
 
 _RUN_SETTINGS = ("kind", "num_lanes")
 
 
-def leaf_rows(document: State) -> list[State]:
+def leaf_rows(saved: SavedRun) -> list[State]:
     """Return a row of plain values for each leaf of a state, parked ones last.
 
     Returns:
@@ -24,10 +25,10 @@ def leaf_rows(document: State) -> list[State]:
         (delivered), skipped, errors, excluded, bytes, and of samples too long for a pack: dropped, truncated, split and
         pieces.
     """
-    lanes = read_lanes(document).values()
+    lanes = saved.lanes.values()
     rows = []
-    for number, leaf in enumerate(read_leaves(document)):
-        draws = sum(lane.leaf_draws[number] for lane in lanes) if document["kind"] == "train" else None
+    for number, leaf in enumerate(saved.leaves):
+        draws = sum(lane.leaf_draws[number] for lane in lanes) if saved.kind == "train" else None
         names = ("identity", "path", "split_part", "subset", "share", "num_samples", "parked")
         row = {name: leaf[name] for name in names}
         row["draws"] = draws
@@ -38,9 +39,13 @@ def leaf_rows(document: State) -> list[State]:
 
 def summarize(document: State) -> State:
     """Return what a state says as plain values: versions, position, lanes, settings, changed weights and leaves."""
-    lanes = read_lanes(document)
-    rows = leaf_rows(document)
-    endless = document["kind"] == "train"
+    return _summary(document, read(document))
+
+
+def _summary(document: State, saved: SavedRun) -> State:
+    lanes = saved.lanes
+    rows = leaf_rows(saved)
+    endless = saved.kind == "train"
     missing = sorted(set(range(document["num_lanes"])) - lanes.keys()) if endless else []
     names = ("format", "format_version", "order_version", "kind", "num_lanes", "microbatches")
     return {
@@ -62,7 +67,7 @@ def summarize(document: State) -> State:
 
 def rank_of(document: State) -> tuple[int, int] | None:
     """Return rank and number of ranks of the state of one rank, as far as its lanes tell; else None."""
-    numbers = sorted(read_lanes(document))
+    numbers = sorted(read(document).lanes)
     count = document["num_lanes"]
     if len(numbers) == count or not numbers:
         return None
@@ -79,9 +84,10 @@ def difference(then: State, now: State) -> State:
 
     Draws and counters are compared for the leaves that both have, where both hold the same lanes; else they are None.
     """
-    before, after = summarize(then), summarize(now)
+    runs = read(then), read(now)
+    before, after = _summary(then, runs[0]), _summary(now, runs[1])
     whole = before["missing_lanes"] == after["missing_lanes"]
-    saved, here = ([leaf for leaf in read_leaves(d) if not leaf["parked"]] for d in (then, now))
+    saved, here = ([leaf for leaf in run.leaves if not leaf["parked"]] for run in runs)
     progress = []
     old = {row["identity"]: row for row in before["leaves"]}
     for row in after["leaves"]:

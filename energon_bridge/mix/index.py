@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 from energon_bridge.errors import MetadataError
 from energon_bridge.format.dataset import FINGERPRINT_VERSION
 from energon_bridge.format.documents import parse_document
-from energon_bridge.format.nvmeta import DEFAULT_SPLIT_CONFIG, INFO_JSON, INFO_YAML, META_FOLDER, SPLIT_JSON
+from energon_bridge.format.nvmeta import DEFAULT_SPLIT_CONFIG, INFO_JSON, INFO_YAML, SPLIT_JSON, meta_path
 from energon_bridge.mix.paths import split_path, user_cache
 from energon_bridge.storage import open_store
 
@@ -204,7 +204,7 @@ def stamps_of(place: Place) -> list[Stamp]:
 
 def _stamp(path: str, name: str) -> Stamp:
     try:
-        status = os.stat(f"{path}/{META_FOLDER}/{name}")
+        status = os.stat(f"{path}/{meta_path(name)}")
     except OSError:
         return [name]
     return [name, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]

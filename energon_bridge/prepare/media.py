@@ -140,6 +140,24 @@ def _collect(
 
     The rows go to a file of their own first: the processes are still reading the index.
     """
+    try:
+        return _collect_rows(index, media, measure, items, num_workers=num_workers, progress=progress)
+    except sqlite3.Error as error:
+        raise StorageError(
+            f"{index}: cannot write the media metadata: {error}. Is there room on the disk, and in "
+            f"{tempfile.gettempdir()}?"
+        ) from error
+
+
+def _collect_rows(
+    index: str,
+    media: MediaFilter,
+    measure: Callable[[Item], Found],
+    items: Sequence[Item],
+    *,
+    num_workers: int,
+    progress: Progress | None,
+) -> IndexedMedia:
     count, failed = 0, []
     with tempfile.TemporaryDirectory(prefix="energon-media-") as folder:
         rows = os.path.join(folder, "rows.sqlite")
@@ -162,17 +180,14 @@ def _collect(
 
 
 def _merge(rows: str, index: str, media: MediaFilter) -> None:
-    try:
-        with closing(sqlite3.connect(index, isolation_level=None)) as connection:
-            connection.execute("PRAGMA journal_mode = OFF")  # the index is still in staging
-            connection.execute("ATTACH ? AS rows", (rows,))
-            connection.execute("BEGIN")
-            create_media_tables(connection)
-            connection.execute("INSERT OR REPLACE INTO main.media_metadata SELECT * FROM rows.media_metadata")
-            note_filter(connection, media.strategy, media.patterns or "")
-            connection.execute("COMMIT")
-    except sqlite3.Error as error:
-        raise StorageError(f"cannot write the media metadata: {error}") from error
+    with closing(sqlite3.connect(index, isolation_level=None)) as connection:
+        connection.execute("PRAGMA journal_mode = OFF")  # the index is still in staging
+        connection.execute("ATTACH ? AS rows", (rows,))
+        connection.execute("BEGIN")
+        create_media_tables(connection)
+        connection.execute("INSERT OR REPLACE INTO main.media_metadata SELECT * FROM rows.media_metadata")
+        note_filter(connection, media.strategy, media.patterns or "")
+        connection.execute("COMMIT")
 
 
 def _measure_shard(store: Store, index: str, media: MediaFilter, shard: tuple[int, str]) -> Found:

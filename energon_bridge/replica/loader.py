@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from energon_bridge.loader.document import read
 from energon_bridge.loader.metrics import flat_metrics
 from energon_bridge.loader.summary import leaf_rows
 from energon_bridge.replica.exchange import Exchange
@@ -119,7 +120,7 @@ class BroadcastLoader:
 
     def counters(self) -> list[State]:
         """Return a row for each leaf with draws, epochs and counters, as `leaf_rows` describes."""
-        return [] if self._state is None else leaf_rows(self._state)
+        return [] if self._state is None else leaf_rows(read(self._state))
 
     def metrics(self) -> dict[str, float]:
         """Return what the source did so far as plain numbers by name; what only the source knows is 0 elsewhere."""

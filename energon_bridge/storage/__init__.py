@@ -13,18 +13,18 @@ from energon_bridge.storage.local import LocalStore, OpenFiles
 __all__ = ["LocalStore", "OpenFiles", "Store", "open_store"]
 
 
-def open_store(url_or_path: str | os.PathLike[str], *, files: OpenFiles | None = None) -> Store:
+def open_store(url_or_path: str | os.PathLike[str], *, files: OpenFiles | None = None, confined: bool = False) -> Store:
     """Bind a folder (`path` or `file://path`) or any fsspec URL (`proto://...`) to a store.
 
     Stores that are given the same `files` keep no more files open together than it allows. Nothing is read yet: a root
-    that does not exist is reported by the first access (DatasetNotFoundError).
+    that does not exist is reported by the first access (DatasetNotFoundError). A store that is `confined` to a local
+    folder reads nothing that symbolic links in it lead out to.
     """
     text = os.fspath(url_or_path)
     protocol, separator, rest = text.partition("://")
-    if not separator:
-        return LocalStore(text, files=files)
-    if protocol == "file":
-        return LocalStore(rest, files=files)
+    if not separator or protocol == "file":
+        path = rest if separator else text
+        return LocalStore(path, files=OpenFiles(inside=os.path.expanduser(path)) if confined else files)
     from energon_bridge.storage.fsspec_store import FsspecStore  # fsspec costs 20 ms that local data need not pay
 
     return FsspecStore(text)

@@ -6,12 +6,23 @@ Invariant: the file system object belongs to one process. After a fork or in a s
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import fsspec
 
-from energon_bridge.errors import ConfigurationError, DatasetNotFoundError, ShardMissingError, StorageError
+from energon_bridge.errors import (
+    ConfigurationError,
+    DatasetNotFoundError,
+    EnergonError,
+    ShardMissingError,
+    StorageError,
+)
 from energon_bridge.storage.base import short_read
+
+_LARGE = 64 << 20
+"""Bytes from which a range is compared with the file's size first: an index may claim anything."""
 
 
 class FsspecStore:
@@ -36,49 +47,45 @@ class FsspecStore:
 
     def check_root(self) -> None:
         """Raise DatasetNotFoundError unless the root is a folder."""
-        fs, path = self._locate("")
-        if not fs.isdir(path):
-            raise DatasetNotFoundError(f"{self.root}: no such folder. Check the URL.")
+        with self._failing(""):
+            fs, path = self._locate("")
+            if not fs.isdir(path):
+                raise DatasetNotFoundError(f"{self.root}: no such folder. Check the URL.")
 
     def size(self, rel: str) -> int:
         """Return the size of `rel` in bytes."""
-        fs, path = self._locate(rel)
-        try:
+        with self._failing(rel):
+            fs, path = self._locate(rel)
             return int(fs.size(path))
-        except OSError as error:
-            raise self._failed(rel, error) from error
 
     def exists(self, rel: str) -> bool:
         """Tell whether `rel` is a file."""
-        fs, path = self._locate(rel)
-        return bool(fs.isfile(path))
+        with self._failing(rel):
+            fs, path = self._locate(rel)
+            return bool(fs.isfile(path))
 
     def read(self, rel: str) -> bytes:
         """Read all of `rel`."""
-        fs, path = self._locate(rel)
-        try:
+        with self._failing(rel):
+            fs, path = self._locate(rel)
             return bytes(fs.cat_file(path))
-        except OSError as error:
-            raise self._failed(rel, error) from error
 
     def read_range(self, rel: str, offset: int, length: int) -> bytes:
         """Read exactly `length` bytes from byte `offset` of `rel`; raises ShortReadError if there are fewer."""
-        fs, path = self._locate(rel)
-        try:
+        with self._failing(rel):
+            fs, path = self._locate(rel)
+            if length > _LARGE and length > (left := max(0, int(fs.size(path)) - offset)):
+                raise short_read(self.url(rel), offset=offset, expected=length, got=left)
             data = bytes(fs.cat_file(path, start=offset, end=offset + length))
-        except OSError as error:
-            raise self._failed(rel, error) from error
         if len(data) != length:
             raise short_read(self.url(rel), offset=offset, expected=length, got=len(data))
         return data
 
     def list(self, suffix: str | tuple[str, ...] = "") -> list[tuple[str, int]]:
         """List (name, bytes) of all files below the root whose name ends with `suffix` (or one of them), sorted."""
-        fs, path = self._locate("")
-        try:
+        with self._failing(""):
+            fs, path = self._locate("")
             found = fs.find(path, detail=True)
-        except OSError as error:
-            raise self._failed("", error) from error
         if not found:
             self.check_root()
         start = len(path.rstrip("/")) + 1
@@ -86,30 +93,24 @@ class FsspecStore:
 
     def write(self, rel: str, data: bytes) -> None:
         """Write `rel` as a whole."""
-        fs, path = self._locate(rel)
-        try:
+        with self._failing(rel, f"write {len(data)} bytes"):
+            fs, path = self._locate(rel)
             fs.makedirs(path.rpartition("/")[0], exist_ok=True)
             fs.pipe_file(path, data)
-        except OSError as error:
-            raise StorageError(f"{self.url(rel)}: cannot write {len(data)} bytes: {error}") from error
 
     def put_file(self, path: str, rel: str) -> None:
         """Write a local file to `rel`."""
-        fs, target = self._locate(rel)
-        try:
+        with self._failing(rel, "write"):
+            fs, target = self._locate(rel)
             fs.makedirs(target.rpartition("/")[0], exist_ok=True)
             fs.put_file(path, target)
-        except OSError as error:
-            raise StorageError(f"{self.url(rel)}: cannot write: {error}") from error
 
     def delete(self, rel: str) -> None:
         """Delete `rel` if it is there."""
-        fs, path = self._locate(rel)
-        try:
+        with self._failing(rel, "delete"):
+            fs, path = self._locate(rel)
             if fs.isfile(path):
                 fs.rm_file(path)
-        except OSError as error:
-            raise StorageError(f"{self.url(rel)}: cannot delete: {error}") from error
 
     def _connect(self) -> None:
         try:
@@ -123,9 +124,21 @@ class FsspecStore:
             self._connect()
         return self._fs, f"{self._base.rstrip('/')}/{rel}" if rel else self._base
 
-    def _failed(self, rel: str, error: OSError) -> Exception:
-        if not isinstance(error, (FileNotFoundError, NotADirectoryError)):
-            return StorageError(f"{self.url(rel)}: cannot read: {error}")
+    @contextmanager
+    def _failing(self, rel: str, doing: str = "read") -> Iterator[None]:
+        """Turn what goes wrong into an error of ours: file systems raise whatever their libraries do."""
+        try:
+            yield
+        except (EnergonError, MemoryError):
+            raise
+        except Exception as error:
+            raise self._failed(rel, error, doing) from error
+
+    def _failed(self, rel: str, error: Exception, doing: str) -> Exception:
+        if doing != "read" or not isinstance(error, (FileNotFoundError, NotADirectoryError)):
+            return StorageError(f"{self.url(rel)}: cannot {doing}: {type(error).__name__}: {error}")
+        if not rel:
+            return DatasetNotFoundError(f"{self.root}: no such folder. Check the URL.")
         try:
             self.check_root()
         except DatasetNotFoundError as missing:

@@ -1,6 +1,10 @@
 """Files on a mounted file system, read by position through a bounded pool of open descriptors.
 
-The stores of a mix share one pool, so that the open files of a process do not grow with the number of datasets.
+The stores of a mix share one pool, so that the open files of a process do not grow with the number of datasets. Where
+the process has no descriptors left, the pool lets go of half of its own, as often as it has any.
+
+Only regular files are opened: a pipe would block for ever, and a device might never end. A pool that is confined to a
+folder also refuses what symbolic links in it lead out to.
 
 Invariant: a descriptor is closed only when no read uses it any more. The pool drops its reference, and the descriptor
 closes with the last one; so a slow read in another thread never meets a descriptor number that was used again.
@@ -12,6 +16,7 @@ import contextlib
 import errno
 import os
 import shutil
+import stat
 import threading
 from collections import OrderedDict
 from typing import Any
@@ -19,18 +24,31 @@ from typing import Any
 from energon_bridge.errors import DatasetNotFoundError, ShardMissingError, StorageError
 from energon_bridge.storage.base import short_read
 
+_NONBLOCK = getattr(os, "O_NONBLOCK", 0)  # opening a pipe would block
+_OPEN = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | _NONBLOCK
+_LARGE = 64 << 20
 DEFAULT_OPEN_FILES = 96
 """Open descriptors of one pool: two loaders of a process, one for training and one for validation, stay below 256."""
 
 
 class _OpenFile:
-    """An open descriptor that lives as long as somebody refers to it."""
+    """An open descriptor of a regular file, below a folder if one is given; it lives as long as it is referred to."""
 
     __slots__ = ("descriptor",)
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, inside: str | None = None) -> None:
         self.descriptor = -1  # __del__ also runs when the next line raises
-        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self.descriptor = os.open(path, _OPEN)
+        mode = os.fstat(self.descriptor).st_mode
+        if not stat.S_ISREG(mode):
+            kind = "a directory" if stat.S_ISDIR(mode) else "a pipe, a device or a socket"
+            raise OSError(errno.EINVAL, f"{kind}, not a file")
+        if _NONBLOCK:
+            os.set_blocking(self.descriptor, True)
+        if inside is not None:
+            place = _real_path(self.descriptor, path)
+            if os.path.commonpath((inside, place)) != inside:
+                raise OSError(errno.EXDEV, f"a symbolic link leads out of the folder, to {place}")
 
     def __del__(self) -> None:
         if self.descriptor >= 0:
@@ -40,16 +58,17 @@ class _OpenFile:
 class OpenFiles:
     """The descriptors of the files read last, `limit` at most; shared by stores, threads and forks, and picklable."""
 
-    __slots__ = ("_files", "_limit", "_lock", "_pid")
+    __slots__ = ("_files", "_inside", "_limit", "_lock", "_pid")
 
-    def __init__(self, limit: int = DEFAULT_OPEN_FILES) -> None:
+    def __init__(self, limit: int = DEFAULT_OPEN_FILES, inside: str | None = None) -> None:
         self._limit = limit
+        self._inside = None if inside is None else os.path.realpath(inside)
         self._files: OrderedDict[str, _OpenFile] = OrderedDict()
         self._lock = threading.Lock()
         self._pid = os.getpid()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return OpenFiles, (self._limit,)
+        return OpenFiles, (self._limit, self._inside)
 
     def __len__(self) -> int:
         return len(self._files)
@@ -66,13 +85,39 @@ class OpenFiles:
             if file is not None:
                 self._files.move_to_end(path)
                 return file
-        file = _OpenFile(path)
+        file = self.open_once(path)
         with self._lock:
             self._files[path] = file
             self._files.move_to_end(path)
             while len(self._files) > self._limit:
                 self._files.popitem(last=False)
         return file
+
+    def open_once(self, path: str) -> _OpenFile:
+        """Open a file that is not kept; lets go of others where the process has no descriptors left."""
+        while True:
+            try:
+                return _OpenFile(path, self._inside)
+            except OSError as error:
+                if error.errno not in (errno.EMFILE, errno.ENFILE) or not self._let_go():
+                    raise
+
+    def _let_go(self) -> int:
+        """Let go of half of the files, those read longest ago; return how many. Fewer are kept from then on."""
+        with self._lock:
+            count = -(-len(self._files) // 2)
+            for _ in range(count):
+                self._files.popitem(last=False)
+            self._limit = max(1, min(self._limit, len(self._files)))
+        return count
+
+
+def _real_path(descriptor: int, path: str) -> str:
+    """Return where an open file lies, links followed."""
+    try:
+        return os.readlink(f"/proc/self/fd/{descriptor}")  # of the very file that is open
+    except OSError:
+        return os.path.realpath(path)
 
 
 class LocalStore:
@@ -116,8 +161,9 @@ class LocalStore:
     def read(self, rel: str) -> bytes:
         """Read all of `rel`."""
         try:
-            with open(f"{self.root}/{rel}", "rb", buffering=0) as file:
-                return file.read()
+            file = self._files.open_once(f"{self.root}/{rel}")
+            with open(file.descriptor, "rb", buffering=0, closefd=False) as reader:
+                return reader.read()
         except OSError as error:
             raise self._cannot_open(rel, error) from error
 
@@ -128,6 +174,10 @@ class LocalStore:
         except OSError as error:
             raise self._cannot_open(rel, error) from error
         try:
+            if length > _LARGE:  # Python takes the memory first, whatever an index claims
+                got = max(0, min(length, os.fstat(file.descriptor).st_size - offset))
+                if got < length:
+                    raise short_read(self.url(rel), offset=offset, expected=length, got=got)
             data = os.pread(file.descriptor, length, offset)
             if len(data) == length:
                 return data
@@ -143,7 +193,7 @@ class LocalStore:
             return b"".join(pieces)
         except StorageError:
             raise
-        except OSError as error:
+        except (OSError, ValueError, OverflowError) as error:  # the last two of numbers below 0 or beyond 2^63
             raise StorageError(f"{self.url(rel)}: cannot read {length} bytes at offset {offset}: {error}") from error
 
     def list(self, suffix: str | tuple[str, ...] = "") -> list[tuple[str, int]]:

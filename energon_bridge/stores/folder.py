@@ -1,7 +1,7 @@
 """The files of a folder by their paths in it.
 
-Invariant: a key never leaves the folder. What is written in a sample is data, and data must not choose other files of
-the machine; links inside the folder are its owner's and are followed.
+Invariant: a key never leaves the folder, by `..` or by a symbolic link. What is written in a sample is data, and data
+must not choose other files of the machine. Links to files in the folder are followed; only regular files are read.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class SystemFileStore(FileStore):
     """
 
     def __init__(self, base_dir: str | os.PathLike[str] | None = None) -> None:
-        self._store = open_store(os.getcwd() if base_dir is None else base_dir)
+        self._store = open_store(os.getcwd() if base_dir is None else base_dir, confined=True)
         self._index = PartIndex(self._store)
 
     def read(self, key: str) -> tuple[bytes, SourceInfo]:

@@ -83,8 +83,11 @@ def named(places: Sequence[Place], members: int) -> str:
 
 
 def text_of(error: BaseException) -> str:
-    """Return the text of an exception, cut off where it is long."""
-    text = str(error)
+    """Return the text of an exception, cut off where it is long, whatever its `__str__` does."""
+    try:
+        text = str(error)
+    except Exception as second:
+        text = f"(no text: its __str__ raises {type(second).__name__})"
     return text if len(text) <= _MAX_MESSAGE else f"{text[:_MAX_MESSAGE]}… ({len(text)} characters)"
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import IntEnum
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -102,9 +103,35 @@ class Held:
 NOTHING_HELD = Held()
 
 
+LARGEST = 1 << 48
+"""No run comes to so many microbatches, draws or samples."""
+
+
+class LaneColumn(NamedTuple):
+    """A column of a state: its name, whether it may be missing, and the largest value."""
+
+    name: str
+    optional: bool
+    most: int
+
+
+def _column(name: str, *, optional: bool = False, most: int = LARGEST) -> dict[str, LaneColumn]:
+    """Declare a field that is a column of states.
+
+    Args:
+        name: Of the column.
+        optional: The column is left out where it is 0 for all lanes; states from before there was one read as 0.
+        most: The largest value that can be.
+    """
+    return {"column": LaneColumn(name, optional, most)}
+
+
 @dataclass(frozen=True, slots=True)
 class LaneState:
     """Where a lane stands: everything that is needed to continue it.
+
+    The fields are the schema of a lane: a number that is added here with `_column` crosses from the workers, is written
+    to states, read from them and checked.
 
     Attributes:
         microbatches: Microbatches delivered by the lane.
@@ -117,31 +144,39 @@ class LaneState:
         buffer: Samples to which the buffer for packs is filled before the next selection; 0 where the lane begins.
     """
 
-    microbatches: int
-    draw: int
-    taken: int
+    microbatches: int = field(metadata=_column("microbatches"))
+    draw: int = field(metadata=_column("draws"))
+    taken: int = field(metadata=_column("taken", most=1 << 32))
     leaf_draws: tuple[int, ...]
-    origin: int = 0
+    origin: int = field(default=0, metadata=_column("origins", optional=True))
     held: Held = NOTHING_HELD
-    batches_taken: int = 0
-    buffer: int = 0
+    batches_taken: int = field(default=0, metadata=_column("batches_taken", optional=True, most=1 << 32))
+    buffer: int = field(default=0, metadata=_column("buffers", optional=True, most=1 << 32))
 
     def plain(self) -> tuple[Any, ...]:
         """Return the values as they cross to the training process with a microbatch."""
-        held = self.held.plain()
-        where = self.microbatches, self.draw, self.taken, self.leaf_draws, self.origin
-        return *where, held, self.batches_taken, self.buffer
+        values = _values(self)
+        return *values[:_HELD], self.held.plain(), *values[_HELD + 1 :]
 
     @classmethod
     def of_plain(cls, values: tuple[Any, ...]) -> LaneState:
         """Return what `plain` was called of."""
-        microbatches, draw, taken, leaf_draws, origin, held, batches_taken, buffer = values
-        return cls(microbatches, draw, taken, leaf_draws, origin, Held.of_plain(held), batches_taken, buffer)
+        held = Held.of_plain(values[_HELD])
+        return cls(*(*values[:_HELD], held, *values[_HELD + 1 :]))
 
     @classmethod
     def fresh(cls, leaves: int) -> LaneState:
         """Return the state of a lane that has delivered nothing."""
         return cls(0, 0, 0, (0,) * leaves)
+
+
+_FIELDS = [each.name for each in fields(LaneState)]
+_HELD = _FIELDS.index("held")
+_values = attrgetter(*_FIELDS)
+LANE_COLUMNS: dict[str, LaneColumn] = {
+    each.name: each.metadata["column"] for each in fields(LaneState) if "column" in each.metadata
+}
+"""The columns of a state that have a number for each lane, by the field of `LaneState`."""
 
 
 OVER_LONG = ("dropped", "truncated", "split", "pieces")

@@ -1,6 +1,6 @@
 """From the raw parts of a sample to values, by the extension of each part's name.
 
-    .gz                          unpacked first; what is left of the name decides
+    .gz                          unpacked first, up to `max_part_bytes`; what is left of the name decides
     image extensions             decode_image (upper or lower case)
     txt text transcript          str (UTF-8)
     cls cls2 id index inx        int
@@ -19,14 +19,18 @@ threads; image codecs release the GIL.
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import io
 import json
 import logging
+import math
 import struct
+import zipfile
+import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from importlib import import_module
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -43,6 +47,7 @@ from energon_bridge.task_encoder.current import DELIVERING
 from energon_bridge.task_encoder.deferred import DeferredImage
 from energon_bridge.task_encoder.images import (
     IMAGE_EXTENSIONS,
+    MAX_PIXELS,
     ImageForm,
     decode_image,
     decode_rows,
@@ -52,6 +57,8 @@ from energon_bridge.task_encoder.images import (
 
 logger = logging.getLogger(__name__)
 
+MAX_PART_BYTES = 2 << 30
+"""Default of `SampleDecoder(max_part_bytes=...)`."""
 AV_FORMS = ("AVDecoder", "pyav", "torch")
 
 
@@ -65,7 +72,14 @@ class SampleDecoder:
     `AVData` (the sound of videos with `video_decode_audio`), and `pyav` opens it for the user to read and to close.
     `image_target` declares that images need be no larger than so many pixels, or `(height, width)`: JPEGs are then
     decoded at 1/2, 1/4 or 1/8 of their size where that is not smaller, which gives other pixels.
-    Raises ConfigurationError for a form that does not exist, or a size that is none.
+
+    A few bytes can ask for any amount of memory, so there are two limits: images of more than `max_pixels` (width times
+    height in the file; 89 million by default), and parts that unpack to more than `max_part_bytes` (`.gz`, `.npz` and
+    `.pth`; 2 GiB by default) are not decoded. Each is a DecodeError, so the sample is skipped and counted like any that
+    cannot be decoded. None: no limit. Pillow's own `Image.MAX_IMAGE_PIXELS` holds beside `max_pixels`: for larger
+    images raise both.
+
+    Raises ConfigurationError for a form that does not exist, or a size or limit that is none.
     """
 
     image_decode: str = "torchrgb"
@@ -74,6 +88,8 @@ class SampleDecoder:
     guess_content: bool = False
     defer_images: bool = False
     image_target: int | tuple[int, int] | None = None
+    max_pixels: int | None = MAX_PIXELS
+    max_part_bytes: int | None = MAX_PART_BYTES
     _form: ImageForm = field(init=False, repr=False, compare=False)
 
     @property
@@ -86,7 +102,13 @@ class SampleDecoder:
         return self.av_decode == "AVDecoder" and part_name.rpartition(".")[2].lower() in AV_EXTENSIONS
 
     def __post_init__(self) -> None:
-        form = image_form(self.image_decode, self.image_target)
+        for name in ("max_pixels", "max_part_bytes"):
+            limit = getattr(self, name)
+            if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
+                raise ConfigurationError(
+                    f"SampleDecoder: {name} must be a number of at least 1, or None, got {limit!r}"
+                )
+        form = image_form(self.image_decode, self.image_target, max_pixels=self.max_pixels)
         object.__setattr__(self, "_form", form)
         object.__setattr__(self, "image_target", form.target)
         if self.av_decode not in AV_FORMS:
@@ -112,7 +134,7 @@ class SampleDecoder:
             raw = data
         kind = _kind_of(part_name)
         if kind.zipped:
-            raw = _run("gz", gzip.decompress, part_name, raw)
+            raw = _run("gz", partial(_gunzip, most=self.max_part_bytes), part_name, raw)
         if kind.is_image or (self.guess_content and guess_image_extension(raw)):
             if self.defer_images and not DELIVERING.get():
                 return DeferredImage(bytes(raw), self._form, part_name)
@@ -120,6 +142,8 @@ class SampleDecoder:
         if kind.is_av or (self.guess_content and kind_by_head(bytes(raw[:HEAD_BYTES])) == "av"):
             return self._av(bytes(raw), part_name)
         codec = _CODECS.get(kind.extension)
+        if kind.extension in _ARCHIVES and self.max_part_bytes is not None and codec is not None:
+            codec = partial(_bounded, codec=codec, most=self.max_part_bytes)
         # A memoryview would keep the whole read alive.
         return bytes(raw) if codec is None else _run(kind.extension, codec, part_name, bytes(raw))
 
@@ -162,9 +186,13 @@ class SampleDecoder:
             "guess_content": self.guess_content,
             "defer_images": self.defer_images,
             "image_target": self.image_target,
+            "max_pixels": self.max_pixels,
+            "max_part_bytes": self.max_part_bytes,
         }
 
 
+_ARCHIVES = ("npz", "pth")
+_PIECE = 1 << 20
 _RAW = (bytes, bytearray, memoryview, ByteRange)
 _UNREAD_FROM = 1 << 20
 _INTERPRETER_TRIES = 20
@@ -190,13 +218,67 @@ def _text(data: bytes) -> str:
     return data.decode("utf-8")
 
 
+def _gunzip(data: bytes | bytearray | memoryview, most: int | None) -> bytes:
+    if most is None:
+        return gzip.decompress(data)
+    unpacker = zlib.decompressobj(16 + zlib.MAX_WBITS)
+    with contextlib.suppress(zlib.error):
+        unpacked = unpacker.decompress(data, most + 1)
+        if unpacker.eof and not unpacker.unused_data and len(unpacked) <= most:
+            return unpacked
+    # Several members, padding, damage, or too much.
+    pieces: list[bytes] = []
+    size = 0
+    with gzip.GzipFile(fileobj=io.BytesIO(data)) as file:
+        while piece := file.read(_PIECE):
+            pieces.append(piece)
+            size += len(piece)
+            if size > most:
+                raise ValueError(_too_large(most))
+    return b"".join(pieces)
+
+
+def _bounded(data: bytes, codec: Callable[[bytes], Any], most: int) -> Any:
+    """Decode a part that may be a ZIP archive, if what is in it is small enough."""
+    if data[:2] == b"PK":
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            if sum(entry.file_size for entry in archive.infolist()) > most:
+                raise ValueError(_too_large(most))
+    return codec(data)
+
+
+def _too_large(most: int) -> str:
+    return f"it unpacks to more than {most:,} bytes; allow more with SampleDecoder(max_part_bytes=...)"
+
+
 def _npy(data: bytes) -> np.ndarray:
-    return np.lib.format.read_array(io.BytesIO(data), allow_pickle=False)
+    return _array(io.BytesIO(data), len(data))
 
 
-def _npz(data: bytes) -> dict[str, np.ndarray]:
-    with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
-        return dict(arrays)
+def _npz(data: bytes) -> dict[str, Any]:
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        arrays: dict[str, Any] = {}
+        for entry in archive.infolist():
+            with archive.open(entry) as file:
+                is_array = file.read(len(np.lib.format.MAGIC_PREFIX)) == np.lib.format.MAGIC_PREFIX
+                file.seek(0)
+                arrays[entry.filename.removesuffix(".npy")] = _array(file, entry.file_size) if is_array else file.read()
+    return arrays
+
+
+def _array(file: Any, size: int) -> np.ndarray:
+    """Read an array from a file of so many bytes."""
+    try:
+        return np.lib.format.read_array(file, allow_pickle=False)
+    except MemoryError as error:
+        # numpy asks for the memory before it looks whether there are so many values.
+        file.seek(0)
+        version = np.lib.format.read_magic(file)
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, _, dtype = read(file)
+        if math.prod(shape) * dtype.itemsize > size:
+            raise ValueError(f"its header claims an array of {shape} {dtype}, in {size} bytes") from error
+        raise
 
 
 def _pth(data: bytes) -> Any:

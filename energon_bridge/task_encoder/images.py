@@ -18,6 +18,7 @@ too small for it, come in full size.
 from __future__ import annotations
 
 import io
+import sys
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -37,6 +38,9 @@ from energon_bridge.samples.slabs import UNALIGNED, Slab
 
 Mode = Literal["L", "RGB", "RGBA"]
 
+MAX_PIXELS = 89_478_485
+"""Default of `SampleDecoder(max_pixels=...)`: where Pillow warns of bombs. They take 1.1 GB as floats."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageForm:
@@ -46,6 +50,7 @@ class ImageForm:
     mode: Mode
     scaled: bool = False  # float32 in [0, 1] instead of uint8
     target: tuple[int, int] | None = None  # height and width that are enough
+    max_pixels: int = MAX_PIXELS
 
 
 def _forms() -> dict[str, ImageForm]:
@@ -84,13 +89,18 @@ _SCRATCH: ContextVar[np.ndarray | None] = ContextVar("energon_bridge_scratch", d
 _TURBO_COLORSPACES = frozenset({"YCbCr", "RGB", "Gray"})
 
 
-def image_form(name: str, target: int | tuple[int, int] | None = None) -> ImageForm:
+def image_form(
+    name: str, target: int | tuple[int, int] | None = None, *, max_pixels: int | None = MAX_PIXELS
+) -> ImageForm:
     """Return the form of that name, for images of which a size (height and width, or both at once) is enough.
+
+    Images of more than `max_pixels` are refused; None: none are.
 
     Raises ConfigurationError, naming the nearest match, if there is no such form, or if the size is none.
     """
     if name in IMAGE_FORMS:
-        return IMAGE_FORMS[name] if target is None else replace(IMAGE_FORMS[name], target=_size(target))
+        most = sys.maxsize if max_pixels is None else max_pixels
+        return replace(IMAGE_FORMS[name], target=None if target is None else _size(target), max_pixels=most)
     near = get_close_matches(name, IMAGE_FORMS, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     raise ConfigurationError(f"there is no image form {name!r}; {hint}Known forms: {', '.join(IMAGE_FORMS)}")
@@ -158,8 +168,9 @@ def _turbo_header(data: bytes | bytearray | memoryview, form: ImageForm) -> tupl
         height, width, colorspace, _ = simplejpeg.decode_jpeg_header(data)
     except ValueError:
         return None
-    # A bomb is Pillow's to warn of or to refuse, by the limit that the user may have set there.
-    if colorspace not in _TURBO_COLORSPACES or height * width > (Image.MAX_IMAGE_PIXELS or float("inf")):
+    # A bomb is Pillow's to warn of or to refuse, by our limit and by the one that the user may have set there.
+    most = min(form.max_pixels, Image.MAX_IMAGE_PIXELS or form.max_pixels)
+    if colorspace not in _TURBO_COLORSPACES or height * width > most:
         return None
     return _scaled(height, width, form.target), colorspace
 
@@ -252,6 +263,11 @@ def _scaled(height: int, width: int, target: tuple[int, int] | None) -> dict[str
 
 def _pillow_image(data: bytes | bytearray | memoryview, form: ImageForm) -> Image.Image:
     with io.BytesIO(data) as stream, Image.open(stream, formats=_PILLOW_FORMATS) as image:
+        if image.width * image.height > form.max_pixels:
+            raise ValueError(
+                f"{image.width} x {image.height} pixels, and at most {form.max_pixels:,} are decoded; allow more with "
+                "SampleDecoder(max_pixels=...)"
+            )
         if form.target is not None and image.format == "JPEG":
             image.draft(None, form.target[::-1])
         return image.convert(form.mode)

@@ -1,0 +1,123 @@
+"""Whether a saved state belongs to a run: its data, its settings, and lanes for every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
+
+from energon_bridge.errors import (
+    BatchSizeMismatchError,
+    DatasetMismatchError,
+    MissingRankError,
+    SeedMismatchError,
+    SettingMismatchError,
+    SliceSizeMismatchError,
+    SplitMismatchError,
+    StateFormatError,
+)
+from energon_bridge.loader.document import SavedRun, State
+from energon_bridge.stream.state import LaneState
+from energon_bridge.topology import microbatches_before
+
+_SETTING_ERRORS: dict[str, type[SettingMismatchError]] = {
+    "seed": SeedMismatchError,
+    "batch_size": BatchSizeMismatchError,
+    "max_samples_per_sequence": SliceSizeMismatchError,
+}
+
+_AFFECTED = {"image_target": "how images are decoded"}
+"""What a setting changes, if not the order."""
+
+_OF_THE_MIX = ("mode", "schedule", "shuffle")
+
+
+def check_fits(saved: SavedRun, kind: str, settings: State, leaves: list[State], *, adapt: bool = False) -> list[str]:
+    """Refuse a state that does not belong to a dataset and its settings; return what differs in the mix.
+
+    Args:
+        saved: The state.
+        kind, settings, leaves: Of this run.
+        adapt: Let the mix differ.
+
+    Raises:
+        SplitMismatchError, DatasetMismatchError: Other data.
+        SettingMismatchError: A setting that the order depends on differs (seed, batch size and slice size have classes
+            of their own).
+    """
+    if saved.kind != kind:
+        raise StateFormatError(f"the state is of a {saved.kind} stream, this loader delivers a {kind} one")
+    saved_leaves = [leaf for leaf in saved.leaves if not leaf["parked"]]
+    if not adapt and [leaf["split_part"] for leaf in saved_leaves] != [leaf["split_part"] for leaf in leaves]:
+        _refuse_split(saved_leaves, leaves)
+    difference = diff_leaves(saved_leaves, leaves)
+    of_the_mix = []
+    for name in sorted(settings.keys() | saved.settings.keys(), key=lambda n: (n not in _SETTING_ERRORS, n)):
+        then, now = saved.settings.get(name), settings.get(name)
+        if then == now:
+            continue
+        if name in _OF_THE_MIX and (adapt or difference):  # of another mix the leaves say more
+            of_the_mix.append(f"~ {name}: {then} is {now} now")
+            continue
+        raise _SETTING_ERRORS.get(name, SettingMismatchError)(
+            f"the state was saved with {name}={then!r}, this run has {name}={now!r}: "
+            f"{_AFFECTED.get(name, 'the order of samples')} depends on it; set {name}={then!r} to resume, or start a "
+            "new run"
+        )
+    if difference and not adapt:
+        raise DatasetMismatchError(
+            "the state belongs to other data (- in the state, + in this run):\n"
+            + "\n".join(f"  {line}" for line in difference)
+            + "\nWhat counts is the content: shards, their sample counts and sizes, excludes, dataset.yaml and the "
+            "names of aux stores. Restore "
+            'the data and weights that the run was started with, resume with on_mismatch="adapt" to go on with the new '
+            "mix, or start a new run"
+        )
+    return difference + of_the_mix
+
+
+def _refuse_split(saved: Sequence[State], here: Sequence[State]) -> None:
+    """Raise where the same datasets are read, in other split parts."""
+    for then, now in zip(saved, here, strict=False):
+        if then["split_part"] != now["split_part"] and (len(saved) == len(here) == 1 or then["path"] == now["path"]):
+            raise SplitMismatchError(
+                f"the state belongs to split {then['split_part']!r} of {then['path']}, this run reads split "
+                f"{now['split_part']!r} of {now['path']}"
+            )
+
+
+def diff_leaves(saved: Sequence[State], here: Sequence[State]) -> list[str]:
+    """Return what differs between two tables of leaves, a line each: added, removed, reweighted, content changed."""
+    then, now = ({leaf["identity"]: leaf for leaf in table} for table in (saved, here))
+    lines = []
+    paths = {leaf["path"]: leaf for identity, leaf in now.items() if identity not in then}
+    for identity, leaf in then.items():
+        if identity in now:
+            if leaf["share"] != now[identity]["share"]:
+                lines.append(f"~ {_describe(leaf)}: weight {leaf['share']} is {now[identity]['share']} now")
+        elif leaf["path"] in paths:
+            lines.append(f"- {_describe(leaf)}\n  + {_describe(paths.pop(leaf['path']))}: the content changed")
+        else:
+            lines.append(f"- {_describe(leaf)}")
+    return lines + [f"+ {_describe(leaf)}" for leaf in paths.values()]
+
+
+def _describe(leaf: State) -> str:
+    return f"{leaf['path']} [{leaf['split_part']}], {leaf['num_samples']} samples, identity {leaf['identity']}"
+
+
+def check_lanes(lanes: Mapping[int, LaneState], wanted: Iterable[int], microbatches: int, num_lanes: int) -> None:
+    """Refuse a union of states in which lanes are missing or do not stand where the run stands."""
+    missing = list(islice((lane for lane in wanted if lane not in lanes), 9))
+    if missing:
+        raise MissingRankError(
+            f"the state holds {len(lanes)} of {num_lanes} lanes; this rank needs lanes {missing[:8]}"
+            f"{' …' if len(missing) > 8 else ''}: the states of some ranks are missing, restore from the states of all "
+            "ranks of the checkpoint (a list of them, or save_state_global)"
+        )
+    for lane, state in lanes.items():
+        expected = microbatches_before(lane, microbatches, num_lanes)
+        if state.microbatches != expected:
+            raise StateFormatError(
+                f"the state is damaged: lane {lane} has delivered {state.microbatches} microbatches, a run at "
+                f"microbatch {microbatches} has {expected} of it"
+            )
