@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_SHUFFLE_BUFFER_SIZE = 100
 
+_UNSET: Any = type("_Unset", (), {"__repr__": lambda self: "<default>"})()
 _IGNORED_LOADER_ARGUMENTS = {
     "checkpoint_every_sec",
     "checkpoint_every_min_n_samples",
@@ -48,8 +49,8 @@ def get_train_dataset(
     batch_size: int | None,
     batch_drop_last: bool = False,
     packing_buffer_size: int | None = None,
-    shuffle_buffer_size: int | None = DEFAULT_SHUFFLE_BUFFER_SIZE,
-    max_samples_per_sequence: int | None = None,
+    shuffle_buffer_size: int | None = _UNSET,
+    max_samples_per_sequence: int | None = _UNSET,
     parallel_shard_iters: int | None = None,
     shuffle_over_epochs_multiplier: int | None = 1,
     repeat: bool = True,
@@ -102,6 +103,15 @@ def get_train_dataset(
         ConfigurationError: An argument is wrong.
     """
     _refuse_unknown(get_train_dataset, kwargs)
+    if shuffle_buffer_size is _UNSET or max_samples_per_sequence is _UNSET:
+        shuffle_buffer_size = DEFAULT_SHUFFLE_BUFFER_SIZE if shuffle_buffer_size is _UNSET else shuffle_buffer_size
+        max_samples_per_sequence = None if max_samples_per_sequence is _UNSET else max_samples_per_sequence
+        logger.info(
+            "%s: shuffle_buffer_size=%s, max_samples_per_sequence=%s",
+            path,
+            shuffle_buffer_size,
+            max_samples_per_sequence,
+        )
     if shuffle_over_epochs_multiplier != -1:
         _positive("shuffle_over_epochs_multiplier", shuffle_over_epochs_multiplier)
     mix, leaves = _open(

@@ -78,10 +78,10 @@ def test_schedules_have_their_shares_at_start_points_and_end(data: Path) -> None
     ("options", "lanes", "because"),
     [
         (("--num-lanes", 7), 7, "as given"),
-        (("--global-batch-size", 24), 24, "the 12 microbatches of a global batch"),
-        (("--global-batch-size", 60, "--world-size", 6, "--num-workers", 7), 60, "42 workers"),
-        ((), 1, "the data is small"),
-        (("--world-size", 5, "--num-workers", 25), 240, "a multiple of 24 and of the world size 5"),
+        (("--global-batch-size", 24), 48, "the 12 microbatches of a global batch"),
+        (("--global-batch-size", 60, "--world-size", 6, "--num-workers", 7), 120, "the 30 microbatches"),
+        ((), 48, "a multiple of 24 and of the world size 1"),
+        (("--world-size", 5, "--num-workers", 25), 120, "a multiple of 24 and of the world size 5"),
     ],
 )
 def test_lanes_are_those_of_a_loader_and_explained(

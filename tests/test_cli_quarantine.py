@@ -45,7 +45,9 @@ def file(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the quarantine file of a run of two ranks."""
     file = tmp_path_factory.mktemp("files") / "bad.jsonl"
     policy = ErrorPolicy(quarantine=file, tolerance=0)
-    deliver(loaders_of(train_dataset(data, task_encoder=Failing(), error_policy=policy), 2, 0), 60)
+    for rank in range(2):
+        dataset = train_dataset(data, task_encoder=Failing(), error_policy=policy)  # of its own, as in a process
+        deliver(loaders_of(dataset, 2, 0)[rank : rank + 1], 60)
     assert sorted(path.name for path in file.parent.iterdir()) == ["bad.rank0.jsonl", "bad.rank1.jsonl"]
     return file
 

@@ -298,8 +298,10 @@ def test_a_quarantine_file_is_added_to_once_for_each_sample(data: Path, tmp_path
 
 
 def test_each_rank_has_a_file_of_its_own(data: Path, tmp_path: Path) -> None:
-    dataset = train_dataset(data, task_encoder=Failing(), error_policy=ErrorPolicy(quarantine=tmp_path / "bad.jsonl"))
-    for loader in loaders_of(dataset, 2, 0, num_lanes=4):
+    policy = ErrorPolicy(quarantine=tmp_path / "bad.jsonl")
+    for rank in range(2):
+        dataset = train_dataset(data, task_encoder=Failing(), error_policy=policy)  # of its own, as in a process
+        loader = loaders_of(dataset, 2, 0, num_lanes=4)[rank]
         keys_of(loader, 40)
         loader.close()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.rank0.jsonl", "bad.rank1.jsonl"]

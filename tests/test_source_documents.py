@@ -168,13 +168,13 @@ def test_integration_with_a_training_loop(path: str, opened: list[Any]) -> None:
 def test_leaving_the_two_sizes_out_logs_the_values_used(path: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="energon_bridge"):
         spec = get_train_dataset(path, batch_size=4)
-    assert caplog.messages == [f"{path}: shuffle_buffer_size=100, max_samples_per_sequence=100"]
-    assert (spec.shuffle_buffer_size, spec.max_samples_per_sequence) == (100, 100)
+    assert caplog.messages == [f"{path}: shuffle_buffer_size=100, max_samples_per_sequence=None"]
+    assert (spec.shuffle_buffer_size, spec.max_samples_per_sequence) == (100, None)
 
 
 @pytest.mark.parametrize(
     ("given", "buffer", "length"),
-    [({"shuffle_buffer_size": 1000}, 1000, 100), ({"max_samples_per_sequence": None}, 100, None)],
+    [({"shuffle_buffer_size": 1000}, 1000, None), ({"max_samples_per_sequence": 50}, 100, 50)],
 )
 def test_leaving_one_size_out_logs_the_values_used(
     given: dict[str, Any], buffer: int, length: int | None, path: str, caplog: pytest.LogCaptureFixture
