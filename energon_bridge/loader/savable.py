@@ -68,6 +68,7 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         self.config = config = worker_config or dataset.worker_config
         self.on_mismatch = on_mismatch
         check_data_parallel(config)
+        dataset.check_types()
         self._position = Position(dataset, config)
         workers = config.num_workers
         self._arenas: list[Arena | None] = [None] * workers
@@ -367,7 +368,8 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
 
     def restore_sample(self, restore_key: tuple[Any, ...]) -> Any:
         """Return the batch or sample with a `__restore_key__`, encoded again: the identical one."""
-        pipeline = self.spec.pipeline(self._position.units, self.config, threads=0)
+        units = self._position.units
+        pipeline = self.spec.pipeline(units, self.config, threads=0, delivered=range(len(units.leaves)))
         return restore(pipeline, tuple(restore_key))
 
 

@@ -142,6 +142,8 @@ class JoinValues:
 
 def _completed(sample: Any, parts: list[Any], key: RestoreKey) -> Any:
     """Give a joined sample the meta fields that do not depend on its joiner: restore key, sources, subflavors."""
+    if sample is None:
+        raise FatalSampleError("the joiner returned None: return the sample, or raise SkipSample")
     is_dict = isinstance(sample, dict)
     if not is_dict and not hasattr(sample, "__restore_key__"):
         raise TypeError(f"the joiner returned {type(sample).__name__}, expected a sample")
