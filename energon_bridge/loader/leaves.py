@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
@@ -109,16 +109,16 @@ def check_types(leaves: Sequence[OpenLeaf], encoder: Any) -> None:
         return
     by_fields: dict[tuple[str, ...], tuple[str, list[str]]] = {}
     for leaf in leaves:
-        kind = getattr(leaf.dataset, "sample_type", None)  # a join has none: it depends on the joiner
-        if kind is None or cooker_of(encoder, leaf.dataset) is not None:
+        if isinstance(leaf.dataset, JoinedDataset) or cooker_of(encoder, leaf.dataset) is not None:
             continue
-        fields = field_names(kind) if is_dataclass(kind) else ()
+        kind = leaf.dataset.sample_type
+        fields = () if issubclass(kind, CrudeSample) else field_names(kind)
         by_fields.setdefault(fields, (kind.__name__, []))[1].append(leaf.dataset.path)
     if len(by_fields) > 1:
         types = "; ".join(f"{kind}: {', '.join(paths[:3])}" for kind, paths in by_fields.values())
         raise ConfigurationError(
             f"the datasets of the mix have samples of different types ({types}), which {type(encoder).__name__} cannot "
-            f"put into one microbatch: {REMEDY_FOR_TYPES}. For validation, get_val_datasets gives each dataset by itself"
+            f"put into one microbatch: {REMEDY_FOR_TYPES}. For validation, get_val_datasets gives each dataset alone"
         )
 
 

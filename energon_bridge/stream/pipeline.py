@@ -331,7 +331,8 @@ class Pipeline:
         if not isinstance(error, SkipSample):
             shown = members[:MAX_MEMBERS]
             places = [place] if place else [self.source(leaf).place(index) for leaf, index in shown]
-            name = self.judge.failed(error, hook, places, len(members), {leaf for leaf, _ in members})
+            paths = {leaf: self.leaves[leaf].dataset.path for leaf, _ in members}
+            name = self.judge.failed(error, hook, places, len(members), paths)
         for leaf, _ in members:
             counts.of(leaf)[COUNTERS.index(name)] += 1
 

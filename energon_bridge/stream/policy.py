@@ -20,7 +20,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Literal
@@ -165,7 +165,12 @@ class Judge:
         self.pending: list[Report] = []
 
     def failed(
-        self, error: Exception, hook: str, places: Sequence[Place], members: int = 1, leaves: Collection[int] = ()
+        self,
+        error: Exception,
+        hook: str,
+        places: Sequence[Place],
+        members: int = 1,
+        leaves: Mapping[int, str] | None = None,
     ) -> str:
         """Decide on samples that failed; return the counter they belong to.
 
@@ -174,7 +179,7 @@ class Judge:
             hook: Its name.
             places: Some of the samples.
             members: How many there are.
-            leaves: The leaves that they are of.
+            leaves: The leaves that they are of, with the paths of their datasets.
 
         Raises:
             FatalSampleError: The run stops: by the kind of the error, by the policy, or for too many in a row.
@@ -183,11 +188,14 @@ class Judge:
             return "skipped"
         if isinstance(error, HookTimeoutError):
             raise error
-        kind = type(error).__name__
-        where = f"{named(places, members)}: {kind}: {text_of(error)}"
+        kind, names = type(error).__name__, named(places, members)
+        where, at = f"{names}: {kind}: {text_of(error)}", code_place(error)
         if is_of_the_program(error, self._encoder):
             fatal = OverLongSampleError if isinstance(error, OverLongSampleError) else FatalSampleError
-            raise fatal(f"{hook}: {where}{code_place(error)}") from error
+            because = (
+                "" if isinstance(error, FatalSampleError) else ". It is no fault of the data: no policy lets it pass"
+            )
+            raise fatal(f"{hook}: {where}{at}{because}") from error
         self._ask(error, hook, where)
         self.alert = True
         failures = self._in_a_row[hook] = self._in_a_row.get(hook, 0) + 1
@@ -195,15 +203,15 @@ class Judge:
         tolerance, is_chosen = self._tolerance(hook)
         if tolerance and failures >= tolerance:
             raise FatalSampleError(
-                f"{hook}: {failures} {several} failed in a row, the last one {where}{code_place(error)}. Mend the data "
-                "or the hook, or allow more: __default_failure_tolerance__ of the encoder, "
-                "@stateless(failure_tolerance=…) on the hook, or ErrorPolicy(tolerance=…)"
+                f"{hook}: {failures} {several} failed in a row, the last one {where}{at}. Mend the data or the hook, "
+                "or allow more: __default_failure_tolerance__ of the encoder, @stateless(failure_tolerance=…) on the "
+                "hook, or ErrorPolicy(tolerance=…)"
             ) from error
-        if not is_chosen and (always := self._fails_always(error, hook, leaves, several)):
+        if not is_chosen and (always := self._fails_always(error, hook, leaves or {}, several)):
             raise FatalSampleError(
-                f"{hook}: {always} failed in the same way, the last one {where}{code_place(error)}. That looks like a "
-                "mistake in the program or its configuration, not like bad data: mend it. If the data is to blame, "
-                "raise SkipSample for samples to leave out, or allow failures with ErrorPolicy(tolerance=100)"
+                f"{hook}: {always}. All ended in the same error, which is taken for a mistake in the program or its "
+                f"configuration: {kind}: {text_of(error)}{at}. The last one: {names}. If the data is to blame, raise "
+                "SkipSample for what is to be left out, or allow failures with ErrorPolicy(tolerance=100)"
             ) from error
         first = places[0].dataset, hook, type(error)
         self._kinds[first] += 1
@@ -240,8 +248,8 @@ class Judge:
         reports, self.pending = tuple(self.pending), []
         return reports
 
-    def _fails_always(self, error: Exception, hook: str, leaves: Iterable[int], several: str) -> str:
-        """Return what has never worked and failed alike too often, for people; "" if nothing has."""
+    def _fails_always(self, error: Exception, hook: str, leaves: Mapping[int, str], several: str) -> str:
+        """Say what has never worked and failed alike too often; "" if nothing has."""
         unproven, suspects = hook in self._unproven, [leaf for leaf in leaves if leaf not in self._delivered]
         if not (unproven or suspects) or hook in _ABOUT_BYTES:
             return ""
@@ -252,7 +260,7 @@ class Judge:
                 count = 1 if before is None else before[1] + 1
                 self._unproven[hook] = alike, count
                 if count >= _ALIKE_AT_FIRST:
-                    return f"nothing has been delivered, and the first {count} {several} of this process"
+                    return f"the first {count} {several} of this process failed, and nothing has been delivered"
             else:
                 del self._unproven[hook]
         for leaf in suspects:
@@ -260,7 +268,8 @@ class Judge:
             count = count + 1 if seen == alike else 1
             self._suspects[leaf, hook] = alike, count
             if count >= _ALIKE_IN_DATASET and self._delivered:
-                return f"nothing of this dataset has been delivered, and {count} {several} with samples of it"
+                of = "" if several == "samples" else " with samples"
+                return f"{count} {several}{of} of {leaves[leaf]} failed, and nothing of this dataset has been delivered"
         return ""
 
     def _ask(self, error: Exception, hook: str, where: str) -> None:

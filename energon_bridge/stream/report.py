@@ -7,6 +7,7 @@ A failure is one `Report`, whichever hook it happened in. Reports travel with th
 from __future__ import annotations
 
 import os
+import sysconfig
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ MAX_MEMBERS = 8
 """Samples that a report of a pack or microbatch names; the others are counted."""
 _MAX_MESSAGE = 1000
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
+_INSTALLED = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib"))
 
 
 class Place(NamedTuple):
@@ -99,12 +101,14 @@ def trace_of(error: BaseException) -> str:
 
 
 def code_place(error: BaseException) -> str:
-    """Return the last line outside this package that an exception passed through, as ` (FILE:LINE, in FUNCTION)`."""
+    """Return the last line of the user's code that an exception passed through, as ` (FILE:LINE, in FUNCTION)`."""
     steps = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    outside = [(code, line) for code, line in steps if not code.co_filename.startswith(_PACKAGE)]
-    if not outside:
+    outside = [step for step in steps if not step[0].co_filename.startswith(_PACKAGE)]
+    # What is installed is less likely to be the user's, but may be.
+    own = [step for step in outside if not step[0].co_filename.startswith(_INSTALLED)] or outside
+    if not own:
         return ""
-    code, line = outside[-1]
+    code, line = own[-1]
     return f" ({code.co_filename}:{line}, in {code.co_name})"
 
 
