@@ -86,7 +86,7 @@ def name_losses(leaves: Sequence[Leaf], counts: Sequence[Sequence[int]], journal
             lost = {"errors": failed, "skipped": skipped}
             causes = [name for name, n in lost.items() if n >= _LOST_LEAST and n > _LOST_SHARE * drawn]
             share = 100 * sum(lost[name] for name in causes) / drawn
-            what = f"{share:.0f} % of the samples of this dataset are lost"
+            what = f"{share:.0f} % of the samples of this dataset are left out"
         new = [cause for cause in causes if reasons[cause] and journal.is_new(path, cause)]
         if new:
             said = "; ".join(reasons[cause] for cause in causes if reasons[cause])
