@@ -143,6 +143,26 @@ def test_a_dataset_of_which_everything_fails_alike_stops_the_run(workers: int, d
     loader.close()
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_datasets_that_never_go_together_stop_the_run(workers: int, data: Path) -> None:
+    """Each comes alone now and then, so that something of both is delivered."""
+
+    def as_dict(self: Any, sample: Any) -> Any:
+        kind = "caption" if hasattr(sample, "caption") else "text"
+        return {"__key__": sample.__key__, kind: sample["text"]}
+
+    loader = mixed(data, with_hook("encode_sample", as_dict), workers, batch_size=2)
+    both = rf"({data}/captions|{data}/texts)"
+    complaint = (
+        rf"batch: the last 20 microbatches with samples of both {both} and {both} failed\. "
+        r".*UnfitSampleError: the rows of a batch have different fields: caption, text is in row 0 or in row 1"
+    )
+    with pytest.raises(FatalSampleError, match=complaint):
+        list(islice(loader, 200))
+    assert all(row["samples"] > 0 for row in loader.counters())
+    loader.close()
+
+
 def test_a_dataset_of_which_most_fails_goes_on(data: Path) -> None:
     def picky(self: Any, sample: Any) -> Any:
         if isinstance(sample, TextSample) and int(sample.__key__) % 10:

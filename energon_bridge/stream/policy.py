@@ -9,7 +9,8 @@ The policy is for bad data. A mistake in the program or its configuration stops 
   module or the type of a sample does not have, a hook that returns None;
 - after five, where a hook has failed every time it ran, each time alike, and the run has delivered nothing yet;
 - after twenty, where nothing of one dataset of a mix has been delivered, and a hook fails on its samples alike each
-  time, while those of other datasets pass.
+  time, while those of other datasets pass; and where a hook fails alike on each microbatch with samples of two certain
+  datasets.
 
 *Alike* is the same type raised in the same line by the same way, with the same text but for numbers. A tolerance that
 the user has set takes the place of the last two rules.
@@ -22,6 +23,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from types import ModuleType
 from typing import Any, Literal
 
@@ -57,6 +59,8 @@ DEFAULT_TOLERANCE = 100
 _ALIKE_AT_FIRST, _ALIKE_IN_DATASET = 5, 20
 _ABOUT_BYTES = ("read", "decode", "decode_deferred", "restore")
 """Steps in which only the data can be wrong: neighbours are damaged together."""
+_MOST_TOGETHER = 8
+"""Datasets in a microbatch from which nobody can tell which of them do not go together."""
 _NUMBER = re.compile(r"0x[0-9a-f]+|\d+")
 
 _WHAT = {
@@ -159,8 +163,9 @@ class Judge:
         # Hooks that have not worked yet, with what all their failures have in common.
         self._unproven: dict[str, Any] = {} if delivered else dict.fromkeys(hooks)
         self._in_a_row: dict[str, int] = {}
-        # By leaf of which nothing has been delivered, and hook: what the last failures have in common, and how many.
-        self._suspects: dict[tuple[int, str], tuple[Any, int]] = {}
+        # By hook and leaves, one of which nothing has been delivered, or two that fail together: what the last failures
+        # have in common, and how many they are.
+        self._suspects: dict[tuple[str, frozenset[int]], tuple[Any, int]] = {}
         self.alert = bool(self._unproven)
         self.pending: list[Report] = []
 
@@ -229,14 +234,16 @@ class Judge:
         )
         return "errors"
 
-    def succeeded(self, hooks: Iterable[str], leaves: Iterable[int]) -> None:
+    def succeeded(self, hooks: Collection[str], leaves: Iterable[int]) -> None:
         """Note that some hooks have worked on samples of some leaves."""
         for hook in hooks:
             self._in_a_row.pop(hook, None)
             self._unproven.pop(hook, None)
-            if self._suspects:
-                for leaf in leaves:
-                    self._suspects.pop((leaf, hook), None)
+        if self._suspects:
+            worked = frozenset(leaves)
+            cleared = [key for key in self._suspects if key[0] in hooks and key[1] <= worked]
+            for key in cleared:
+                del self._suspects[key]
         self.alert = bool(self._in_a_row or self._unproven or self._suspects)
 
     def delivered(self, leaf: int) -> None:
@@ -250,7 +257,10 @@ class Judge:
 
     def _fails_always(self, error: Exception, hook: str, leaves: Mapping[int, str], several: str) -> str:
         """Say what has never worked and failed alike too often; "" if nothing has."""
-        unproven, suspects = hook in self._unproven, [leaf for leaf in leaves if leaf not in self._delivered]
+        unproven = hook in self._unproven
+        suspects = [frozenset((leaf,)) for leaf in leaves if leaf not in self._delivered]
+        if 1 < len(leaves) <= _MOST_TOGETHER:
+            suspects += map(frozenset, combinations(leaves, 2))
         if not (unproven or suspects) or hook in _ABOUT_BYTES:
             return ""
         alike = type(error), trace_of(error), _NUMBER.sub("#", text_of(error))
@@ -263,13 +273,17 @@ class Judge:
                     return f"the first {count} {several} of this process failed, and nothing has been delivered"
             else:
                 del self._unproven[hook]
-        for leaf in suspects:
-            seen, count = self._suspects.get((leaf, hook), (alike, 0))
+        for group in suspects:
+            seen, count = self._suspects.get((hook, group), (alike, 0))
             count = count + 1 if seen == alike else 1
-            self._suspects[leaf, hook] = alike, count
-            if count >= _ALIKE_IN_DATASET and self._delivered:
-                of = "" if several == "samples" else " with samples"
-                return f"{count} {several}{of} of {leaves[leaf]} failed, and nothing of this dataset has been delivered"
+            self._suspects[hook, group] = alike, count
+            if count < _ALIKE_IN_DATASET or not self._delivered:
+                continue
+            path = " and ".join(leaves[leaf] for leaf in group)
+            if len(group) == 2:
+                return f"the last {count} {several} with samples of both {path} failed"
+            of = "" if several == "samples" else " with samples"
+            return f"{count} {several}{of} of {path} failed, and nothing of this dataset has been delivered"
         return ""
 
     def _ask(self, error: Exception, hook: str, where: str) -> None:
