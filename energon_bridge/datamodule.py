@@ -28,6 +28,7 @@ from energon_bridge.loader.spec import DatasetSpec
 from energon_bridge.replica import Exchange, Replica, StageKeys, make_replica, open_loader
 from energon_bridge.samples.devices import to_device
 from energon_bridge.stores import CachePool
+from energon_bridge.task_encoder.checks import check_encoder
 from energon_bridge.task_encoder.conversation import MultiModalSampleConfig
 from energon_bridge.task_encoder.multimodal import MultiModalTaskEncoder
 from energon_bridge.topology import WorkerConfig, check_data_parallel, data_parallel_group
@@ -173,6 +174,8 @@ class EnergonMultiModalDataModule(_Base):
             tokenizer, image_processor, multimodal_sample_config, decoder_seq_length or seq_length
         )
         self.validation_task_encoder = validation_task_encoder or self.task_encoder
+        for encoder in (self.task_encoder, self.validation_task_encoder):
+            check_encoder(encoder)
         self.init_global_step = 0
         self.train_dataloader_object: EnergonDataloader | None = None
         self.val_dataloader_object: EnergonDataloader | list[EnergonDataloader] | None = None

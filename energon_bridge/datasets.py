@@ -24,6 +24,7 @@ from energon_bridge.stores import CachePool
 from energon_bridge.stream.policy import ErrorPolicy, Handler
 from energon_bridge.stream.watchdog import WatchdogSettings
 from energon_bridge.task_encoder.base import DefaultTaskEncoder
+from energon_bridge.task_encoder.checks import check_encoder
 from energon_bridge.task_encoder.decoder import SampleDecoder
 from energon_bridge.topology import WorkerConfig
 
@@ -290,6 +291,7 @@ def _open(
 
 def _encoder(task_encoder: Any, image_decode: str | None) -> Any:
     encoder = DefaultTaskEncoder() if task_encoder is None else task_encoder
+    check_encoder(encoder)
     if image_decode is not None:
         encoder = copy.copy(encoder)  # the caller's encoder stays as it is
         encoder.decoder = SampleDecoder(image_decode=image_decode)

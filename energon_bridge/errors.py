@@ -29,6 +29,7 @@
     ├── SampleError                     one sample is bad; skipped and counted unless the policy says otherwise
     │   ├── DecodeError                 a part cannot be decoded
     │   ├── FieldAccessError            a field cannot be found in the parts of a sample
+    │   ├── UnfitSampleError            samples do not fit each other or a setting (also a ConfigurationError)
     │   └── FileNotInStoreError         a file store has no file (or no metadata) of that key
     ├── FatalSampleError                a sample error that must stop the run
     │   ├── OverLongSampleError         a sample exceeds a limit of its pack by itself
@@ -170,6 +171,10 @@ class FieldAccessError(SampleError, KeyError):
     """A field of a sample cannot be found in its parts."""
 
     __str__ = Exception.__str__
+
+
+class UnfitSampleError(SampleError, ConfigurationError):
+    """Samples do not fit each other or a setting: which of the two is wrong shows only with more of them."""
 
 
 class FileNotInStoreError(SampleError, KeyError):

@@ -186,3 +186,20 @@ def test_a_fatal_error_stops_the_run(folder: Path) -> None:
     dataset = get_train_dataset(mix, batch_size=2, trust_remote_code=True, worker_config=config_of(1, 0))
     with closing(get_savable_loader(dataset)) as loader, pytest.raises(FatalSampleError, match="stop here"):
         next(iter(loader))
+
+
+@pytest.mark.parametrize(
+    ("name", "function", "complaint"),
+    [
+        ("plain", "sample_loader", "sample_loader returned None: return a dict of fields, or raise SkipSample"),
+        ("filter", "part_filter", "part_filter returned None: return True or False"),
+        ("joined", "joiner", r"the joiner .*<lambda> returned None: return the sample, or raise SkipSample"),
+    ],
+)
+def test_functions_that_return_nothing_stop_the_run(folder: Path, name: str, function: str, complaint: str) -> None:
+    dataset = trained(folder, name)
+    (leaf,) = dataset.leaves
+    object.__setattr__(leaf.dataset, function, lambda *arguments: None)
+    (loader,) = loaders_of(dataset, 1, 0)
+    with pytest.raises(FatalSampleError, match=f"^{function}: .*{complaint}"):
+        next(iter(loader))

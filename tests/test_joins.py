@@ -288,7 +288,7 @@ def test_mistakes_are_refused_by_name(tmp_path: Path, mistake: str) -> None:
 def picky(first: Any, second: Any) -> Any:
     if first.__key__ == "k05":
         raise ValueError("not this one")
-    return None if first.__key__ == "k06" else both(first, second)
+    return 6 if first.__key__ == "k06" else both(first, second)
 
 
 def test_a_row_that_fails_is_skipped_and_named(pair: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -301,6 +301,6 @@ def test_a_row_that_fails_is_skipped_and_named(pair: Path, caplog: pytest.LogCap
     messages = [record.getMessage() for record in caplog.records]
     assert "row 5, joining key 'k05' of" in messages[0]
     assert messages[0].endswith("ValueError: not this one")
-    assert "the joiner returned NoneType, expected a sample" in messages[1]
+    assert "the joiner returned int, expected a sample" in messages[1]
     assert "row 9 of a join, dataset 1: " in messages[2]
     assert "key 'k09'" in messages[2]

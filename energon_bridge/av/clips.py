@@ -8,7 +8,7 @@ import numpy as np
 
 from energon_bridge.av.decoder import AVDecoder
 from energon_bridge.av.media import AVData
-from energon_bridge.errors import ConfigurationError, DecodeError
+from energon_bridge.errors import ConfigurationError, DecodeError, UnfitSampleError
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +34,7 @@ def get_clips_uniform(
             "neither clips of video nor of sound are asked for: give request_video=True or request_audio=True"
         )
     if num_clips < 1 or clip_duration_seconds < 0:
-        raise ConfigurationError(
+        raise UnfitSampleError(
             f"{num_clips} clips of {clip_duration_seconds} s are asked for; expected at least 1, and 0 s"
         )
     with av_decoder as decoder:

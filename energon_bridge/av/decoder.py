@@ -20,7 +20,7 @@ from energon_bridge.av.audio import AudioReader, as_floats, resample
 from energon_bridge.av.media import AVData, Media, length_of, opened, start_of, tensor_of, ticks
 from energon_bridge.av.metadata import audio_metadata, video_fps, video_metadata
 from energon_bridge.av.video import Pixels, VideoReader, beyond, clip_of, is_over
-from energon_bridge.errors import ConfigurationError, DecodeError
+from energon_bridge.errors import ConfigurationError, DecodeError, UnfitSampleError
 from energon_bridge.format.media import AVMetadata
 from energon_bridge.storage import open_store
 from energon_bridge.storage.ranges import ByteRange, RangeReader
@@ -390,7 +390,7 @@ def _check(ranges: Ranges, unit: str, units: tuple[str, str], kind: str) -> None
         raise ConfigurationError(f"there is no {kind}_unit {unit!r}; known: {', '.join(units)}")
     for begin, end in ranges:
         if not (0 <= begin <= end) or math.isinf(begin):
-            raise ConfigurationError(f"a clip goes from {begin!r} to {end!r} {unit}; expected 0 <= begin <= end")
+            raise UnfitSampleError(f"a clip goes from {begin!r} to {end!r} {unit}; expected 0 <= begin <= end")
 
 
 def _sample(value: float, unit: str, reader: AudioReader) -> int:

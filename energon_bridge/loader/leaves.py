@@ -8,15 +8,19 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from typing import Any
 
-from energon_bridge.errors import EmptyDatasetError, MetadataError
+from energon_bridge.errors import ConfigurationError, EmptyDatasetError, MetadataError
 from energon_bridge.format.dataset import PreparedDataset
 from energon_bridge.format.join import JoinedDataset
 from energon_bridge.format.jsonl import JsonlDataset
 from energon_bridge.loader.aux import aux_fingerprint
 from energon_bridge.loader.joins import aux_of_join, open_join
 from energon_bridge.mix import AuxRef, DatasetOpener, JoinRef, Mix, combine_multipliers, evaluate_subset
-from energon_bridge.samples import CrudeSample
+from energon_bridge.samples import CrudeSample, field_names
+from energon_bridge.stream.cooking import cooker_of
+from energon_bridge.stream.user_code import is_default
+from energon_bridge.task_encoder.collate import REMEDY_FOR_TYPES
 from energon_bridge.task_encoder.images import IMAGE_EXTENSIONS
 
 
@@ -77,6 +81,32 @@ def _decodes_media(dataset: PreparedDataset) -> bool:
         return False
     field_map = dataset.field_map
     return field_map is None or any(p.rpartition(".")[2].lower() in IMAGE_EXTENSIONS for p in field_map.parts)
+
+
+def check_types(leaves: Sequence[OpenLeaf], encoder: Any) -> None:
+    """Refuse leaves whose samples would come together in microbatches that the default hooks cannot make.
+
+    Only where no code of the user's sees them on the way: hooks, cookers and joiners may make one type of all.
+
+    Raises:
+        ConfigurationError: Their types have different fields.
+    """
+    hooks = ("encode_sample", "preencode_sample", "postencode_sample", "batch")
+    if not all(is_default(getattr(encoder, name, None)) for name in hooks if hasattr(encoder, name)):
+        return
+    by_fields: dict[tuple[str, ...], tuple[str, list[str]]] = {}
+    for leaf in leaves:
+        if isinstance(leaf.dataset, JoinedDataset) or cooker_of(encoder, leaf.dataset) is not None:
+            continue
+        kind = leaf.dataset.sample_type
+        fields = () if issubclass(kind, CrudeSample) else field_names(kind)
+        by_fields.setdefault(fields, (kind.__name__, []))[1].append(leaf.dataset.path)
+    if len(by_fields) > 1:
+        types = "; ".join(f"{kind}: {', '.join(paths[:3])}" for kind, paths in by_fields.values())
+        raise ConfigurationError(
+            f"the datasets of the mix have samples of different types ({types}), which {type(encoder).__name__} cannot "
+            f"put into one microbatch: {REMEDY_FOR_TYPES}. For validation, get_val_datasets gives each dataset alone"
+        )
 
 
 def open_leaves(mix: Mix, opener: DatasetOpener, *, shuffle_epochs: int | None) -> tuple[OpenLeaf, ...]:

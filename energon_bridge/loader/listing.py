@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -49,8 +49,12 @@ _BLOCK = 256
 """Rows whose contents a rank holds at a time while it asks for their groups."""
 
 
-def listing_of_pass(spec: DatasetSpec, units: Units, config: WorkerConfig, epoch: int) -> tuple[Listing, Counts]:
+def listing_of_pass(
+    spec: DatasetSpec, units: Units, config: WorkerConfig, epoch: int, delivered: Collection[int]
+) -> tuple[Listing, Counts]:
     """Return the rows of a pass in order, and what this rank counted in listing them.
+
+    `delivered` are the leaves of which the run has delivered something.
 
     All ranks must call it where torch.distributed is initialised; where it is not, each makes the whole list itself.
 
@@ -61,7 +65,7 @@ def listing_of_pass(spec: DatasetSpec, units: Units, config: WorkerConfig, epoch
     enough = math.inf if spec.limit is None else spec.limit * config.dp_size
     logger.info("%s %d samples before the pass begins", "grouping" if spec.grouped else "packing", plan.num_draws)
     counts = Counts()
-    pipeline = spec.pipeline(units, config)
+    pipeline = spec.pipeline(units, config, delivered=delivered)
     try:
         listing = Listing(rows=(), ends=None)
         if spec.packing_buffer_size is not None:

@@ -56,7 +56,8 @@ def flat_metrics(
         - `worker_restarts`: how often workers that died were started again;
         - `make_seconds`, all processes together, and of these `load_seconds` (waiting for samples to be read and
           decoded), `encode_seconds` and `batch_seconds`;
-        - of a mix `samples/NAME` and `epochs/NAME` of each dataset that is part of it now.
+        - of a mix `samples/NAME` and `epochs/NAME` of each dataset that is part of it now, and `errors/NAME` and
+          `skipped/NAME` of those that have lost samples.
     """
     found: dict[str, float] = {name: sum(row[name] for row in rows) for name in COUNTERS}
     made, load, batch = seconds
@@ -78,6 +79,7 @@ def flat_metrics(
         names = dataset_names([row["path"] for row in present], [row["split_part"] for row in present])
         for name, row in zip(names, present, strict=True):
             found[f"samples/{name}"] = row["samples"]
+            found |= {f"{counter}/{name}": row[counter] for counter in ("errors", "skipped") if row[counter]}
             if row["epochs"] is not None:
                 found[f"epochs/{name}"] = row["epochs"]
     return found

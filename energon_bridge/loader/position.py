@@ -85,7 +85,7 @@ class Position:
             return None
         epoch = self.epoch if self._spec.shuffled else 0
         if self._listing is None or self._listing[0] != epoch:
-            listing, counts = listing_of_pass(self._spec, self.units, self._config, epoch)
+            listing, counts = listing_of_pass(self._spec, self.units, self._config, epoch, self.delivered)
             self._listing = epoch, listing
             self._add(counts)
         return self._listing[1]
@@ -104,6 +104,16 @@ class Position:
     def counts(self) -> Sequence[Sequence[int]]:
         """The `COLUMNS` of each leaf, as this rank keeps them: of what it was restored with and has delivered."""
         return self._counts
+
+    @property
+    def delivered(self) -> frozenset[int]:
+        """The leaves of which the run has delivered something, as far as this rank can know; none where it begins."""
+        leaves = range(len(self.units.leaves))
+        if self._spec.finite:
+            # Counts of a run that was on other ranks may be with one of them.
+            begins = not (self.microbatches or self.epoch or any(map(any, self._counts)))
+            return frozenset() if begins else frozenset(leaves)
+        return frozenset(leaf for leaf in leaves if any(state.leaf_draws[leaf] for state in self.lanes.values()))
 
     def count(self, item: Produced) -> None:
         """Add what a microbatch counted."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
+import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from types import GenericAlias
@@ -19,7 +21,7 @@ import torch.utils.data
 
 from energon_bridge.errors import ConfigurationError, LoaderError
 from energon_bridge.loader import document as doc
-from energon_bridge.loader.budget import check_rates
+from energon_bridge.loader.budget import check_rates, name_losses
 from energon_bridge.loader.metrics import flat_metrics
 from energon_bridge.loader.pipes import PIPES
 from energon_bridge.loader.position import OnMismatch, Position
@@ -68,6 +70,7 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         self.config = config = worker_config or dataset.worker_config
         self.on_mismatch = on_mismatch
         check_data_parallel(config)
+        dataset.check_types()
         self._position = Position(dataset, config)
         workers = config.num_workers
         self._arenas: list[Arena | None] = [None] * workers
@@ -92,6 +95,9 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         self._last: Any = None
         self._resumed, self._pass = False, 0
         self._seconds = [0.0, 0.0, 0.0]
+        self._steps, self._epoch_length = 0, dataset.epoch_length(config.dp_size)
+        # Runs that nobody closes end with the loader or with the process; a worker's copy of the loader is no run.
+        weakref.finalize(self, _name_losses, dataset, self._position, os.getpid())
         self._say_what_is_idle()
 
     # Delivering ------------------------------------------------------------------------------------------------------
@@ -142,7 +148,17 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         position.count(item)
         if not position.ownership.even:
             self._last = item.batch
+        self._steps += 1
+        if self._ends_an_epoch():
+            self._name_losses(ended=True)
         return item.batch
+
+    def _ends_an_epoch(self) -> bool:
+        """Whether the pass, the virtual epoch, or the epoch of the data is over with the microbatch just delivered."""
+        position, virtual = self._position, self.spec.virtual_epoch_length
+        if virtual is not None:
+            return position.epoch_steps >= virtual
+        return position.microbatches >= position.end if self.spec.finite else not self._steps % self._epoch_length
 
     def _pull(self) -> Produced:
         if self._source is None and self.config.num_workers:
@@ -169,6 +185,11 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         spec, config, position = self.spec, self.config, self._position
         spec.journal.write(item.reports, config.dp_rank, config.dp_size)
         check_rates(spec.error_policy, position.units.leaves, position.counts, item.counts, spec.journal)
+
+    def _name_losses(self, *, ended: bool) -> None:
+        """Warn of datasets that have lost much, each once."""
+        position = self._position
+        name_losses(position.units.leaves, position.counts, self.spec.journal, ended=ended)
 
     def _masked(self) -> Any:
         """Return a microbatch that does not exist: real rows with the mask all false."""
@@ -245,6 +266,7 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
     def close(self) -> None:
         """Stop workers and threads; the next batch starts them again."""
         self._stop()
+        self._name_losses(ended=True)
 
     def __del__(self) -> None:
         if "_source" in self.__dict__:
@@ -262,6 +284,7 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
 
     def metrics(self) -> dict[str, float]:
         """Return what this rank did so far as plain numbers by name, as `flat_metrics` describes."""
+        self._name_losses(ended=False)
         return flat_metrics(self.counters(), self._workers, self._seconds)
 
     def restore_state_rank(
@@ -367,7 +390,8 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
 
     def restore_sample(self, restore_key: tuple[Any, ...]) -> Any:
         """Return the batch or sample with a `__restore_key__`, encoded again: the identical one."""
-        pipeline = self.spec.pipeline(self._position.units, self.config, threads=0)
+        units = self._position.units
+        pipeline = self.spec.pipeline(units, self.config, threads=0, delivered=range(len(units.leaves)))
         return restore(pipeline, tuple(restore_key))
 
 
@@ -385,6 +409,11 @@ class _Iterator:
         if self._loader._pass != self._pass:
             raise StopIteration
         return self._loader.deliver()
+
+
+def _name_losses(spec: DatasetSpec, position: Position, process: int) -> None:
+    if os.getpid() == process:
+        name_losses(position.units.leaves, position.counts, spec.journal, ended=True)
 
 
 def _arena() -> Arena | None:

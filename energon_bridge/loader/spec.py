@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import GenericAlias
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch.utils.data
 
 from energon_bridge.errors import ConfigurationError
-from energon_bridge.loader.leaves import OpenLeaf
+from energon_bridge.loader.leaves import OpenLeaf, check_types
 from energon_bridge.loader.weights import ChangedWeights, LeafWeights, MixWeights
 from energon_bridge.loader.workers import FiniteStreams, LaneStreams, Stream
 from energon_bridge.mix import Mix
@@ -115,6 +115,11 @@ class DatasetSpec:
                     f"repeat=False: {leaf.dataset.path} is shuffled over {leaf.shuffle_epochs} epochs, so that a pass "
                     "would not have every sample; set shuffle_over_epochs_multiplier to 1 or None"
                 )
+
+    def check_types(self) -> None:
+        """Refuse a mix of types that cannot be put into microbatches; a loader asks, a forecast need not."""
+        if self.rows > 1 and self.packing_buffer_size is None and not self.grouped:
+            check_types(self.leaves, self.task_encoder)
 
     @property
     def kind(self) -> str:
@@ -290,8 +295,17 @@ class DatasetSpec:
             return config.dp_size
         return default_num_lanes(config.dp_size, config.microbatches_per_global_batch)
 
-    def pipeline(self, units: Units, config: WorkerConfig, threads: int | None = None) -> Pipeline:
-        """Build what loads, encodes and batches in one process; `threads` overrides the configuration's."""
+    def pipeline(
+        self, units: Units, config: WorkerConfig, threads: int | None = None, delivered: Collection[int] = ()
+    ) -> Pipeline:
+        """Build what loads, encodes and batches in one process.
+
+        Args:
+            units: The mix, cut into lanes.
+            config: Who loads what.
+            threads: Overrides the configuration's.
+            delivered: Leaves of which the run has delivered something.
+        """
         decodes = self.task_encoder.decoder is not None and any(leaf.decodes_media for leaf in self.leaves)
         if threads is None:
             threads = config.threads_per_process(max(1, config.num_workers)) if decodes else 0
@@ -316,6 +330,7 @@ class DatasetSpec:
             cache=self.cache_pool,
             policy=self.error_policy,
             journal=self.journal,
+            delivered=delivered,
             rank=config.dp_rank,
             ranks=config.dp_size,
         )
@@ -329,7 +344,7 @@ class DatasetSpec:
     def stream(self, config: WorkerConfig, position: Position, watchdog: WatchdogSettings | None = None) -> Stream:
         """Build what makes the units of one process from a position on: the lanes, or the microbatches of a pass."""
         units = position.units
-        pipeline = self.pipeline(units, config)
+        pipeline = self.pipeline(units, config, delivered=position.delivered)
         if watchdog is not None:
             info = torch.utils.data.get_worker_info()
             pipeline.watch(watchdog, f"rank {config.dp_rank}" + ("" if info is None else f", worker {info.id}"))

@@ -19,7 +19,7 @@ from functools import cache
 from itertools import chain
 from typing import Any, ClassVar, NamedTuple, Self, TypeVar, dataclass_transform
 
-from energon_bridge.errors import ConfigurationError
+from energon_bridge.errors import ConfigurationError, UnfitSampleError
 
 T = TypeVar("T")
 
@@ -200,7 +200,8 @@ class Batch(_Record):
             else:
                 collated[name] = batch_pad_stack(column) if is_tensor_column(column) else column
         if missing := sorted(required_field_names(cls) - collated.keys()):
-            raise ConfigurationError(
+            wrong = UnfitSampleError if all(isinstance(sample, dict) for sample in samples) else ConfigurationError
+            raise wrong(
                 f"{cls.__name__}.from_samples: not every {type(samples[0]).__name__} has {', '.join(missing)}; "
                 f"give a default in {cls.__name__}, or the value as a keyword"
             )

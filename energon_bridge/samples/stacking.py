@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from energon_bridge.errors import ConfigurationError
+from energon_bridge.errors import ConfigurationError, UnfitSampleError
 from energon_bridge.samples import streaming
 from energon_bridge.samples.slabs import SLABS, lent
 
@@ -36,14 +36,14 @@ def is_tensor_column(values: Sequence[Any]) -> bool:
 
 
 def batch_stack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Stack n tensors of one shape (…) into (n, …). Raises ConfigurationError if the shapes differ."""
+    """Stack n tensors of one shape (…) into (n, …). Raises UnfitSampleError if the shapes differ."""
     _check_not_empty(tensors)
     if (adopted := _adopted(tensors)) is not None:
         return adopted
     shape = tensors[0].shape
     for row, tensor in enumerate(tensors):
         if tensor.shape != shape:
-            raise ConfigurationError(
+            raise UnfitSampleError(
                 f"batch_stack needs tensors of one shape, but row 0 has {tuple(shape)} and row {row} has "
                 f"{tuple(tensor.shape)}; use batch_pad_stack, or make them equal in encode_sample"
             )
@@ -53,7 +53,7 @@ def batch_stack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 def batch_pad_stack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Stack n tensors of one rank into (n, …), each dimension as large as its largest, the rest zero.
 
-    Rows of different dtypes are promoted as torch promotes them. Raises ConfigurationError if the ranks differ.
+    Rows of different dtypes are promoted as torch promotes them. Raises UnfitSampleError if the ranks differ.
     """
     _check_not_empty(tensors)
     if (adopted := _adopted(tensors)) is not None:
@@ -63,7 +63,7 @@ def batch_pad_stack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         return _stack(tensors)
     for row, tensor in enumerate(tensors):
         if tensor.ndim != first.ndim:
-            raise ConfigurationError(
+            raise UnfitSampleError(
                 f"batch_pad_stack needs tensors of one rank, but row 0 has shape {tuple(first.shape)} and row {row} "
                 f"has {tuple(tensor.shape)}; make them equal in encode_sample, or collate this field in batch"
             )
@@ -80,13 +80,13 @@ def batch_pad_stack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 def concat_pad(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Join tensors of one rank along dimension 0, each other dimension as large as its largest, the rest zero.
 
-    Rows of different dtypes are promoted as torch promotes them. Raises ConfigurationError if ranks differ or are 0.
+    Rows of different dtypes are promoted as torch promotes them. Raises UnfitSampleError if ranks differ or are 0.
     """
     _check_not_empty(tensors)
     first = tensors[0]
     for row, tensor in enumerate(tensors):
         if tensor.ndim != first.ndim or not tensor.ndim:
-            raise ConfigurationError(
+            raise UnfitSampleError(
                 f"concat_pad needs tensors of one rank, at least 1, but number 0 has shape {tuple(first.shape)} and "
                 f"number {row} has {tuple(tensor.shape)}; make them equal where the batches are made"
             )

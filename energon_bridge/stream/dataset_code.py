@@ -131,7 +131,10 @@ class CodeValues(Values):
         meta = {"__key__": key, "__restore_key__": restore_key, "__sources__": (source,)}
         try:
             begin("sample_loader", dataset, index, key, (LOADER, draw, epoch, self._number))
-            made = dict(dataset.sample_loader(values | meta | {"__shard__": source.shard_name}))
+            made = dataset.sample_loader(values | meta | {"__shard__": source.shard_name})
+            if made is None:
+                raise FatalSampleError("sample_loader returned None: return a dict of fields, or raise SkipSample")
+            made = dict(made)
             meta["__key__"] = made.pop("__key__", key)
             return dataset.sample_type(**meta, __subflavors__=dict(dataset.subflavors), **made)
         except FatalSampleError:
@@ -147,7 +150,10 @@ class CodeValues(Values):
         for name in parts:
             if name not in self._accepted:
                 begin("part_filter", self._dataset, index, key, (FILTER, key_of("part", name), self._number))
-                said[name] = bool(self._accept(name))
+                answer = self._accept(name)
+                if answer is None:
+                    raise FatalSampleError("part_filter returned None: return True or False")
+                said[name] = bool(answer)
                 if len(self._accepted) < _MOST_NAMES:
                     self._accepted[name] = said[name]
             else:

@@ -148,7 +148,7 @@ class Draws:
             self.leaf_draws[leaf] += leaves.count(leaf)
         for leaf, size in zip(leaves, sizes, strict=True):
             counts.of(leaf)[_BYTES] += size
-        if judge.in_a_row or Problem in set(map(type, samples)):
+        if judge.alert or Problem in set(map(type, samples)):
             good = [self._is_good(*draw, counts) for draw in zip(leaves, samples, keys, strict=True)]
             keys, samples, leaves, sizes = (list(compress(part, good)) for part in (keys, samples, leaves, sizes))
         out.keys += keys
@@ -161,7 +161,7 @@ class Draws:
         if type(sample) is Problem:
             self._pipeline.encode(leaf, sample, key, counts)
             return False
-        self._pipeline.judge.succeeded(self._pipeline.code.drawing)
+        self._pipeline.judge.succeeded(self._pipeline.code.drawing, (leaf,))
         return True
 
     # Scheduling ------------------------------------------------------------------------------------------------------

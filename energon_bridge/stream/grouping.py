@@ -93,8 +93,8 @@ def group_of(pipeline: Pipeline, row: Row, counts: Counts) -> tuple[Any, Any] | 
     except Exception as error:  # the policy decides
         pipeline.failed(error, [ref[:2] for ref in row.members], counts)
         return None
-    if pipeline.judge.in_a_row:
-        pipeline.judge.succeeded(("batch_group_criterion",))
+    if pipeline.judge.alert:
+        pipeline.judge.succeeded(("batch_group_criterion",), {ref.leaf for ref in row.members})
     return key, size
 
 

@@ -122,7 +122,7 @@ class JoinValues:
             begin("joiner", self._dataset, row, str(parts[0]["__key__"]), (JOINER, row, epoch))
             joiner = self._dataset.joiner
             sample = joiner(*parts) if self._names is None else joiner(**dict(zip(self._names, parts, strict=True)))
-            return _completed(sample, parts, key)
+            return _completed(sample, parts, key, getattr(joiner, "__qualname__", repr(joiner)))
         except FatalSampleError:
             raise
         except Exception as error:  # the policy of the stream decides what becomes of it
@@ -140,8 +140,10 @@ class JoinValues:
         return f"dataset {number if self._names is None else repr(self._names[number])}"
 
 
-def _completed(sample: Any, parts: list[Any], key: RestoreKey) -> Any:
+def _completed(sample: Any, parts: list[Any], key: RestoreKey, joiner: str) -> Any:
     """Give a joined sample the meta fields that do not depend on its joiner: restore key, sources, subflavors."""
+    if sample is None:
+        raise FatalSampleError(f"the joiner {joiner} returned None: return the sample, or raise SkipSample")
     is_dict = isinstance(sample, dict)
     if not is_dict and not hasattr(sample, "__restore_key__"):
         raise TypeError(f"the joiner returned {type(sample).__name__}, expected a sample")

@@ -33,6 +33,7 @@ class Journal:
         self._said: set[tuple[str, int, str, int]] = set()
         self._kinds: Counter[tuple[str, str, str]] = Counter()
         self._quarantined: dict[Path, set[Named]] = {}
+        self._losses: set[tuple[str, str]] = set()
 
     def write(self, reports: Sequence[Report], rank: int, ranks: int) -> None:
         """Say what is new among some failures of a rank.
@@ -56,6 +57,12 @@ class Journal:
         """Return what failed in a dataset and how often, as far as this process has seen it."""
         kinds = [(n, f"{n} in {kind[1]} with {kind[2]}") for kind, n in self._kinds.items() if kind[0] == dataset]
         return ", ".join(text for _, text in sorted(kinds, reverse=True)[:5])
+
+    def is_new(self, dataset: str, cause: str) -> bool:
+        """Return whether nobody has asked before about what a dataset loses by a cause."""
+        before = len(self._losses)
+        self._losses.add((dataset, cause))
+        return len(self._losses) > before
 
     def _log(self, report: Report) -> None:
         self._kinds[report.kind] += 1

@@ -265,8 +265,8 @@ class Packing:
 def select_packs(pipeline: Pipeline, rows: list[Row], *, last: bool = False) -> list[list[Row]]:
     """Return the packs that the encoder selects from some rows; `last` says that nothing will join the others."""
     groups = pipeline.code.select([row.content for row in rows], *pipeline.seed_of(rows[0]), last=last)
-    if pipeline.judge.in_a_row:
-        pipeline.judge.succeeded(("select_samples_to_pack",))
+    if pipeline.judge.alert:
+        pipeline.judge.succeeded(("select_samples_to_pack",), {row.members[0].leaf for row in rows})
     return _as_rows(groups, rows, type(pipeline.code.encoder).__name__)
 
 
@@ -291,8 +291,8 @@ def pack_rows(pipeline: Pipeline, rows: list[Row], counts: Counts, *, again: boo
             pipeline.failed(error, [row.members[0][:2]], counts)
             continue
         pipeline.take_tally(row.members[0].leaf, counts, again=again)
-        if pipeline.judge.in_a_row:
-            pipeline.judge.succeeded(("decode_deferred", "postencode_sample"))
+        if pipeline.judge.alert:
+            pipeline.judge.succeeded(("decode_deferred", "postencode_sample"), (row.members[0].leaf,))
         members.append(row)
     if not members:
         return []
@@ -304,8 +304,8 @@ def pack_rows(pipeline: Pipeline, rows: list[Row], counts: Counts, *, again: boo
     except Exception as error:  # the policy decides
         pipeline.failed(error, [ref[:2] for ref in refs], counts)
         return []
-    if pipeline.judge.in_a_row:
-        pipeline.judge.succeeded(("pack_selected_samples",))
+    if pipeline.judge.alert:
+        pipeline.judge.succeeded(("pack_selected_samples",), {ref.leaf for ref in refs})
     size = sum(row.size for row in members)
     return [Row(refs, number, output, size) for number, output in enumerate(outputs)]
 

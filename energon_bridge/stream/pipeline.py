@@ -71,7 +71,7 @@ class Pipeline:
         makes = any(has_code(leaf.dataset) or cooker_of(settings.encoder, leaf.dataset) for leaf in leaves)
         self.code = UserCode(settings.encoder, packs=settings.packing_buffer_size is not None, makes=makes)
         self._stores = StorePool(settings.encoder.decoder)
-        self.judge = Judge(settings.policy, settings.encoder)
+        self.judge = Judge(settings.policy, settings.encoder, self.code.hooks, settings.delivered)
         self.activities = Activities()
         self.load_seconds = self.batch_seconds = 0.0
         self.watchdog: Watchdog | None = None
@@ -227,8 +227,8 @@ class Pipeline:
             self.take_tally(leaf, counts, again=again)
             self.failed(error, [(leaf, index)], counts, place=place_in(sample))
             return []
-        if self.judge.in_a_row:
-            self.judge.succeeded(self.code.drawing)
+        if self.judge.alert:
+            self.judge.succeeded(self.code.drawing, (leaf,))
         return [((identity, index, epoch, number), one) for number, one in enumerate(encoded)]
 
     def take_tally(self, leaf: int, counts: Counts, *, again: bool = False) -> None:
@@ -287,11 +287,13 @@ class Pipeline:
             of = (one for key in keys for one in (key[2] if key[0] == "Pack" else (key,)))
             self.failed(error, [(leaf, one[1]) for leaf, one in zip(leaves, of, strict=True)], counts)
             return []
-        if self.judge.in_a_row:
-            self.judge.succeeded(_BATCH_HOOKS)
+        if self.judge.alert:
+            self.judge.succeeded(_BATCH_HOOKS, set(leaves))
         column = _SAMPLES if batches else _SKIPPED
         for leaf in set(leaves):
             counts.of(leaf)[column] += leaves.count(leaf)
+            if batches:
+                self.judge.delivered(leaf)
         return batches
 
     def decode_deferred(self, samples: Sequence[Any]) -> None:
@@ -329,7 +331,8 @@ class Pipeline:
         if not isinstance(error, SkipSample):
             shown = members[:MAX_MEMBERS]
             places = [place] if place else [self.source(leaf).place(index) for leaf, index in shown]
-            name = self.judge.failed(error, hook, places, len(members))
+            paths = {leaf: self.leaves[leaf].dataset.path for leaf, _ in members}
+            name = self.judge.failed(error, hook, places, len(members), paths)
         for leaf, _ in members:
             counts.of(leaf)[COUNTERS.index(name)] += 1
 

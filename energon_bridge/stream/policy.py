@@ -2,14 +2,29 @@
 
 Whether a sample is left out depends on the sample alone: every failure that the policy lets pass costs the stream that
 sample and nothing else. Limits (in a row, or as a rate) only decide whether the run goes on.
+
+The policy is for bad data. A mistake in the program or its configuration stops the run whatever the policy says:
+
+- at once, where the error can be nothing else: `ALWAYS_FATAL`, a ConfigurationError, an attribute that the encoder, a
+  module or the type of a sample does not have, a hook that returns None;
+- after five, where a hook has failed every time it ran, each time alike, and the run has delivered nothing yet;
+- after twenty, where nothing of one dataset of a mix has been delivered, and a hook fails on its samples alike each
+  time, while those of other datasets pass; and where a hook fails alike on each microbatch with samples of two certain
+  datasets.
+
+*Alike* is the same type raised in the same line by the same way, with the same text but for numbers. A tolerance that
+the user has set takes the place of the last two rules.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
+from types import ModuleType
 from typing import Any, Literal
 
 from energon_bridge.errors import (
@@ -17,9 +32,11 @@ from energon_bridge.errors import (
     FatalSampleError,
     HookTimeoutError,
     OverLongSampleError,
+    SampleError,
     SkipSample,
 )
-from energon_bridge.stream.report import MAX_MEMBERS, Place, Report, named, text_of, trace_of
+from energon_bridge.samples import Batch, Sample
+from energon_bridge.stream.report import MAX_MEMBERS, Place, Report, code_place, named, text_of, trace_of
 
 Handler = Callable[[Exception], bool]
 """Decides on a failed sample in the convention of webdataset: True leaves it out, False (or raising) stops the run."""
@@ -35,7 +52,16 @@ ALWAYS_FATAL = (
     ReferenceError,
     NameError,
 )
-"""Errors that are no fault of the data: they stop the run under any policy."""
+"""Types of errors that are no fault of the data: they stop the run under any policy."""
+
+DEFAULT_TOLERANCE = 100
+"""Failures of a hook in a row that stop the run where nobody has said how many."""
+_ALIKE_AT_FIRST, _ALIKE_IN_DATASET = 5, 20
+_ABOUT_BYTES = ("read", "decode", "decode_deferred", "restore")
+"""Steps in which only the data can be wrong: neighbours are damaged together."""
+_MOST_TOGETHER = 8
+"""Datasets in a microbatch from which nobody can tell which of them do not go together."""
+_NUMBER = re.compile(r"0x[0-9a-f]+|\d+")
 
 _WHAT = {
     "select_samples_to_pack": ("a selection", "selections"),
@@ -58,7 +84,9 @@ class ErrorPolicy:
             the counters of this rank, which are part of the state, from `min_draws` samples of the dataset on.
         min_draws: Samples of a dataset before its rate is judged.
         tolerance: Failures of one hook in a row at which the run stops, in one process; 0: no limit; None: what
-            `@stateless(failure_tolerance=…)` on the hook says, else the encoder's `__default_failure_tolerance__`.
+            `@stateless(failure_tolerance=…)` on the hook says, else the encoder's `__default_failure_tolerance__`, else
+            100, but 5 where a hook has only ever failed, always alike, and nothing has been delivered, and 20 where
+            nothing of a dataset of a mix has.
         damaged_shards: A shard that is cut off, missing or without its index: "raise" stops the run by name, since
             files come back; "skip" treats each sample that cannot be read like any sample that fails.
         quarantine: File to which each failed sample is added once, as a line of JSON; `read_quarantine` reads it. With
@@ -98,23 +126,65 @@ class ErrorPolicy:
                 raise ConfigurationError(f"ErrorPolicy: {name} must be an integer of at least {least}, got {value!r}")
 
 
+def is_of_the_program(error: Exception, encoder: Any) -> bool:
+    """Whether an error can be nothing but a mistake in the program or its configuration."""
+    if isinstance(error, ConfigurationError):
+        return not isinstance(error, SampleError)
+    if isinstance(error, AttributeError):
+        owner = error.obj
+        if isinstance(owner, (Sample, Batch)):
+            return not hasattr(owner, "__dict__")  # all objects of the type have the same attributes
+        inner = getattr(encoder, "__dict__", {}).get("task_encoder")  # of an AugmentTaskEncoder
+        return isinstance(owner, ModuleType) or (owner is not None and (owner is encoder or owner is inner))
+    return isinstance(error, ALWAYS_FATAL)
+
+
 class Judge:
     """Applies the policy to what fails in one process.
 
+    Args:
+        policy: The policy.
+        encoder: Says how many failures in a row its hooks may have.
+        hooks: Those that are mistaken if they fail whenever they run.
+        delivered: Leaves of which the run has delivered something before this process began.
+
     Attributes:
-        in_a_row: Failures in a row of each hook that failed when it last ran.
+        alert: Whether `succeeded` has to be told which hooks have worked.
         pending: Reports that no microbatch has taken along yet.
     """
 
-    def __init__(self, policy: ErrorPolicy, encoder: Any) -> None:
+    def __init__(
+        self, policy: ErrorPolicy, encoder: Any, hooks: Iterable[str] = (), delivered: Collection[int] = ()
+    ) -> None:
         self._policy = policy
         self._encoder = encoder
         self._kinds: Counter[tuple[str, str, type]] = Counter()
-        self.in_a_row: dict[str, int] = {}
+        self._delivered = set(delivered)
+        # Hooks that have not worked yet, with what all their failures have in common.
+        self._unproven: dict[str, Any] = {} if delivered else dict.fromkeys(hooks)
+        self._in_a_row: dict[str, int] = {}
+        # By hook and leaves, one of which nothing has been delivered, or two that fail together: what the last failures
+        # have in common, and how many they are.
+        self._suspects: dict[tuple[str, frozenset[int]], tuple[Any, int]] = {}
+        self.alert = bool(self._unproven)
         self.pending: list[Report] = []
 
-    def failed(self, error: Exception, hook: str, places: Sequence[Place], members: int = 1) -> str:
+    def failed(
+        self,
+        error: Exception,
+        hook: str,
+        places: Sequence[Place],
+        members: int = 1,
+        leaves: Mapping[int, str] | None = None,
+    ) -> str:
         """Decide on samples that failed; return the counter they belong to.
+
+        Args:
+            error: What the hook raised.
+            hook: Its name.
+            places: Some of the samples.
+            members: How many there are.
+            leaves: The leaves that they are of, with the paths of their datasets.
 
         Raises:
             FatalSampleError: The run stops: by the kind of the error, by the policy, or for too many in a row.
@@ -123,20 +193,30 @@ class Judge:
             return "skipped"
         if isinstance(error, HookTimeoutError):
             raise error
-        kind = type(error).__name__
-        where = f"{named(places, members)}: {kind}: {text_of(error)}"
-        if isinstance(error, ALWAYS_FATAL):
+        kind, names = type(error).__name__, named(places, members)
+        where, at = f"{names}: {kind}: {text_of(error)}", code_place(error)
+        if is_of_the_program(error, self._encoder):
             fatal = OverLongSampleError if isinstance(error, OverLongSampleError) else FatalSampleError
-            raise fatal(f"{hook}: {where}") from error
+            because = (
+                "" if isinstance(error, FatalSampleError) else ". It is no fault of the data: no policy lets it pass"
+            )
+            raise fatal(f"{hook}: {where}{at}{because}") from error
         self._ask(error, hook, where)
-        failures = self.in_a_row[hook] = self.in_a_row.get(hook, 0) + 1
+        self.alert = True
+        failures = self._in_a_row[hook] = self._in_a_row.get(hook, 0) + 1
         what, several = _WHAT.get(hook, _A_SAMPLE)
-        tolerance = self._tolerance(hook)
+        tolerance, is_chosen = self._tolerance(hook)
         if tolerance and failures >= tolerance:
             raise FatalSampleError(
-                f"{hook}: {failures} {several} failed in a row, the last one {where}. Mend the data or the hook, or "
-                "allow more: __default_failure_tolerance__ of the encoder, @stateless(failure_tolerance=…) on the "
+                f"{hook}: {failures} {several} failed in a row, the last one {where}{at}. Mend the data or the hook, "
+                "or allow more: __default_failure_tolerance__ of the encoder, @stateless(failure_tolerance=…) on the "
                 "hook, or ErrorPolicy(tolerance=…)"
+            ) from error
+        if not is_chosen and (always := self._fails_always(error, hook, leaves or {}, several)):
+            raise FatalSampleError(
+                f"{hook}: {always}. All ended in the same error, which is taken for a mistake in the program or its "
+                f"configuration: {kind}: {text_of(error)}{at}. The last one: {names}. If the data is to blame, raise "
+                "SkipSample for what is to be left out, or allow failures with ErrorPolicy(tolerance=100)"
             ) from error
         first = places[0].dataset, hook, type(error)
         self._kinds[first] += 1
@@ -154,15 +234,57 @@ class Judge:
         )
         return "errors"
 
-    def succeeded(self, hooks: Sequence[str]) -> None:
-        """Note that some hooks have worked."""
+    def succeeded(self, hooks: Collection[str], leaves: Iterable[int]) -> None:
+        """Note that some hooks have worked on samples of some leaves."""
         for hook in hooks:
-            self.in_a_row.pop(hook, None)
+            self._in_a_row.pop(hook, None)
+            self._unproven.pop(hook, None)
+        if self._suspects:
+            worked = frozenset(leaves)
+            cleared = [key for key in self._suspects if key[0] in hooks and key[1] <= worked]
+            for key in cleared:
+                del self._suspects[key]
+        self.alert = bool(self._in_a_row or self._unproven or self._suspects)
+
+    def delivered(self, leaf: int) -> None:
+        """Note that something of a leaf is delivered."""
+        self._delivered.add(leaf)
 
     def taken(self) -> tuple[Report, ...]:
         """Return the pending reports, which are then no longer pending."""
         reports, self.pending = tuple(self.pending), []
         return reports
+
+    def _fails_always(self, error: Exception, hook: str, leaves: Mapping[int, str], several: str) -> str:
+        """Say what has never worked and failed alike too often; "" if nothing has."""
+        unproven = hook in self._unproven
+        suspects = [frozenset((leaf,)) for leaf in leaves if leaf not in self._delivered]
+        if 1 < len(leaves) <= _MOST_TOGETHER:
+            suspects += map(frozenset, combinations(leaves, 2))
+        if not (unproven or suspects) or hook in _ABOUT_BYTES:
+            return ""
+        alike = type(error), trace_of(error), _NUMBER.sub("#", text_of(error))
+        if unproven and not self._delivered:
+            before = self._unproven[hook]
+            if before is None or before[0] == alike:
+                count = 1 if before is None else before[1] + 1
+                self._unproven[hook] = alike, count
+                if count >= _ALIKE_AT_FIRST:
+                    return f"the first {count} {several} of this process failed, and nothing has been delivered"
+            else:
+                del self._unproven[hook]
+        for group in suspects:
+            seen, count = self._suspects.get((hook, group), (alike, 0))
+            count = count + 1 if seen == alike else 1
+            self._suspects[hook, group] = alike, count
+            if count < _ALIKE_IN_DATASET or not self._delivered:
+                continue
+            path = " and ".join(leaves[leaf] for leaf in group)
+            if len(group) == 2:
+                return f"the last {count} {several} with samples of both {path} failed"
+            of = "" if several == "samples" else " with samples"
+            return f"{count} {several}{of} of {path} failed, and nothing of this dataset has been delivered"
+        return ""
 
     def _ask(self, error: Exception, hook: str, where: str) -> None:
         """Raise where the policy says that the run stops at this error."""
@@ -177,10 +299,12 @@ class Judge:
                 raise FatalSampleError(f"{hook}: the handler stopped the run: {where}") from raised
         raise FatalSampleError(f"{hook}: {where}") from error
 
-    def _tolerance(self, hook: str) -> int:
+    def _tolerance(self, hook: str) -> tuple[int, bool]:
+        """Return the failures of a hook in a row that stop the run, and whether somebody has chosen the number."""
         if self._policy.tolerance is not None:
-            return self._policy.tolerance
+            return self._policy.tolerance, True
         own = getattr(getattr(self._encoder, hook, None), "__failure_tolerance__", None)
-        if own is None:
-            own = getattr(self._encoder, "__default_failure_tolerance__", 100)
-        return int(own or 0)
+        if own is not None:
+            return int(own), True
+        of_encoder = getattr(self._encoder, "__default_failure_tolerance__", DEFAULT_TOLERANCE)
+        return int(of_encoder or 0), of_encoder != DEFAULT_TOLERANCE

@@ -6,16 +6,21 @@ A failure is one `Report`, whichever hook it happened in. Reports travel with th
 
 from __future__ import annotations
 
+import os
+import sysconfig
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
 
 MAX_MEMBERS = 8
 """Samples that a report of a pack or microbatch names; the others are counted."""
 _MAX_MESSAGE = 1000
+_PACKAGE = str(Path(__file__).parents[1]) + os.sep
+_INSTALLED = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib"))
 
 
 class Place(NamedTuple):
@@ -96,6 +101,18 @@ def trace_of(error: BaseException) -> str:
     # Not by the traceback module, which parses source lines: on Python 3.11 that disturbs other threads that parse.
     steps = traceback.walk_tb(error.__traceback__)
     return "\n".join(f"  {frame.f_code.co_filename}:{line}:{frame.f_code.co_name}" for frame, line in steps)
+
+
+def code_place(error: BaseException) -> str:
+    """Return the last line of the user's code that an exception passed through, as ` (FILE:LINE, in FUNCTION)`."""
+    steps = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    outside = [step for step in steps if not step[0].co_filename.startswith(_PACKAGE)]
+    # What is installed is less likely to be the user's, but may be.
+    own = [step for step in outside if not step[0].co_filename.startswith(_INSTALLED)] or outside
+    if not own:
+        return ""
+    code, line = own[-1]
+    return f" ({code.co_filename}:{line}, in {code.co_name})"
 
 
 def place_in(sample: Any) -> Place | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +29,7 @@ class StreamSettings:
         cache: Where cookers and hooks keep files that are needed later.
         policy: What becomes of samples that fail.
         journal: Where they are named that no microbatch takes along.
+        delivered: Leaves of which the run has delivered something; none where it begins.
         rank, ranks: Number of this process among those that keep quarantine files.
     """
 
@@ -44,5 +46,6 @@ class StreamSettings:
     cache: CachePool = field(default_factory=NoCachePool)
     policy: ErrorPolicy = field(default_factory=ErrorPolicy)
     journal: Journal | None = None
+    delivered: Collection[int] = ()
     rank: int = 0
     ranks: int = 1

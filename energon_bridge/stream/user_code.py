@@ -50,6 +50,7 @@ class UserCode:
         posts: Whether `postencode_sample` is code of the user's.
         now: The hook that runs, and what it was given.
         drawing: The steps that have worked when a draw has given samples.
+        hooks: All steps on the way to a microbatch.
         tally: What hooks have counted by `count_over_long`; to be taken after each.
 
     Raises:
@@ -80,7 +81,11 @@ class UserCode:
         self.now = Activity()
         self.tally: Counter[str] = Counter()
         self._first_name = "encode_sample" if encodes else "preencode_sample"
-        self.drawing = (*_LOADING, self._first_name, *(() if packs else ("decode_deferred", "postencode_sample")))
+        late = ("decode_deferred", "postencode_sample")
+        self.drawing = (*_LOADING, self._first_name, *(() if packs else late))
+        packing = ("select_samples_to_pack", *late, "pack_selected_samples") if packs else ()
+        grouping = ("batch_group_criterion",) if self.groups else ()
+        self.hooks = (*self.drawing, *packing, *grouping, "batch", "encode_batch")
 
     @property
     def present(self) -> bool:
@@ -121,7 +126,7 @@ class UserCode:
         if self._pre:
             now.hook = self._first_name
             seed_everything(fold(leaf_key, _ENCODE, index, epoch))
-            encoded = _listed(self._first(sample))
+            encoded = self._listed(self._first(sample))
         if self.posts and not self._packs:
             now.hook = "decode_deferred"
             decode_deferred(encoded)
@@ -146,6 +151,8 @@ class UserCode:
                 f"postencode_sample of {type(self.encoder).__name__} must return one sample; let preencode_sample "
                 "yield several"
             )
+        if encoded is None:
+            raise self._nothing()
         return encoded
 
     def select(self, samples: list[Any], leaf_key: int, index: int, epoch: int, output: int, *, last: bool) -> Any:
@@ -159,6 +166,8 @@ class UserCode:
         try:
             groups = self.encoder.select_samples_to_pack(samples)
             groups = list(groups) if isinstance(groups, GeneratorType) else groups
+            if groups is None or any(group is None for group in groups):
+                raise self._nothing("lists of its samples, one for each pack")
         finally:
             LAST.reset(token)
         self.now.rest()
@@ -169,7 +178,7 @@ class UserCode:
         self.now.hook, self.now.sample = "pack_selected_samples", samples
         seed_everything(fold(leaf_key, _PACK, index, epoch, output))
         with _delivering() if self.posts else contextlib.nullcontext():
-            rows = _listed(self.encoder.pack_selected_samples(samples))
+            rows = self._listed(self.encoder.pack_selected_samples(samples))
         self.now.rest()
         return rows
 
@@ -177,7 +186,14 @@ class UserCode:
         """Return the group of a row and the batch size of the group, by `batch_group_criterion`."""
         self.now.hook, self.now.sample = "batch_group_criterion", row
         seed_everything(fold(leaf_key, _GROUP, index, epoch, output))
-        key, size = self.encoder.batch_group_criterion(row)
+        found = self.encoder.batch_group_criterion(row)
+        if not isinstance(found, tuple) or len(found) != 2:
+            got = "None" if found is None else f"{type(found).__name__} {found!r}"
+            raise FatalSampleError(
+                f"batch_group_criterion of {type(self.encoder).__name__} returned {got}: return the group and its "
+                "batch size (None: that of the loader), or raise SkipSample"
+            )
+        key, size = found
         self.now.rest()
         return key, size
 
@@ -194,11 +210,25 @@ class UserCode:
             seed_everything(fold(leaf_key, _BATCH, index, epoch, output))
         BATCH.set(number)
         with _delivering() if self.posts else contextlib.nullcontext():
-            raw = _listed(self.encoder.batch(samples))
+            raw = self._listed(self.encoder.batch(samples), "the batch")
             now.hook = "encode_batch"
-            batches = [out for batch in raw for out in _listed(self.encoder.encode_batch(batch))]
+            batches = [out for batch in raw for out in self._listed(self.encoder.encode_batch(batch), "the batch")]
         now.hook, now.sample = "", None
         return batches
+
+    def _listed(self, value: Any, wanted: str = "the sample") -> list[Any]:
+        """Return what the current hook returned, or all that it yields; `wanted` is what that should be."""
+        values = list(value) if isinstance(value, GeneratorType) else [value]
+        for one in values:
+            if one is None:
+                raise self._nothing(wanted, "yielded" if isinstance(value, GeneratorType) else "returned")
+        return values
+
+    def _nothing(self, wanted: str = "the sample", gave: str = "returned") -> FatalSampleError:
+        verb = "return" if gave == "returned" else "yield"
+        return FatalSampleError(
+            f"{self.now.hook} of {type(self.encoder).__name__} {gave} None: {verb} {wanted}, or raise SkipSample"
+        )
 
 
 @contextlib.contextmanager
@@ -219,11 +249,6 @@ def _no_hook() -> None: ...
 
 
 _no_hook.__default_hook__ = True  # type: ignore[attr-defined]
-
-
-def _listed(value: Any) -> list[Any]:
-    """Return what a hook returned, or all that it yields."""
-    return list(value) if isinstance(value, GeneratorType) else [value]
 
 
 def is_default(hook: Any) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from energon_bridge.errors import ConfigurationError, SampleError
+from energon_bridge.errors import ConfigurationError, SampleError, UnfitSampleError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -243,7 +243,7 @@ def _render_chat(
         # A template ends its turns with a line break, which is no part of the answer.
         answer = whole[len(prompt) :].rstrip()
         if not (prompt.startswith(done) and whole.startswith(prompt) and turn.text.strip() in answer):
-            raise ConfigurationError(
+            raise UnfitSampleError(
                 "the chat template cannot be used for training: a conversation up to an answer must begin with the "
                 f"rendering of what comes before it with add_generation_prompt=True; that gives {prompt!r}, and the "
                 f"conversation {whole!r}"

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import is_dataclass
 from typing import Any, cast
 
-from energon_bridge.errors import ConfigurationError
+from energon_bridge.errors import ConfigurationError, UnfitSampleError
 from energon_bridge.samples import field_names, init_field_names, required_field_names
 from energon_bridge.samples.base import once_per_class
 
@@ -46,8 +46,8 @@ def target_fields(target: type) -> frozenset[str] | None:
     )
 
 
-def make_record(fields: Mapping[str, Any], target: type) -> Any:
-    """Make a record of type `target`. Raises ConfigurationError if the fields lack one that it requires."""
+def make_record(fields: Mapping[str, Any], target: type, wrong: type[ConfigurationError] = ConfigurationError) -> Any:
+    """Make a record of type `target`. Raises an error of type `wrong` if the fields lack one that it requires."""
     known = target_fields(target)
     if known is None:
         # The mask is there for whoever sets it, and None says nothing.
@@ -55,7 +55,7 @@ def make_record(fields: Mapping[str, Any], target: type) -> Any:
     taken = fields if fields.keys() <= known else {name: value for name, value in fields.items() if name in known}
     if not (required := _required_fields(target)) <= taken.keys():
         missing = sorted(required - taken.keys())
-        raise ConfigurationError(
+        raise wrong(
             f"cannot make a {target.__name__} without {', '.join(missing)}, of the fields {', '.join(fields)}; give "
             f"the missing fields a default in {target.__name__}, or convert in the hook"
         )
@@ -64,7 +64,11 @@ def make_record(fields: Mapping[str, Any], target: type) -> Any:
 
 def convert_record(record: Any, target: type) -> Any:
     """Return a record as one of type `target`, the record itself if it is one already."""
-    return record if isinstance(record, target) else make_record(read_fields(record), target)
+    if isinstance(record, target):
+        return record
+    # What a dict lacks, others of the dataset may have.
+    wrong = UnfitSampleError if isinstance(record, dict) else ConfigurationError
+    return make_record(read_fields(record), target, wrong)
 
 
 @once_per_class

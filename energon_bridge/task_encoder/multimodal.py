@@ -139,7 +139,7 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
                     f"nothing to learn: seq_length={self.seq_length} cuts before the first of the learned tokens"
                 )
         except SampleError as error:
-            raise SampleError(f"sample {_key(sample)!r}: {error}") from error
+            raise type(error)(f"sample {_key(sample)!r}: {error}") from error
         tokens, labels, loss_mask = finished
         joined = concat_visual(visual)
         encoded = MultiModalSample.derive_from(

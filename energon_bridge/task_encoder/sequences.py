@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
-from energon_bridge.errors import ConfigurationError
+from energon_bridge.errors import UnfitSampleError
 from energon_bridge.samples import Batch, Sample, edataclass
 from energon_bridge.task_encoder.visual import concat_visual
 
@@ -175,16 +175,16 @@ def mrope_of(row: Any) -> Tensor:
 def pad_rows(rows: Sequence[Tensor], length: int, value: float) -> Tensor:
     """Stack n tensors of shape (…) into (n, length), a value where they are shorter.
 
-    Raises ConfigurationError if one is longer.
+    Raises UnfitSampleError if one is longer.
     """
     return pad_to(pad_sequence(list(rows), batch_first=True, padding_value=value), length, value)
 
 
 def pad_to(row: Tensor, length: int, value: float) -> Tensor:
-    """Pad the last dimension of a tensor on the right, up to a length; raises ConfigurationError if it is longer."""
+    """Pad the last dimension of a tensor on the right, up to a length; raises UnfitSampleError if it is longer."""
     missing = length - row.shape[-1]
     if missing < 0:
-        raise ConfigurationError(
+        raise UnfitSampleError(
             f"a sequence of {row.shape[-1]} values stands where there is room for {length}: every field of a sample "
             "needs as many values as it has tokens, and no sample more than the batch is long"
         )

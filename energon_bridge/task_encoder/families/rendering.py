@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from energon_bridge.errors import ConfigurationError, SampleError
+from energon_bridge.errors import ConfigurationError, SampleError, UnfitSampleError
 from energon_bridge.task_encoder.conversation import Document
 from energon_bridge.task_encoder.families.chat import Chat, Message, Part, parts_of
 from energon_bridge.task_encoder.families.vision import Family, Kind
@@ -109,7 +109,7 @@ class ChatRenderer:
             until = whole if is_last else self._text(messages[: number + 1], chat.tools)
             until = until.rstrip()  # the white space behind a turn is no part of the answer
             if not (until.startswith(prompt) and whole.startswith(until)):
-                raise ConfigurationError(
+                raise UnfitSampleError(
                     f"the chat template cannot be used for training on answer {answers.index(number) + 1} of "
                     f"{len(answers)}: a conversation must begin with the rendering of what stands up to the answer, "
                     "and that with the prompt for it (add_generation_prompt=True). The prompt is "

@@ -1,0 +1,181 @@
+"""What is looked at of a task encoder when a dataset is made with it: mistakes that would stay silent in training.
+
+A hook under a misspelt name is never called, and the samples arrive as they were. A name is taken for a misspelt hook
+where three things come together: it is a letter or two away from that of a hook, which the class does not override;
+it does not begin with an underscore; and nothing in the class uses it. So a helper may be called what it likes.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import CodeType, FunctionType, MappingProxyType
+from typing import Any
+
+from energon_bridge.errors import ConfigurationError
+from energon_bridge.task_encoder.augment import AugmentTaskEncoder
+from energon_bridge.task_encoder.cooking import Cooker
+from energon_bridge.task_encoder.decoder import SampleDecoder
+
+HOOKS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "cook_crude_sample": ("sample", "cooker", "aux"),
+        "encode_sample": ("sample",),
+        "preencode_sample": ("sample",),
+        "postencode_sample": ("sample",),
+        "select_samples_to_pack": ("samples",),
+        "pack_selected_samples": ("samples",),
+        "batch_group_criterion": ("sample",),
+        "batch": ("samples",),
+        "encode_batch": ("batch",),
+    }
+)
+"""The hooks, each with the arguments it is called with."""
+
+_NEEDED = ("encode_sample", "batch", "encode_batch", "decoder")
+_LONG = 10
+"""Letters of a name from which two may be wrong."""
+
+
+def check_encoder(encoder: Any) -> None:
+    """Refuse a task encoder that cannot be meant so.
+
+    Raises:
+        ConfigurationError: It is a class, a hook cannot be called, an attribute has the wrong kind, or a name looks
+            like that of a hook and is not.
+    """
+    if isinstance(encoder, type):
+        name = encoder.__name__
+        raise ConfigurationError(f"task_encoder is the class {name}; expected an object of it: task_encoder={name}(…)")
+    if missing := [name for name in _NEEDED if not hasattr(encoder, name)]:
+        raise ConfigurationError(
+            f"task_encoder is a {type(encoder).__name__} ({encoder!r:.80}) without {', '.join(missing)}; expected a "
+            "task encoder: derive its class from DefaultTaskEncoder and override the hooks you need"
+        )
+    _check_decoder(encoder)
+    _check_cookers(encoder)
+    own = [kind for kind in type(encoder).__mro__ if kind.__module__.partition(".")[0] not in _NOT_THE_USERS]
+    written = {name for kind in own for name in vars(kind)} | set(getattr(encoder, "__dict__", ()))
+    for hook, arguments in HOOKS.items():
+        if hook in written:
+            _check_call(encoder, hook, arguments)
+    _check_names(encoder, own, written)
+    if isinstance(encoder, AugmentTaskEncoder):
+        check_encoder(encoder.task_encoder)
+
+
+_NOT_THE_USERS = (__name__.partition(".")[0], "builtins", "typing", "abc")
+
+
+def _check_decoder(encoder: Any) -> None:
+    decoder, name = encoder.decoder, type(encoder).__name__
+    if isinstance(decoder, type):
+        raise ConfigurationError(
+            f"{name}.decoder is the class {decoder.__name__}; expected an object of it: decoder = {decoder.__name__}()"
+        )
+    if decoder is not None and not callable(getattr(decoder, "decode", None)):
+        hint = f"SampleDecoder(image_decode={decoder!r})" if isinstance(decoder, str) else "SampleDecoder(…)"
+        raise ConfigurationError(f"{name}.decoder is {decoder!r}; expected {hint}, or None for raw bytes")
+
+
+def _check_cookers(encoder: Any) -> None:
+    cookers, name = getattr(encoder, "cookers", None), type(encoder).__name__
+    if cookers is None:
+        return
+    if not isinstance(cookers, Sequence) or isinstance(cookers, str):
+        one = "one Cooker" if isinstance(cookers, Cooker) else f"{cookers!r:.80}"
+        raise ConfigurationError(f"{name}.cookers is {one}; expected a list: cookers = [Cooker(…), …]")
+    for number, cooker in enumerate(cookers):
+        if not hasattr(cooker, "is_match"):
+            called = getattr(cooker, "__name__", repr(cooker))
+            raise ConfigurationError(f"{name}.cookers[{number}] is {called}; expected a Cooker: Cooker({called})")
+
+
+def _check_call(encoder: Any, hook: str, arguments: tuple[str, ...]) -> None:
+    function, name = getattr(encoder, hook), type(encoder).__name__
+    expected = f"def {hook}(self, {', '.join(arguments)})"
+    if not callable(function):
+        raise ConfigurationError(f"{name}.{hook} is {function!r:.80}; expected a method: {expected}")
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError as error:
+        raise ConfigurationError(
+            f"{name}.{hook} cannot be called with ({', '.join(arguments)}): {error}; expected {expected}"
+        ) from error
+    except ValueError:
+        return  # a builtin that does not say what it takes
+
+
+def _check_names(encoder: Any, own: Sequence[type], written: set[str]) -> None:
+    """Refuse names that can only be misspelt ones of hooks, of `decoder` or of `cookers`."""
+    name = type(encoder).__name__
+    for kind in own:
+        for wrong, value in vars(kind).items():
+            meant = _meant(wrong, HOOKS)
+            if meant is None or meant in written or not isinstance(value, _METHODS):
+                continue
+            if wrong in {used for other in own for used in _names_used(other, beside=wrong)}:
+                continue
+            raise ConfigurationError(
+                f"{name}.{wrong} is called by nothing, and {name} does not override the hook {meant}: rename it to "
+                f"{meant}. If it is no hook, begin its name with an underscore"
+            )
+    attributes = {key: value for kind in reversed(own) for key, value in vars(kind).items()}
+    for wrong, value in (attributes | getattr(encoder, "__dict__", {})).items():
+        for meant, is_one in _KINDS.items():
+            if meant not in written and _meant(wrong, (meant,)) and is_one(value):
+                raise ConfigurationError(f"{name} has an attribute {wrong}, which is not looked at: call it {meant}")
+
+
+_METHODS = (FunctionType, staticmethod, classmethod)
+_KINDS: Mapping[str, Callable[[Any], bool]] = MappingProxyType(
+    {
+        "decoder": lambda value: isinstance(value, SampleDecoder),
+        "cookers": lambda value: (
+            isinstance(value, Cooker)
+            or (isinstance(value, (list, tuple)) and any(isinstance(one, Cooker) for one in value))
+        ),
+    }
+)
+
+
+def _meant(name: str, known: Mapping[str, Any] | Sequence[str]) -> str | None:
+    """Return the known name that a name is a slip of the hand away from; None where it is one, or is private."""
+    if name.startswith("_") or name in HOOKS or name in known:
+        return None
+    for right in known:
+        plain, wanted = (text.lower().replace("_", "") for text in (name, right))
+        if plain[:1] == wanted[:1] and _distance(plain, wanted) <= 1 + (len(wanted) >= _LONG):
+            return right
+    return None
+
+
+def _distance(a: str, b: str) -> int:
+    """Return how many letters are to be put in, left out, changed or swapped with the next one to make b of a."""
+    before: list[int] = []
+    row = list(range(len(b) + 1))
+    for i, letter in enumerate(a):
+        before, last, row = row, before, [i + 1]
+        for j, other in enumerate(b):
+            best = min(before[j] + (letter != other), before[j + 1] + 1, row[j] + 1)
+            if i and j and letter == b[j - 1] and a[i - 1] == other:
+                best = min(best, last[j - 1] + 1)
+            row.append(best)
+    return row[-1]
+
+
+def _names_used(kind: type, *, beside: str) -> Iterator[str]:
+    """Yield the names of attributes and variables that the methods of a class use, those of one method left out."""
+    for name, value in vars(kind).items():
+        function = getattr(value, "__func__", getattr(value, "fget", value))
+        if name != beside and isinstance(function, FunctionType):
+            yield from _names_in(inspect.unwrap(function).__code__)
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names_in(constant)
+        elif isinstance(constant, str):
+            yield constant  # for getattr
