@@ -134,7 +134,7 @@ class Judge:
         tolerance = self._tolerance(hook)
         if tolerance and failures >= tolerance:
             raise FatalSampleError(
-                f"{hook}: {failures} {several} failed in a row, the last one {where}. Mend the data or the hook, or "
+                f"{hook}: {failures} {several} failed in a row, the last one {where}. Fix the data or the hook, or "
                 "allow more: __default_failure_tolerance__ of the encoder, @stateless(failure_tolerance=…) on the "
                 "hook, or ErrorPolicy(tolerance=…)"
             ) from error
