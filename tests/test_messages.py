@@ -16,7 +16,7 @@ from click.testing import CliRunner, Result
 from engine import text_dataset, train_dataset
 from fsspec.spec import AbstractFileSystem
 
-from energon_bridge import SampleDecoder, __version__, get_loader, read_quarantine
+from energon_bridge import DefaultTaskEncoder, SampleDecoder, __version__, get_loader, read_quarantine, verify_resume
 from energon_bridge.cli.main import main
 from energon_bridge.cli.output import count_of, epochs
 from energon_bridge.errors import (
@@ -27,6 +27,7 @@ from energon_bridge.errors import (
     FieldAccessError,
     FieldMapError,
     MetadataError,
+    ResumeMismatchError,
     StorageError,
 )
 from energon_bridge.format.field_map import FieldMap, check_fields
@@ -226,8 +227,6 @@ def test_a_decoder_leaves_images_as_bytes_on_request(tmp_path: Path, guess: bool
     }
     assert decoder.config()["image_decode"] is None
 
-    from energon_bridge import DefaultTaskEncoder
-
     class Raw(DefaultTaskEncoder):
         pass
 
@@ -388,3 +387,48 @@ def test_what_prepared_a_dataset_is_named(whole: Path, fixtures: Path):
     assert f"prepared by:  energon_bridge {__version__} (format of energon 7.4.1)\n" in ours
     assert "prepared by:  energon 7.4.1\n" in energon("info", fixtures / "captioning").output
     assert prepared_by(None) == "unknown"
+
+
+# Microbatches --------------------------------------------------------------------------------------------------------
+
+
+class Forgetful(DefaultTaskEncoder):
+    """Delivers batches without keys, and none alike."""
+
+    batches = 0
+
+    def encode_batch(self, batch: Any) -> dict[str, Any]:
+        type(self).batches += 1
+        return {"text": batch.text, "number": self.batches}
+
+
+def test_a_microbatch_without_keys_is_named_by_its_samples(whole: Path):
+    def make() -> Any:
+        return get_loader(train_dataset(whole, batch_size=2, task_encoder=Forgetful()))
+
+    loader = make()
+    keys = [next(iter(loader))["text"] for _ in range(2)][1]
+    numbers = [int(text.removeprefix("text ")) for text in keys]
+    with pytest.raises(ResumeMismatchError, match="microbatch 1") as caught:
+        verify_resume(make, 4)
+    shards = [f"shard train/shard_00{number // 10}.tar, sample {number}, key '{number:05d}'" for number in numbers]
+    assert f"microbatch 1 ({whole}: {shards[0]} (parts txt); " in str(caught.value)
+    assert f"key '{numbers[1]:05d}') differs in 'number'" in str(caught.value)
+    loader.close()
+
+
+def test_restore_keys_are_described(whole: Path):
+    loader = get_loader(train_dataset(whole, batch_size=2))
+    key = next(iter(loader)).__restore_key__
+    (identity, index, *_), _ = key[3]
+    assert loader.describe_restore_key(key[3][0]).startswith(f"{whole}: shard train/shard_00{index // 10}.tar, sample")
+    assert loader.describe_restore_key(key).count("key '") == 2
+    packed = ("Batch", 0, 0, [("Pack", 0, [key[3][0]] * 12)])
+    assert loader.describe_restore_key(packed).endswith("; and 4 more")
+    assert "another dataset (identity 'other')" in loader.describe_restore_key(("other", 1, 0, 0))
+    with pytest.raises(LookupError, match=f"sample 1 of a dataset that this loader does not have, .* It loads {whole}"):
+        loader.restore_sample(("other", 1, 0, 0))
+    for wrong in ((), (1, 2), ("Batch",), (identity, "a", 0, 0)):
+        with pytest.raises(LookupError, match="no restore key of this package: expected"):
+            loader.restore_sample(wrong)
+    loader.close()

@@ -30,9 +30,9 @@ from energon_bridge.loader.processes import WorkerIterator, WorkerSource
 from energon_bridge.loader.transport import Arena
 from energon_bridge.loader.workers import Stream, WorkerTicks, identity, produced, weak
 from energon_bridge.samples.showing import counted, described
-from energon_bridge.stream.again import restore
+from energon_bridge.stream.again import describe, restore
 from energon_bridge.stream.finite import mask_loss
-from energon_bridge.stream.pipeline import attach
+from energon_bridge.stream.pipeline import Pipeline, attach
 from energon_bridge.stream.state import Produced
 from energon_bridge.stream.watchdog import WatchdogSettings
 from energon_bridge.topology import Ownership, WorkerConfig, check_data_parallel, lane_units, step_units
@@ -400,8 +400,14 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
 
     def restore_sample(self, restore_key: tuple[Any, ...]) -> Any:
         """Return the batch or sample with a `__restore_key__`, encoded again: the identical one."""
-        pipeline = self.spec.pipeline(self._position.units, self.config, threads=0)
-        return restore(pipeline, tuple(restore_key))
+        return restore(self._pipeline(), tuple(restore_key))
+
+    def describe_restore_key(self, restore_key: tuple[Any, ...]) -> str:
+        """Name the samples behind the `__restore_key__` of a batch or sample: dataset, shard and key of each."""
+        return describe(self._pipeline(), tuple(restore_key))
+
+    def _pipeline(self) -> Pipeline:
+        return self.spec.pipeline(self._position.units, self.config, threads=0)
 
 
 class _Iterator:
