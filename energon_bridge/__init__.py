@@ -83,6 +83,7 @@ if TYPE_CHECKING:
         UnsupportedShardError as UnsupportedShardError,
         UntrustedCodeError as UntrustedCodeError,
         WorkerDiedError as WorkerDiedError,
+        WrongUseError as WrongUseError,
     )
     from energon_bridge.format.media import AVMetadata as AVMetadata, ImageMetadata as ImageMetadata
     from energon_bridge.loader.savable import SavableDataLoader as SavableDataLoader
@@ -233,6 +234,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
         "UnsupportedShardError",
         "UntrustedCodeError",
         "WorkerDiedError",
+        "WrongUseError",
     ),
     "format.media": ("AVMetadata", "ImageMetadata"),
     "loader.savable": ("SavableDataLoader",),

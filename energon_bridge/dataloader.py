@@ -21,11 +21,13 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Iterator, Sized
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
-from energon_bridge.errors import ConfigurationError, EmptyDatasetError, MaskedMicrobatchesError
+from energon_bridge.errors import ConfigurationError, EmptyDatasetError, MaskedMicrobatchesError, WrongUseError
 from energon_bridge.loader.document import FORMAT
+from energon_bridge.loader.savable import LOADER_IS_NO_DATASET
 from energon_bridge.replica import BroadcastLoader, Replica, open_loader
+from energon_bridge.samples.showing import counted, described
 
 MaskedMicrobatches = Literal["refuse", "allow"]
 
@@ -139,6 +141,13 @@ class EnergonDataloader:
         self.wait_seconds += time.perf_counter() - start
         self.batches += 1
         return batch
+
+    def __getitem__(self, index: Any) -> NoReturn:
+        raise WrongUseError(LOADER_IS_NO_DATASET)
+
+    def __repr__(self) -> str:
+        done = f"{counted(self.batches, 'batch', 'batches')} delivered since it was made"
+        return described(f"{type(self).__name__}, {done}", [repr(self.loader)])
 
     def __len__(self) -> int:
         """Return the batches of a pass, or the virtual length of an endless loader.

@@ -27,6 +27,7 @@ from energon_bridge.loader.savable import SavableDataLoader
 from energon_bridge.loader.spec import DatasetSpec
 from energon_bridge.replica import Exchange, Replica, StageKeys, make_replica, open_loader
 from energon_bridge.samples.devices import to_device
+from energon_bridge.samples.showing import counted, described
 from energon_bridge.stores import CachePool
 from energon_bridge.task_encoder.checks import check_encoder
 from energon_bridge.task_encoder.conversation import MultiModalSampleConfig
@@ -181,6 +182,21 @@ class EnergonMultiModalDataModule(_Base):
         self.val_dataloader_object: EnergonDataloader | list[EnergonDataloader] | None = None
         self._replica: Replica | None = None
         self._pending_state: dict[str, Any] | None = None
+
+    def __repr__(self) -> str:
+        loaders = [("training", self.train_dataloader_object), ("validation", self.val_dataloader_object)]
+        return described(
+            f"{type(self).__name__} of {self.path}",
+            [
+                f"micro batch size {self.micro_batch_size}, global batch size "
+                f"{'not given' if self.global_batch_size == 1 else self.global_batch_size}, "
+                f"{counted(self.num_workers, 'worker')}, task encoder {type(self.task_encoder).__name__}",
+                *(f"{name}: {'not opened yet' if loader is None else repr(loader)}" for name, loader in loaders),
+            ],
+        )
+
+    # Lightning's own text goes through the loaders, and takes batches from them.
+    __str__ = __repr__
 
     def _build_worker_config(self, num_workers: int, split: Literal["train", "val"] = "train") -> WorkerConfig:
         """Return the worker configuration of this process, whose rank and size are the pure data-parallel ones."""

@@ -8,6 +8,7 @@
     │   ├── DataParallelError           a loader's ranks are not the data-parallel ones of megatron's groups
     │   ├── MaskedMicrobatchesError     the ranks do not divide the lanes, and masked microbatches are not allowed
     │   ├── NoCookerError               no cooker of the encoder takes the samples of a crude dataset
+    │   ├── WrongUseError                an object is used as something that it is not; says what to use instead
     │   └── NotProvidedError            a part of megatron-energon that has no counterpart here
     ├── DatasetError                    a dataset on disk cannot be used
     │   ├── DatasetNotFoundError        the folder or file does not exist
@@ -81,6 +82,10 @@ class MaskedMicrobatchesError(ConfigurationError):
 
 class NoCookerError(ConfigurationError):
     """No cooker of the encoder takes the samples of a crude dataset."""
+
+
+class WrongUseError(ConfigurationError, TypeError):
+    """An object is used as something that it is not, such as a dataset as an iterator; says what to use instead."""
 
 
 class NotProvidedError(ConfigurationError, NotImplementedError):

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from energon_bridge.cli.main import SuggestingGroup
 from energon_bridge.cli.output import epochs, format_bytes, leaf_name, number, print_json, print_pairs, print_table
 from energon_bridge.loader.document import State, merge
 from energon_bridge.loader.state_files import read_states
@@ -23,7 +24,7 @@ _COUNTS = ("samples", "skipped", "errors", "excluded")
 _MAX_SHOWN = 16
 
 
-class _Group(click.Group):
+class _Group(SuggestingGroup):
     """Lets `info` stand for `show`, as in megatron-energon."""
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:

@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from energon_bridge.cli.output import format_bytes
+from energon_bridge.format.nvmeta import prepared_by
 from energon_bridge.prepare.summary import DatasetSummary, summarize_dataset
 
 
@@ -43,7 +44,7 @@ def _rows(summary: DatasetSummary) -> list[tuple[str, str]]:
     rows += [("subflavor", f"{name} = {value}") for name, value in summary.subflavors.items()]
     if summary.parts:
         rows += [
-            ("prepared by", f"energon {summary.energon_version or 'unknown'}"),
+            ("prepared by", prepared_by(summary.energon_version)),
             ("key index", "yes" if summary.has_key_index else "no"),
         ]
     rows += [("MISSING", shard) for shard in summary.missing_shards]

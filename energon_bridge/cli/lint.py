@@ -6,6 +6,7 @@ import sys
 
 import click
 
+from energon_bridge.cli.output import count_of
 from energon_bridge.cli.progress import shard_progress
 from energon_bridge.prepare.lint import Problem, lint_dataset, lint_parts
 
@@ -44,6 +45,7 @@ def command(
     for part in empty:
         click.echo(f"The split part {part!r} is empty.")
     checked = 0
+    total = sum(dataset.num_samples - len(dataset.excluded) for dataset in datasets)
     bad: set[tuple[str, str | None, str]] = set()
     shown = 0
     for dataset in datasets:
@@ -59,9 +61,12 @@ def command(
     if shown > _MAX_SHOWN:
         click.echo(f"... and {shown - _MAX_SHOWN} more.")
     if bad:
-        click.echo(f"Failed: {len(bad)} problems in {checked:,} samples.")
+        where = f" in {count_of(checked, 'sample')}"
+        if checked < total:  # shards that cannot be read
+            where = f"; {checked:,} of {count_of(total, 'sample')} could be checked"
+        click.echo(f"Failed: {count_of(len(bad), 'problem')}{where}.")
         sys.exit(1)
-    click.echo(f"All {checked:,} samples load.")
+    click.echo("The one sample loads." if checked == 1 else f"All {checked:,} samples load.")
 
 
 def _identity(problem: Problem) -> tuple[str, str | None, str]:

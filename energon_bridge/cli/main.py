@@ -7,7 +7,9 @@ completion answer at once.
 from __future__ import annotations
 
 import logging
+from difflib import get_close_matches
 from importlib import import_module
+from typing import Any
 
 import click
 
@@ -26,7 +28,20 @@ _COMMANDS = {
 }
 
 
-class _LazyGroup(click.Group):
+class SuggestingGroup(click.Group):
+    """A group that answers an unknown subcommand with the nearest one."""
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        name = args[0]
+        if self.get_command(ctx, name) is None and not name.startswith("-"):
+            known = self.list_commands(ctx)
+            near = get_close_matches(name, known, n=1)
+            hint = f"Did you mean {near[0]!r}?" if near else f"Known commands: {', '.join(known)}."
+            ctx.fail(f"No such command {name!r}. {hint}")
+        return super().resolve_command(ctx, args)
+
+
+class _LazyGroup(SuggestingGroup):
     """A group whose subcommands live in modules of their own name."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:

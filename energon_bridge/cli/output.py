@@ -47,9 +47,20 @@ def number(value: int | None) -> str:
     return "-" if value is None else f"{value:,}"
 
 
+def count_of(value: int, noun: str) -> str:
+    """Write a count with its noun: `1 shard`, `1,000 shards`."""
+    return f"{value:,} {noun}{'' if value == 1 else 's'}"
+
+
 def epochs(value: float | None) -> str:
-    """Write a number of epochs."""
-    return "-" if value is None else f"{value:,.2f}"
+    """Write a number of epochs, with as many digits as it takes to tell an unfinished epoch from a whole one."""
+    if value is None:
+        return "-"
+    for digits in (2, 3, 4, 6):
+        text = f"{value:,.{digits}f}"
+        if value == round(value) or round(value, digits) != round(value):
+            break
+    return text
 
 
 def leaf_name(row: dict[str, Any]) -> str:

@@ -87,7 +87,7 @@ def _facts(found: Forecast) -> Iterator[tuple[str, str]]:
         )
     if found.mix_epoch is not None:
         done = found.draws / found.mix_epoch
-        yield "mix epoch", f"{found.mix_epoch:,.10g} samples; {done:,.2f} mix epochs in all"
+        yield "mix epoch", f"{found.mix_epoch:,.10g} samples; {epochs(done)} mix epochs in all"
 
 
 def _mixing(found: Forecast) -> Iterator[str]:
@@ -111,7 +111,7 @@ def _mixing(found: Forecast) -> Iterator[str]:
 def _ends(found: Forecast) -> Iterator[str]:
     most = max(found.leaves, key=lambda leaf: leaf.epochs)
     if len(found.leaves) > 1 and found.draws:
-        yield f"Repeated most: {leaf_name(asdict(most))}, {most.epochs:,.2f} epochs."
+        yield f"Repeated most: {leaf_name(asdict(most))}, {epochs(most.epochs)} epochs."
     if found.first_end is not None:
         names = ", ".join(leaf_name(asdict(found.leaves[place])) for place in found.ends_first)
         yield f"Ends first: {names}, in step {found.first_end - 1:,}."

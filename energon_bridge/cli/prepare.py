@@ -7,6 +7,7 @@ import os
 import click
 
 from energon_bridge.cli.assistant import ask_dataset_yaml, ask_field_map, ask_ratio, show_first_samples
+from energon_bridge.cli.output import count_of
 from energon_bridge.cli.prepare_media import media_filter, media_options, report_media
 from energon_bridge.cli.progress import shard_progress
 from energon_bridge.errors import ConfigurationError, MetadataError, NotPreparedError
@@ -14,7 +15,7 @@ from energon_bridge.format.jsonl import index_jsonl, is_jsonl
 from energon_bridge.format.nvmeta import meta_path, read_info
 from energon_bridge.prepare.dataset_yaml import parse_field_map, render_dataset_yaml
 from energon_bridge.prepare.discover import find_shards
-from energon_bridge.prepare.first_samples import read_first_samples
+from energon_bridge.prepare.first_samples import check_found, read_first_samples
 from energon_bridge.prepare.run import Prepared, prepare_dataset, rebuild_index
 from energon_bridge.prepare.split import SplitRule, parse_patterns, parse_ratio
 from energon_bridge.samples import CrudeSample, sample_type_by_name
@@ -83,7 +84,7 @@ def command(
             what = "a JSONL file" if is_jsonl(path) else "a mix"
             raise ConfigurationError(f"{path} is {what}: these options go with the folder of a dataset.")
         if is_jsonl(path):
-            click.echo(f"Indexed {index_jsonl(path):,} samples.")
+            click.echo(f"Indexed {count_of(index_jsonl(path), 'sample')}.")
             return
         _prepare_mix(path, num_workers=num_workers, trust=trust_remote_code, progress=progress)
         return
@@ -92,15 +93,15 @@ def command(
             raise ConfigurationError("--tar-index-only keeps the media metadata there is; use `energon prepare-media`.")
         with shard_progress("Indexing shards", enabled=progress) as advance:
             prepared = rebuild_index(path, num_workers=num_workers, key_index=key_index, progress=advance)
-        click.echo(f"Indexed {prepared.num_samples:,} samples in {len(prepared.shard_counts):,} shards.")
+        click.echo(f"Indexed {_counted(prepared)}.")
         return
     _check_combinations(split_ratio, split_parts, sample_type, field_map, skip_dataset_yaml=skip_dataset_yaml)
     store = open_store(path)
     store.check_root()
     _confirm_overwrite(store, force=force_overwrite, non_interactive=non_interactive)
     shards = find_shards(store, exclude=exclude)
-    last = f", the last is {shards[-1]}" if len(shards) > 1 else ""
-    click.echo(f"Found {len(shards):,} tar files; the first is {shards[0]}{last}.")
+    named = f"; the first is {shards[0]}, the last is {shards[-1]}" if len(shards) > 1 else f": {shards[0]}"
+    click.echo(f"Found {count_of(len(shards), 'tar file')}{named}.")
     rule = _split_rule(split_ratio, split_parts, shuffle=shuffle_tars, non_interactive=non_interactive)
     dataset_yaml = None
     if not skip_dataset_yaml:
@@ -198,7 +199,10 @@ def _dataset_yaml(
     if sample_type is not None:
         cls = sample_type_by_name(sample_type)
         if fields is not None or non_interactive or issubclass(cls, CrudeSample):
-            return render_dataset_yaml(sample_type, fields)
+            content = render_dataset_yaml(sample_type, fields)
+            if fields:
+                check_found(fields, read_first_samples(store, first_shard), shard=first_shard)
+            return content
     elif non_interactive:
         if not store.exists(meta_path(name)):
             click.echo(f"No {name} is written: give --sample-type and --field-map for one.")
@@ -210,11 +214,15 @@ def _dataset_yaml(
     return ask_dataset_yaml(samples, exists=store.exists(meta_path(name)), name=name)
 
 
+def _counted(prepared: Prepared) -> str:
+    return f"{count_of(prepared.num_samples, 'sample')} in {count_of(len(prepared.shard_counts), 'shard')}"
+
+
 def _report(store: Store, prepared: Prepared, dataset_yaml_name: str) -> None:
     for part, shards in prepared.split_parts.items():
         count = sum(prepared.shard_counts[shard] for shard in shards)
-        click.echo(f"{part}: {count:,} samples in {len(shards):,} shards")
+        click.echo(f"{part}: {count_of(count, 'sample')} in {count_of(len(shards), 'shard')}")
     click.echo(f"Found the part types {', '.join(prepared.part_names[:10])}{' ...' * (len(prepared.part_names) > 10)}.")
     if not store.exists(meta_path(dataset_yaml_name)):
         click.echo(f"Write {store.url(meta_path(dataset_yaml_name))} before you load the dataset.")
-    click.echo(f"Done: {prepared.num_samples:,} samples in {len(prepared.shard_counts):,} shards.")
+    click.echo(f"Done: {_counted(prepared)}.")

@@ -9,11 +9,12 @@ from typing import Any
 
 import click
 
+from energon_bridge.cli.main import SuggestingGroup
 from energon_bridge.cli.output import number, print_json, print_table
 from energon_bridge.stream.quarantine import QuarantinedSample, quarantine_excludes, read_quarantine
 
 
-@click.group("quarantine")
+@click.group("quarantine", cls=SuggestingGroup)
 def command() -> None:
     """Show the samples that failed, from the quarantine files of runs (`ErrorPolicy(quarantine=FILE)`)."""
 
@@ -31,6 +32,9 @@ def show(files: tuple[str, ...], limit: int, excludes: bool, as_json: bool) -> N
     found = _read(files)
     if excludes:
         _print_excludes(found, as_json=as_json)
+        return
+    if not found and not as_json:
+        click.echo("No sample failed.")
         return
     kinds = Counter[tuple[str, str, str]]()
     samples = Counter[tuple[str, str, str]]()

@@ -10,14 +10,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from itertools import islice
-from typing import Any
+from typing import Any, NoReturn
 
 from energon_bridge import datasets
 from energon_bridge.compat.refused import not_provided
 from energon_bridge.dataloader import cyclic_iter
-from energon_bridge.errors import ConfigurationError
+from energon_bridge.errors import ConfigurationError, WrongUseError
 from energon_bridge.loader.savable import SavableDataLoader
-from energon_bridge.loader.spec import DatasetSpec
+from energon_bridge.loader.spec import DATASET_IS_NO_LOADER, DatasetSpec
 
 
 class _Wrapper:
@@ -29,6 +29,15 @@ class _Wrapper:
                 f"{type(self).__name__}: expected what get_train_dataset or get_val_dataset return, got {dataset!r}"
             )
         self.dataset = dataset
+
+    def __iter__(self) -> NoReturn:
+        raise WrongUseError(DATASET_IS_NO_LOADER)
+
+    def __getitem__(self, index: Any) -> NoReturn:
+        raise WrongUseError(DATASET_IS_NO_LOADER)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
 
     def __class_getitem__(cls, arguments: Any) -> Any:
         return cls
@@ -60,6 +69,9 @@ class LimitDataset(_Wrapper):
         super().__init__(dataset)
         self.length = length
 
+    def __len__(self) -> int:
+        return min(self.length, len(self.dataset)) if _ends(self.dataset) else self.length
+
 
 class EpochizeDataset(_Wrapper):
     """Ends an iterator over training data after `length` steps; the next one goes on."""
@@ -67,6 +79,9 @@ class EpochizeDataset(_Wrapper):
     def __init__(self, dataset: Any, length: int, *, worker_config: Any = None) -> None:
         super().__init__(dataset)
         self.length = length
+
+    def __len__(self) -> int:
+        return self.length
 
 
 class RepeatedLoader:
@@ -118,6 +133,13 @@ def make_loader(dataset: Any, **kwargs: Any) -> SavableDataLoader | RepeatedLoad
     if repeated and (limit is None or limit > len(loader)):
         return RepeatedLoader(loader, length=limit)
     return datasets.get_savable_loader(dataclasses.replace(dataset, limit=limit), **kwargs)
+
+
+def _ends(dataset: Any) -> bool:
+    """Whether a pass over a dataset ends by itself."""
+    while isinstance(dataset, LimitDataset | EpochizeDataset):
+        dataset = dataset.dataset
+    return isinstance(dataset, DatasetSpec) and dataset.finite
 
 
 def _is_finite(dataset: Any) -> bool:

@@ -18,21 +18,24 @@ from typing import Any
 
 import numpy as np
 
-from energon_bridge.errors import EmptyDatasetError, MetadataError, ShardMissingError
+from energon_bridge.errors import DatasetError, EmptyDatasetError, MetadataError, ShardMissingError
 from energon_bridge.format.dataset_config import DatasetConfig, DatasetConfigs, PartFilter
 from energon_bridge.format.field_map import FieldMap
 from energon_bridge.format.nvmeta import (
     DEFAULT_DATASET_CONFIG,
     DEFAULT_SPLIT_CONFIG,
+    INFO_JSON,
     DatasetInfo,
     meta_path,
     read_info,
     read_splits,
 )
-from energon_bridge.format.tar_index import load_index
-from energon_bridge.storage import Store, open_store
+from energon_bridge.format.tar_index import index_name, load_index
+from energon_bridge.storage import LocalStore, Store, open_store
 
 FINGERPRINT_VERSION = 1
+_MOST_CHECKED = 1000
+"""Shards of a dataset whose indexes are compared with `.info.json` when it is opened: a look at each file."""
 _ENCODER = json.JSONEncoder(separators=(",", ":"))
 
 
@@ -157,6 +160,30 @@ def read_index(dataset: PreparedDataset, shard: int, *, cut_off: bool = False) -
         size=2**63 if cut_off else int(dataset.shard_sizes[shard]),
         remedy=dataset.index_remedy,
     )
+
+
+def check_counts(dataset: PreparedDataset) -> None:
+    """Refuse a local dataset of which `.info.json` counts fewer samples than an index has: they would never be read.
+
+    (An index with fewer is found when it is read.) Of a dataset of many shards only those are looked at that count
+    nothing, since nothing else will look at them. Raises MetadataError.
+    """
+    if not isinstance(dataset.store, LocalStore):
+        return
+    counts = dataset.shard_counts
+    shards = range(len(counts)) if len(counts) <= _MOST_CHECKED else np.flatnonzero(counts == 0).tolist()
+    for shard in shards:
+        name, count = dataset.shard_names[shard], int(counts[shard])
+        try:
+            indexed = dataset.store.size(index_name(name)) // 8 - 1
+        except DatasetError:
+            continue  # reading it says so
+        if indexed > count:
+            raise MetadataError(
+                f"{dataset.store.url(meta_path(INFO_JSON))}: counts {count} samples in {name!r}, but its index has "
+                f"{indexed}, so that {indexed - count} would never be read. Run `energon prepare --tar-index-only "
+                f"{dataset.path}`, which counts again."
+            )
 
 
 def _count(store: Store, info: DatasetInfo, shard: str, *, where: str, split_part: str) -> int:

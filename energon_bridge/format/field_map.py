@@ -10,10 +10,11 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from energon_bridge.errors import FieldAccessError, FieldMapError
+from energon_bridge.format.media_kinds import kind_by_name
 from energon_bridge.samples import META_FIELDS
 
 _ACCESS = re.compile(r"([^\[\],]+)((?:\[[^\[\]]+\])*)")
@@ -36,6 +37,15 @@ class FieldMap:
     def __call__(self, parts: Mapping[str, Any]) -> dict[str, Any]:
         """Return {field: value}; raises FieldAccessError naming the field, its access and the parts that there are."""
         return {field: getter(parts) for field, getter in self._getters}
+
+    def missing(self, parts: Mapping[str, Any], there: Iterable[str]) -> FieldAccessError | None:
+        """Return the error for the first field that is not in `parts`, naming all parts that are `there`."""
+        for field, getter in self._getters:
+            try:
+                getter(parts)
+            except FieldAccessError:
+                return _not_found(field, parse_access(self.fields[field], where="field_map", field=field), there)
+        return None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return FieldMap, (self.fields,)
@@ -67,7 +77,10 @@ def parse_access(access: str, *, where: str, field: str) -> tuple[Alternative, .
 
 
 def check_fields(field_map: FieldMap, sample_type: type, *, where: str) -> None:
-    """Check that a field map names fields of the sample type only, and all that it requires; raises FieldMapError."""
+    """Check that a field map names fields of the sample type only, all that it requires, and parts that fit them.
+
+    Raises FieldMapError.
+    """
     fields = {
         field.name: field
         for field in dataclasses.fields(sample_type)
@@ -89,6 +102,87 @@ def check_fields(field_map: FieldMap, sample_type: type, *, where: str) -> None:
                 f"{where}: {sample_type.__name__} requires the field `{name}`, which the field map does not give. "
                 f"Add `{name}: <part>`."
             )
+    _check_kinds(field_map, fields, sample_type, where)
+
+
+def _check_kinds(
+    field_map: FieldMap, fields: Mapping[str, dataclasses.Field[Any]], sample_type: type, where: str
+) -> None:
+    """Refuse parts whose names say that they hold something else than what their fields are declared as."""
+    wrong: dict[str, tuple[str, str]] = {}
+    for name, access in field_map.fields.items():
+        if name != "__key__":
+            for part, steps in parse_access(access, where=where, field=name):
+                kind = "" if steps else _kind_of_part(part)
+                if kind in _refused(fields[name].type):
+                    wrong[name] = part, kind
+    for name, (part, kind) in wrong.items():
+        declared = fields[name].type
+        shown = declared if isinstance(declared, str) else getattr(declared, "__name__", str(declared))
+        others = [other for other, (_, found) in wrong.items() if found not in _refused(declared) and other != name]
+        if others:
+            remedy = f"Are `{name}` and `{others[0]}` exchanged?"
+        else:
+            remedy = "Name the part that holds it, or use a sample type of your own that declares the field as Any."
+        raise FieldMapError(
+            f"{where}, field `{name}`: {sample_type.__name__} declares it as {shown}, but the part `{part}` is "
+            f"{_DECODED[kind]}. {remedy}"
+        )
+
+
+def _kind_of_part(part: str) -> str:
+    """Return what a part is decoded to by its extension: a key of _DECODED, or "" where that is not known."""
+    name = part.removesuffix(".gz")
+    extension = name.rpartition(".")[2]
+    return _KINDS.get(extension) or kind_by_name(name) or ""
+
+
+def _refused(declared: Any) -> frozenset[str]:
+    """Return the kinds of parts that are certainly not what a field is declared as; none where that is not known."""
+    text = declared if isinstance(declared, str) else getattr(declared, "__name__", "")
+    refused = [
+        _NOT_FOR.get(option.partition("[")[0].strip().rpartition(".")[2], frozenset())
+        for option in _outside_brackets(text)
+        if option.strip() != "None"
+    ]
+    return frozenset.intersection(*refused) if refused else frozenset()
+
+
+def _outside_brackets(text: str) -> list[str]:
+    """Split an annotation at each `|` that stands in no brackets."""
+    options, depth = [""], 0
+    for letter in text:
+        depth += (letter == "[") - (letter == "]")
+        if letter == "|" and not depth:
+            options.append("")
+        else:
+            options[-1] += letter
+    return options
+
+
+_DECODED = {
+    "image": "an image",
+    "av": "video or sound",
+    "text": "a text",
+    "int": "an integer",
+    "array": "an array",
+}
+_KINDS = {
+    **dict.fromkeys(("txt", "text", "transcript"), "text"),
+    **dict.fromkeys(("cls", "cls2", "id", "index", "inx"), "int"),
+    **dict.fromkeys(("npy", "npz", "pth", "ten", "tb"), "array"),
+}
+# Only what cannot be meant: a text for a list, say, may be what an encoder expects.
+_NUMBER = frozenset({"image", "av", "array"})
+_NOT_FOR = {
+    "Tensor": frozenset({"text", "int"}),
+    "ndarray": frozenset({"text", "int"}),
+    "str": frozenset({"image", "av", "array", "int"}),
+    "int": _NUMBER,
+    "float": _NUMBER,
+    "bool": _NUMBER,
+    "list": frozenset({"image", "av", "int"}),
+}
 
 
 def _compile(field: str, alternatives: tuple[Alternative, ...]) -> Callable[[Mapping[str, Any]], Any]:
@@ -123,7 +217,7 @@ def _entry(value: Any, step: str) -> Any:
     return value[step]
 
 
-def _not_found(field: str, alternatives: tuple[Alternative, ...], parts: Mapping[str, Any]) -> FieldAccessError:
+def _not_found(field: str, alternatives: tuple[Alternative, ...], parts: Iterable[str]) -> FieldAccessError:
     access = ",".join(part + "".join(f"[{step}]" for step in steps) for part, steps in alternatives)
     there = ", ".join(name for name in parts if not name.startswith("__")) or "none"
     return FieldAccessError(f"field `{field}`: nothing at {access!r}; the sample has the parts {there}.")

@@ -11,9 +11,11 @@ Formats: reference sections 1.3 and 1.7.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from energon_bridge import __version__
 from energon_bridge.errors import MetadataError, NotPreparedError, ShardMissingError, UnknownSplitError
 from energon_bridge.format.braces import collapse_braces, expand_braces
 from energon_bridge.format.documents import (
@@ -36,8 +38,9 @@ DEFAULT_SPLIT_CONFIG = "split.yaml"
 SPLIT_JSON = "split.json"
 NOTHING: frozenset[tuple[str, str]] = frozenset()
 DEFAULT_DATASET_CONFIG = "dataset.yaml"
-# The release of energon whose formats are written; its readers take any text here.
-FORMAT_VERSION = "7.4.1"
+# The release of energon whose formats are written, and what wrote them; energon's readers take any text here.
+FORMAT_VERSION = f"7.4.1+energon-bridge.{__version__}"
+_OWN_VERSION = re.compile(r"(?P<format>.+)\+energon-bridge\.(?P<version>.+)")
 
 
 def meta_path(name: str) -> str:
@@ -84,6 +87,16 @@ class Splits:
                     found.add((entry[:slash], entry[slash + 1 :]))
                 slash = entry.find("/", slash + 1)
         return frozenset(found)
+
+
+def prepared_by(energon_version: str | None) -> str:
+    """Say for people which program wrote an `.info.json` with this `energon_version`."""
+    if energon_version is None:
+        return "unknown"
+    own = _OWN_VERSION.fullmatch(energon_version)
+    if own is None:
+        return f"energon {energon_version}"
+    return f"energon_bridge {own['version']} (format of energon {own['format']})"
 
 
 def read_info(store: Store) -> DatasetInfo:

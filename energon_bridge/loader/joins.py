@@ -12,6 +12,7 @@ from energon_bridge.errors import MetadataError
 from energon_bridge.format.dataset import PreparedDataset
 from energon_bridge.format.join import JoinedDataset, JoinPart, joined_dataset
 from energon_bridge.format.join_index import open_index
+from energon_bridge.format.parallel import available_cores
 from energon_bridge.mix import AuxRef, JoinRef, LeafRef, resolve_joiner, user_cache
 
 _PARALLEL_SAMPLES = 50_000
@@ -83,5 +84,4 @@ def _num_workers(parts: Sequence[JoinPart]) -> int:
     """Return how many processes build an index; one where forking is unsafe or the work is small."""
     if threading.active_count() > 1 or parts[0].dataset.num_samples < _PARALLEL_SAMPLES:
         return 1
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(_MAX_WORKERS, cores)
+    return min(_MAX_WORKERS, available_cores())

@@ -10,16 +10,19 @@ from __future__ import annotations
 import copy
 import logging
 import os
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from types import GenericAlias
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 import torch.utils.data
 
-from energon_bridge.errors import ConfigurationError, LoaderError
+from energon_bridge.errors import ConfigurationError, LoaderError, WrongUseError
+from energon_bridge.format.parallel import available_cores
 from energon_bridge.loader import document as doc
 from energon_bridge.loader.budget import check_rates, name_losses
 from energon_bridge.loader.metrics import flat_metrics
@@ -28,9 +31,10 @@ from energon_bridge.loader.position import OnMismatch, Position
 from energon_bridge.loader.processes import WorkerIterator, WorkerSource
 from energon_bridge.loader.transport import Arena
 from energon_bridge.loader.workers import Stream, WorkerTicks, identity, produced, weak
-from energon_bridge.stream.again import restore
+from energon_bridge.samples.showing import counted, described
+from energon_bridge.stream.again import describe, restore
 from energon_bridge.stream.finite import mask_loss
-from energon_bridge.stream.pipeline import attach
+from energon_bridge.stream.pipeline import Pipeline, attach
 from energon_bridge.stream.state import Produced
 from energon_bridge.stream.watchdog import WatchdogSettings
 from energon_bridge.topology import Ownership, WorkerConfig, check_data_parallel, lane_units, step_units
@@ -39,6 +43,12 @@ if TYPE_CHECKING:
     from energon_bridge.loader.spec import DatasetSpec
 
 logger = logging.getLogger(__name__)
+
+LOADER_IS_NO_DATASET = (
+    "a loader of energon_bridge gives whole batches, in an order of its own, and starts the workers itself: iterate it "
+    "as it is, `for batch in loader`, and not through torch.utils.data.DataLoader(loader). The number of samples in a "
+    "batch goes to get_train_dataset(batch_size=…), that of workers to WorkerConfig(num_workers=…)"
+)
 
 
 class SavableDataLoader(torch.utils.data.DataLoader[Any]):
@@ -79,16 +89,19 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         stream, schedule, rewind = weak(self._stream), weak(self._schedule), weak(self._rewind)
         ticks = WorkerTicks(stream, schedule, rewind, max(1, workers), ahead, self._arenas)
         self._workers = WorkerSource(weak(self._start_workers), self._arenas, config.max_worker_restarts)
-        super().__init__(
-            ticks,
-            batch_size=None,
-            num_workers=workers,
-            collate_fn=identity,
-            prefetch_factor=ahead if workers else None,
-            persistent_workers=bool(workers and dataset.finite and config.persistent_workers),
-            multiprocessing_context=PIPES if workers else None,
-            generator=torch.Generator(),  # DataLoader draws a seed from it instead of the training loop's generator
-        )
+        with warnings.catch_warnings():
+            # DataLoader would say of every loader that the machine has fewer cores; `_say_what_is_idle` does, once.
+            warnings.filterwarnings("ignore", message="This DataLoader will create .* worker processes")
+            super().__init__(
+                ticks,
+                batch_size=None,
+                num_workers=workers,
+                collate_fn=identity,
+                prefetch_factor=ahead if workers else None,
+                persistent_workers=bool(workers and dataset.finite and config.persistent_workers),
+                multiprocessing_context=PIPES if workers else None,
+                generator=torch.Generator(),  # DataLoader draws a seed from it instead of the training loop's generator
+            )
         self._pin = torch.cuda.is_available() if config.pin_memory is None else config.pin_memory
         self._source: Iterator[Produced | None] | None = None
         self._held: deque[Produced] = deque()
@@ -122,10 +135,28 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
 
     def __len__(self) -> int:
         """Return the steps of a finite stream or virtual epoch, or this rank's microbatches in an epoch of the data."""
-        if self.spec.virtual_epoch_length is not None:
-            return self.spec.virtual_epoch_length
-        ranks = self.config.dp_size
-        return -(-self._position.end // ranks) if self.spec.finite else self.spec.epoch_length(ranks)
+        finite = self.spec.finite and self.spec.virtual_epoch_length is None
+        return self.spec.num_batches(self.config.dp_size, self._position.end if finite else None)
+
+    def __getitem__(self, index: Any) -> NoReturn:
+        raise WrongUseError(LOADER_IS_NO_DATASET)
+
+    def __reduce__(self) -> NoReturn:
+        raise WrongUseError(
+            "a loader cannot be pickled or copied: it has workers and open files. Send what it is made of (path, "
+            "settings, WorkerConfig) and call get_savable_loader there; its position is a plain dict, "
+            "loader.save_state_rank(), which loader.restore_state_rank takes"
+        )
+
+    def __repr__(self) -> str:
+        config, position = self.config, self._position
+        done = f"{counted(position.microbatches, 'microbatch', 'microbatches')} delivered by the run"
+        lanes = "" if self.spec.finite else f", {counted(position.units.num_lanes, 'lane')}"
+        return described(
+            f"{type(self).__name__} of rank {config.dp_rank} of {config.dp_size}, "
+            f"{counted(config.num_workers, 'worker')}{lanes}, {done}",
+            [repr(self.spec)],
+        )
 
     def deliver(self) -> Any:
         """Return the next microbatch of this rank."""
@@ -215,7 +246,9 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
     # Processes -------------------------------------------------------------------------------------------------------
 
     def _say_what_is_idle(self) -> None:
-        """Warn of ranks and workers that the lanes of the run cannot keep busy."""
+        """Warn of ranks and workers that the lanes of the run, or the cores of the machine, cannot keep busy."""
+        if self.config.dp_rank == 0:
+            _say_crowded(self.config.num_workers, available_cores())
         if self.spec.finite:
             return
         ownership, workers = self._position.ownership, self.config.num_workers
@@ -390,9 +423,15 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
 
     def restore_sample(self, restore_key: tuple[Any, ...]) -> Any:
         """Return the batch or sample with a `__restore_key__`, encoded again: the identical one."""
+        return restore(self._pipeline(), tuple(restore_key))
+
+    def describe_restore_key(self, restore_key: tuple[Any, ...]) -> str:
+        """Name the samples behind the `__restore_key__` of a batch or sample: dataset, shard and key of each."""
+        return describe(self._pipeline(), tuple(restore_key))
+
+    def _pipeline(self) -> Pipeline:
         units = self._position.units
-        pipeline = self.spec.pipeline(units, self.config, threads=0, delivered=range(len(units.leaves)))
-        return restore(pipeline, tuple(restore_key))
+        return self.spec.pipeline(units, self.config, threads=0, delivered=range(len(units.leaves)))
 
 
 class _Iterator:
@@ -414,6 +453,19 @@ class _Iterator:
 def _name_losses(spec: DatasetSpec, position: Position, process: int) -> None:
     if os.getpid() == process:
         name_losses(position.units.leaves, position.counts, spec.journal, ended=True)
+
+
+@cache
+def _say_crowded(workers: int, cores: int) -> None:
+    """Warn once of more workers than there are cores."""
+    if workers > cores:
+        logger.warning(
+            "num_workers=%d, but this process may use %s: more workers only get in each other's way. Set num_workers "
+            "to %d or less, or give the process more cores (--cpus-per-task of SLURM, the limits of a container)",
+            workers,
+            counted(cores, "core"),
+            cores,
+        )
 
 
 def _arena() -> Arena | None:

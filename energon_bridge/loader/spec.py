@@ -6,11 +6,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import GenericAlias
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch.utils.data
 
-from energon_bridge.errors import ConfigurationError
+from energon_bridge.errors import ConfigurationError, WrongUseError
 from energon_bridge.loader.leaves import OpenLeaf, check_types
 from energon_bridge.loader.weights import ChangedWeights, LeafWeights, MixWeights
 from energon_bridge.loader.workers import FiniteStreams, LaneStreams, Stream
@@ -19,6 +19,7 @@ from energon_bridge.plan.blend import Blend, ChangedBlend, EpochizedBlend, Weigh
 from energon_bridge.plan.leaf import DEFAULT_PARALLEL_SHARD_ITERS, LeafOrder, slice_length
 from energon_bridge.plan.scheduled import ScheduledBlend
 from energon_bridge.rng import key_of
+from energon_bridge.samples.showing import counted, described
 from energon_bridge.stores import CachePool, NoCachePool
 from energon_bridge.stream.cooking import check_cooker
 from energon_bridge.stream.finite import DrawnRows, ListedRows, num_microbatches
@@ -39,6 +40,17 @@ _READ_BYTES = 256 << 20
 """Bytes that the rounds of all lanes of one process may take; beyond it draws are read one microbatch at a time."""
 _TOGETHER_BYTES, _TOGETHER = 64 << 20, 512
 """Bytes and samples up to which a lane reads several rounds of a leaf together."""
+
+
+DATASET_IS_NO_LOADER = (
+    "a dataset of energon_bridge describes what to load and gives no samples by itself. Make a loader of it and "
+    "iterate that: `for batch in get_loader(dataset)`. It takes the place of torch.utils.data.DataLoader and starts "
+    "the workers itself. For the Trainer of transformers use energon_bridge.integrations.huggingface.EnergonTrainer, "
+    "for Lightning EnergonMultiModalDataModule"
+)
+_KINDS = {"train": "training", "passes": "training, pass by pass", "finite": "validation"}
+_MOST_SHOWN = 6
+"""Datasets that the text of a mix names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +76,9 @@ class Units:
 class DatasetSpec:
     """A dataset as `get_train_dataset` and `get_val_dataset` return it, for `get_loader` and `get_savable_loader`.
 
-    It is a description; nothing is read before a loader is iterated but the metadata of the datasets.
+    It is a description; nothing is read before a loader is iterated but the metadata of the datasets. `len()` is the
+    number of batches of a rank in a pass, or in an epoch of an endless stream: that of its loader. (Of a pass that is
+    packed or grouped, which only the loader knows, as if each sample were a row.)
 
     Args:
         leaves: The opened leaves, in order of the mix.
@@ -120,6 +134,50 @@ class DatasetSpec:
         """Refuse a mix of types that cannot be put into microbatches; a loader asks, a forecast need not."""
         if self.rows > 1 and self.packing_buffer_size is None and not self.grouped:
             check_types(self.leaves, self.task_encoder)
+
+    def __iter__(self) -> NoReturn:
+        raise WrongUseError(DATASET_IS_NO_LOADER)
+
+    def __getitem__(self, index: Any) -> NoReturn:
+        raise WrongUseError(DATASET_IS_NO_LOADER)
+
+    def __len__(self) -> int:
+        return self.num_batches(self.worker_config.dp_size)
+
+    def __repr__(self) -> str:
+        return described(
+            f"{type(self).__name__} for {_KINDS[self.kind]}",
+            [
+                f"{counted(self.num_samples, 'sample')} of {counted(len(self.leaves), 'dataset')}, "
+                f"{counted(len(self), 'batch', 'batches')} of {self._what_batches_have()}",
+                *(leaf_line(leaf) for leaf in self.leaves[:_MOST_SHOWN]),
+                *([f"and {len(self.leaves) - _MOST_SHOWN:,} more"] if len(self.leaves) > _MOST_SHOWN else []),
+            ],
+        )
+
+    def _what_batches_have(self) -> str:
+        if self.batch_size is None:
+            return "one sample"
+        return counted(self.batch_size, "sample" if self.packing_buffer_size is None else "pack")
+
+    def num_batches(self, world_size: int, end: int | None = None) -> int:
+        """Return the batches of one rank in a pass or virtual epoch, or in an epoch of an endless stream.
+
+        Args:
+            world_size: Data-parallel ranks.
+            end: The microbatch at which the pass of a finite stream ends, where that is known.
+        """
+        if self.virtual_epoch_length is not None:
+            return self.virtual_epoch_length
+        if not self.finite:
+            return self.epoch_length(world_size)
+        if end is None:
+            end = self.end(self._rows_of_a_pass, world_size)
+        return -(-end // world_size)
+
+    @cached_property
+    def _rows_of_a_pass(self) -> int:
+        return self.plan(self.units(self.worker_config), 0).num_draws
 
     @property
     def kind(self) -> str:
@@ -354,6 +412,15 @@ class DatasetSpec:
         plan = self.plan(units, position.epoch)
         rows = DrawnRows(pipeline, plan) if listing is None else ListedRows(pipeline, listing)
         return FiniteStreams(pipeline, rows, drop_last=self.batch_drop_last)
+
+
+def leaf_line(leaf: OpenLeaf) -> str:
+    """Name a leaf for people, in one line."""
+    dataset = leaf.dataset
+    kind = getattr(getattr(dataset, "sample_type", None), "__name__", "joined samples")
+    subset = "" if leaf.is_whole else f", samples {leaf.start} to {leaf.stop}"
+    shards = counted(len(dataset.shard_names), "shard")
+    return f"{dataset.path} [{dataset.split_part}]{subset}: {counted(leaf.num_samples, kind)} in {shards}"
 
 
 def _weighted_blend(weights: LeafWeights, start: int, lanes: int, key: int) -> Blend:

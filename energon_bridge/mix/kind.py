@@ -42,18 +42,23 @@ def kind_of_source(path: str) -> DatasetKind:
 
     Raises DatasetNotFoundError, NotPreparedError or MetadataError, each saying what to do.
     """
+    named_as_file = path.endswith((".jsonl", ".yaml", ".yml"))
+    store = open_store(path)
+    # A web server answers for folders as it does for files, so the metadata is looked for first.
+    if not named_as_file and (store.exists(meta_path(INFO_JSON)) or store.exists(meta_path(INFO_YAML))):
+        return DatasetKind.PREPARED
     if _is_file(path):
         if path.endswith(".jsonl"):
             return DatasetKind.JSONL
         if path.endswith(".yaml"):
             return DatasetKind.METADATASET
         _refuse_yml(path, where=path)
-        raise MetadataError(
-            f"{path}: expected the folder of a prepared dataset, a .jsonl file or the .yaml file of a mix, found "
-            f"another file. For a tar, give the folder that `energon prepare` was run on."
-        )
-    store = open_store(path)
-    if store.exists(meta_path(INFO_JSON)) or store.exists(meta_path(INFO_YAML)):
+        if not _is_folder(path):
+            raise MetadataError(
+                f"{path}: expected the folder of a prepared dataset, a .jsonl file or the .yaml file of a mix, found "
+                f"another file. For a tar, give the folder that `energon prepare` was run on."
+            )
+    if named_as_file and (store.exists(meta_path(INFO_JSON)) or store.exists(meta_path(INFO_YAML))):
         return DatasetKind.PREPARED
     store.check_root()
     if store.exists(meta_path(INDEX_SQLITE)):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 
-from energon_bridge.format.dataset import PreparedDataset, prepared, read_prepared
+from energon_bridge.format.dataset import PreparedDataset, check_counts, prepared, read_prepared
 from energon_bridge.format.dataset_config import DatasetConfig, DatasetConfigs
 from energon_bridge.format.jsonl import open_jsonl
 from energon_bridge.format.nvmeta import DEFAULT_DATASET_CONFIG, DEFAULT_SPLIT_CONFIG, NOTHING, meta_path
@@ -41,7 +41,11 @@ class DatasetOpener:
         place = (ref.path, ref.split_part, dataset_config, ref.split_config or DEFAULT_SPLIT_CONFIG)
         dataset = self._opened.get(place)
         if dataset is None:
-            dataset = open_jsonl(ref.path, files=self._files) if ref.is_jsonl else self._open(place)
+            if ref.is_jsonl:
+                dataset = open_jsonl(ref.path, files=self._files)
+            else:
+                dataset = self._open(place)
+                check_counts(dataset)
             self._opened[place] = dataset
         return dataset
 

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from energon_bridge.errors import FieldAccessError, FieldMapError
+from energon_bridge.format.field_map import FieldMap, parse_access
 from energon_bridge.format.tar import parse_sample
 from energon_bridge.format.tar_scan import scan_tar
 from energon_bridge.storage import Store
 
 _MAX_SAMPLES = 50
+_MOST_NAMED = 20
+_JSON = ("json", "jsn")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +25,49 @@ class FirstSample:
 
     key: str
     parts: dict[str, bytes]
+
+
+def check_found(field_map: Mapping[str, str], samples: Sequence[FirstSample], *, shard: str) -> None:
+    """Check that some of the first samples have each field of a map; raises FieldMapError saying what they have."""
+    for field, access in field_map.items():
+        options = parse_access(access, where="--field-map", field=field)
+        if samples and not any(_may_have(sample, part, steps) for sample in samples for part, steps in options):
+            raise FieldMapError(
+                f"--field-map, field `{field}`: nothing at {access!r} in the first {len(samples)} samples of {shard}. "
+                f"They have {_describe(samples)}. Name one of these, such as `jpg,png` or `json[caption]`."
+            )
+
+
+def _may_have(sample: FirstSample, part: str, steps: tuple[str, ...]) -> bool:
+    """Whether an access finds something in a sample; what stands in parts other than JSON is not looked at."""
+    if part not in sample.parts:
+        return False
+    if not steps or not part.endswith(_JSON):
+        return True
+    try:
+        value = json.loads(sample.parts[part])
+    except ValueError:
+        return True  # decoding it will name what is wrong
+    try:
+        FieldMap({"value": part + "".join(f"[{step}]" for step in steps)})({part: value})
+    except FieldAccessError:
+        return False
+    return True
+
+
+def _describe(samples: Sequence[FirstSample]) -> str:
+    """Name the parts of some samples, with the keys inside of JSON."""
+    named: dict[str, None] = {}
+    for sample in samples:
+        for part, data in sample.parts.items():
+            named[part] = None
+            if part.endswith(_JSON) and len(named) < _MOST_NAMED:
+                with contextlib.suppress(ValueError):
+                    value = json.loads(data)
+                    named |= dict.fromkeys(f"{part}[{key}]" for key in value) if isinstance(value, dict) else {}
+    names = list(named)
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return "the parts " + ", ".join(names[:_MOST_NAMED]) + more
 
 
 def read_first_samples(store: Store, shard: str) -> list[FirstSample]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from energon_bridge.errors import DecodeError, EmptyDatasetError, EnergonError, UnknownSplitError
+from energon_bridge.errors import DecodeError, EmptyDatasetError, EnergonError, FieldAccessError, UnknownSplitError
 from energon_bridge.format.dataset import PreparedDataset, open_dataset, read_index
 from energon_bridge.format.jsonl import PART, JsonlDataset, is_jsonl, open_jsonl, parse_line
 from energon_bridge.format.nvmeta import DEFAULT_DATASET_CONFIG, DEFAULT_SPLIT_CONFIG, read_splits
@@ -189,5 +189,8 @@ def _check_sample(
             raw = {"__key__": key, "__restore_key__": ("Webdataset", index), "__sources__": (), **decoded}
             fields = dataset.sample_loader(raw)
             dataset.sample_type(**{"__key__": key, **fields})
-    except Exception as error:  # a field that is not there, or whatever a sample loader raises
+    except FieldAccessError as error:
+        missing = None if dataset.field_map is None else dataset.field_map.missing(decoded, parts)
+        report(missing or error)
+    except Exception as error:  # whatever a sample loader raises
         report(error)

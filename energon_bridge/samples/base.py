@@ -15,11 +15,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from difflib import get_close_matches
 from functools import cache
 from itertools import chain
 from typing import Any, ClassVar, NamedTuple, Self, TypeVar, dataclass_transform
 
 from energon_bridge.errors import ConfigurationError, UnfitSampleError
+from energon_bridge.samples.showing import html_of, text_of
 
 T = TypeVar("T")
 
@@ -70,6 +72,37 @@ def required_field_names(cls: type) -> frozenset[str]:
     return frozenset(e.name for e in entries if e.default is MISSING and e.default_factory is MISSING)
 
 
+class _Names(tuple[str, ...]):
+    """The names of a record's fields; its aliases are in it, but not listed."""
+
+    __slots__ = ()
+    aliases: Mapping[str, str]
+
+    def __contains__(self, name: object) -> bool:
+        return tuple.__contains__(self, name) or name in self.aliases
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return tuple, (tuple(self),)
+
+
+@once_per_class
+def _names_of(cls: type) -> tuple[str, ...]:
+    kind = type("FieldNames", (_Names,), {"aliases": cls.__aliases__, "__slots__": ()})  # type: ignore[attr-defined]
+    names: tuple[str, ...] = kind(field_names(cls))
+    return names
+
+
+def _no_such_field(cls: Any, name: str) -> str:
+    """Say that a class has no field of a name, and which one may be meant.
+
+    (For attributes Python does so itself. A `__getattr__` here would make each access to a field three times as slow.)
+    """
+    known = [*field_names(cls), *cls.__aliases__]
+    near = get_close_matches(str(name), known, n=1)
+    hint = f"did you mean {near[0]!r}? It" if near else "it"
+    return f"{cls.__name__} has no field {name!r}; {hint} has {', '.join(known)}"
+
+
 class _Record:
     """What samples and batches share: access by name, derivation, pinning."""
 
@@ -77,20 +110,36 @@ class _Record:
     # Other names under which `[]` finds a field; a field of that very name goes first.
     __aliases__: ClassVar[Mapping[str, str]] = {}
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # Before `dataclass` would write a text of everything; a class that has its own keeps it.
+        if "__repr__" not in cls.__dict__:
+            cls.__repr__ = _Record.__repr__  # type: ignore[method-assign]
+
+    def __repr__(self) -> str:
+        return text_of(self, field_names(type(self)))
+
+    def _repr_html_(self) -> str:
+        return html_of(self, field_names(type(self)))
+
     def __getitem__(self, name: str) -> Any:
         names = field_names(type(self))
         if name in names:
             return getattr(self, name)
         if (target := self.__aliases__.get(name)) in names:
             return getattr(self, target)
-        raise KeyError(f"{type(self).__name__} has no field {name!r}; it has {', '.join((*names, *self.__aliases__))}")
+        kind: Any = type(self)
+        raise KeyError(_no_such_field(kind, name))
 
     def __contains__(self, name: object) -> bool:
         return name in field_names(type(self)) or name in self.__aliases__
 
     def keys(self) -> tuple[str, ...]:
-        """Return the names of all fields, without aliases; with this, `dict(sample)` works."""
-        return field_names(type(self))
+        """Return the names of all fields; with this, `dict(sample)` works.
+
+        Aliases are not listed, or a dict would have values twice, but they are `in` it.
+        """
+        return _names_of(type(self))
 
     @classmethod
     def derive_from(cls, base: Sample | Batch | CrudeSample, **values: Any) -> Self:
@@ -100,6 +149,13 @@ class _Record:
         else:
             meta = {name: getattr(base, name) for name in META_FIELDS}
         return cls(**{**meta, **values})
+
+    def to(self, device: Any, *, non_blocking: bool = False) -> Self:
+        """Return a copy with all tensors on a device (or of a dtype); keys, sources and texts are not copied."""
+        from energon_bridge.samples.devices import to_device
+
+        moved: Self = to_device(self, device, non_blocking=non_blocking)
+        return moved
 
     def pin_memory(self) -> Self:
         """Return a copy whose tensors, at any depth, lie in pinned host memory."""
@@ -149,6 +205,12 @@ class Sample(_Record):
 
 class CrudeSample(dict[str, Any]):
     """A sample without a type: its decoded parts by name, and the meta fields that are known."""
+
+    def __repr__(self) -> str:
+        return text_of(self, self)
+
+    def _repr_html_(self) -> str:
+        return html_of(self, self)
 
     @classmethod
     def from_joined(cls, *samples: CrudeSample | None, **named: Any) -> Self:

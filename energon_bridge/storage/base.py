@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from energon_bridge.errors import ShortReadError
+from energon_bridge.errors import ShortReadError, StorageError
 
 
 class Store(Protocol):
@@ -60,8 +60,15 @@ class Store(Protocol):
         ...
 
 
-def short_read(url: str, *, offset: int, expected: int, got: int) -> ShortReadError:
-    """Build the error for a range that ends early."""
+def short_read(url: str, *, offset: int, expected: int, got: int) -> StorageError:
+    """Build the error for a range of which another number of bytes came: one that ends early, or a whole file."""
+    if got > expected:
+        return StorageError(
+            f"{url}: asked for {expected} bytes at offset {offset}, got {got}: the server ignores Range requests and "
+            "sends whole files, so no single sample can be read from it. Serve the dataset with a server that answers "
+            "Range requests with status 206 (nginx, Apache and object stores do; `python -m http.server` does not), "
+            "or copy it to a local disk."
+        )
     return ShortReadError(
         f"{url}: expected {expected} bytes at offset {offset}, got {got}. The file is shorter than its index says: "
         f"copy it again, or rebuild the index with `energon prepare --tar-index-only`."

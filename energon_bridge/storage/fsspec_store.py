@@ -5,9 +5,9 @@ Invariant: the file system object belongs to one process. After a fork or in a s
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import fsspec
@@ -47,33 +47,36 @@ class FsspecStore:
 
     def check_root(self) -> None:
         """Raise DatasetNotFoundError unless the root is a folder."""
-        with self._failing(""):
-            fs, path = self._locate("")
-            if not fs.isdir(path):
-                raise DatasetNotFoundError(f"{self.root}: no such folder. Check the URL.")
+        fs, path = self._locate("")
+        with self._naming(""):
+            if fs.isdir(path):
+                return
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                fs.info(path)  # `isdir` says no of a server that cannot be reached, too
+        raise DatasetNotFoundError(f"{self.root}: no such folder. Check the URL.")
 
     def size(self, rel: str) -> int:
         """Return the size of `rel` in bytes."""
-        with self._failing(rel):
-            fs, path = self._locate(rel)
+        fs, path = self._locate(rel)
+        with self._naming(rel):
             return int(fs.size(path))
 
     def exists(self, rel: str) -> bool:
         """Tell whether `rel` is a file."""
-        with self._failing(rel):
-            fs, path = self._locate(rel)
+        fs, path = self._locate(rel)
+        with self._naming(rel):
             return bool(fs.isfile(path))
 
     def read(self, rel: str) -> bytes:
         """Read all of `rel`."""
-        with self._failing(rel):
-            fs, path = self._locate(rel)
+        fs, path = self._locate(rel)
+        with self._naming(rel):
             return bytes(fs.cat_file(path))
 
     def read_range(self, rel: str, offset: int, length: int) -> bytes:
         """Read exactly `length` bytes from byte `offset` of `rel`; raises ShortReadError if there are fewer."""
-        with self._failing(rel):
-            fs, path = self._locate(rel)
+        fs, path = self._locate(rel)
+        with self._naming(rel):
             if length > _LARGE and length > (left := max(0, int(fs.size(path)) - offset)):
                 raise short_read(self.url(rel), offset=offset, expected=length, got=left)
             data = bytes(fs.cat_file(path, start=offset, end=offset + length))
@@ -83,8 +86,8 @@ class FsspecStore:
 
     def list(self, suffix: str | tuple[str, ...] = "") -> list[tuple[str, int]]:
         """List (name, bytes) of all files below the root whose name ends with `suffix` (or one of them), sorted."""
-        with self._failing(""):
-            fs, path = self._locate("")
+        fs, path = self._locate("")
+        with self._naming(""):
             found = fs.find(path, detail=True)
         if not found:
             self.check_root()
@@ -93,22 +96,22 @@ class FsspecStore:
 
     def write(self, rel: str, data: bytes) -> None:
         """Write `rel` as a whole."""
-        with self._failing(rel, f"write {len(data)} bytes"):
-            fs, path = self._locate(rel)
+        fs, path = self._locate(rel)
+        with self._naming(rel, f"write {len(data)} bytes"):
             fs.makedirs(path.rpartition("/")[0], exist_ok=True)
             fs.pipe_file(path, data)
 
     def put_file(self, path: str, rel: str) -> None:
         """Write a local file to `rel`."""
-        with self._failing(rel, "write"):
-            fs, target = self._locate(rel)
+        fs, target = self._locate(rel)
+        with self._naming(rel, "write"):
             fs.makedirs(target.rpartition("/")[0], exist_ok=True)
             fs.put_file(path, target)
 
     def delete(self, rel: str) -> None:
         """Delete `rel` if it is there."""
-        with self._failing(rel, "delete"):
-            fs, path = self._locate(rel)
+        fs, path = self._locate(rel)
+        with self._naming(rel, "delete"):
             if fs.isfile(path):
                 fs.rm_file(path)
 
@@ -117,6 +120,8 @@ class FsspecStore:
             self._fs, self._base = fsspec.core.url_to_fs(self.root)
         except (ValueError, ImportError) as error:
             raise ConfigurationError(f"{self.root}: no storage for this kind of URL: {error}") from error
+        except Exception as error:  # a file system may look at the URL, and has errors of its own
+            raise StorageError(f"{self.root}: cannot open: {type(error).__name__}: {error}") from error
         self._pid = os.getpid()
 
     def _locate(self, rel: str) -> tuple[Any, str]:
@@ -124,23 +129,20 @@ class FsspecStore:
             self._connect()
         return self._fs, f"{self._base.rstrip('/')}/{rel}" if rel else self._base
 
-    @contextmanager
-    def _failing(self, rel: str, doing: str = "read") -> Iterator[None]:
-        """Turn what goes wrong into an error of ours: file systems raise whatever their libraries do."""
+    @contextlib.contextmanager
+    def _naming(self, rel: str, doing: str = "read") -> Iterator[None]:
+        """Turn whatever a file system raises (OSError, aiohttp's errors, the hub's own) into one that names the URL."""
         try:
             yield
-        except (EnergonError, MemoryError):
+        except (EnergonError, ImportError, MemoryError):
             raise
+        except (FileNotFoundError, NotADirectoryError) as error:
+            if doing != "read":
+                raise StorageError(f"{self.url(rel)}: cannot {doing}: {error}") from error
+            if rel:  # say what is missing: the folder, or the file in it
+                self.check_root()
+                raise ShardMissingError(f"{self.url(rel)}: no such file.") from error
+            raise DatasetNotFoundError(f"{self.root}: no such folder. Check the URL.") from error
         except Exception as error:
-            raise self._failed(rel, error, doing) from error
-
-    def _failed(self, rel: str, error: Exception, doing: str) -> Exception:
-        if doing != "read" or not isinstance(error, (FileNotFoundError, NotADirectoryError)):
-            return StorageError(f"{self.url(rel)}: cannot {doing}: {type(error).__name__}: {error}")
-        if not rel:
-            return DatasetNotFoundError(f"{self.root}: no such folder. Check the URL.")
-        try:
-            self.check_root()
-        except DatasetNotFoundError as missing:
-            return missing
-        return ShardMissingError(f"{self.url(rel)}: no such file.")
+            kind = "" if isinstance(error, OSError) and str(error) else f"{type(error).__name__}: "
+            raise StorageError(f"{self.url(rel)}: cannot {doing}: {kind}{error}") from error

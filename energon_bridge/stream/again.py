@@ -13,7 +13,9 @@ import numpy as np
 from energon_bridge.plan.leaf import Round
 from energon_bridge.stream.pipeline import Ahead, Pipeline, Segment
 from energon_bridge.stream.reader import RoundBuffer
+from energon_bridge.stream.report import MAX_MEMBERS, Place, named
 from energon_bridge.stream.state import COLUMNS, Counts, Ref
+from energon_bridge.stream.values import RestoreKey
 
 _ENCODED_AGAIN = COLUMNS.index("encoded_again")
 
@@ -65,7 +67,7 @@ def restore(pipeline: Pipeline, key: tuple[Any, ...]) -> Any:
     Raises:
         LookupError: The key belongs to another dataset, or its sample gives no output any more.
     """
-    if not key or key[0] != "Batch":
+    if not key or key[0] != "Batch" or len(key) < 4:
         with pipeline.user_code(restoring=True):
             return _row(pipeline, key)[0]
     _, lane, number, keys, *which = key
@@ -74,6 +76,38 @@ def restore(pipeline: Pipeline, key: tuple[Any, ...]) -> Any:
         output = which[0] if which else 0
         batches = pipeline.collate([row for row, _ in rows], list(keys), rows[0][1], lane, number - output)
     return batches[output]
+
+
+def describe(pipeline: Pipeline, key: tuple[Any, ...]) -> str:
+    """Name the samples behind a restore key: dataset, shard and key of each.
+
+    Raises:
+        LookupError: It is no restore key.
+    """
+    rows = key[3] if len(key) >= 4 and key[0] == "Batch" else (key,)
+    members = [_checked(tuple(one)) for row in rows for one in (row[2] if row and row[0] == "Pack" else (row,))]
+    places = []
+    for identity, index, _, _ in members[:MAX_MEMBERS]:
+        leaf = _leaf_of(pipeline, identity)
+        if leaf is None:
+            places.append(Place(f"another dataset (identity {identity!r})", "unknown", index))
+        else:
+            places.append(pipeline.source(leaf).place(index))
+    return named(places, len(members))
+
+
+def _leaf_of(pipeline: Pipeline, identity: str) -> int | None:
+    return next((number for number, leaf in enumerate(pipeline.leaves) if leaf.identity == identity), None)
+
+
+def _checked(key: tuple[Any, ...]) -> RestoreKey:
+    """Return the restore key of a sample as what it is."""
+    if len(key) != 4 or not isinstance(key[0], str) or not all(isinstance(number, int) for number in key[1:]):
+        raise LookupError(
+            f"{key!r} is no restore key of this package: expected sample.__restore_key__ or batch.__restore_key__ as "
+            "they were delivered, such as ('0123456789abcdef', 7, 0, 0)"
+        )
+    return key[0], key[1], key[2], key[3]
 
 
 def _row(pipeline: Pipeline, key: tuple[Any, ...]) -> tuple[Any, int]:
@@ -95,10 +129,14 @@ def _row(pipeline: Pipeline, key: tuple[Any, ...]) -> tuple[Any, int]:
 
 def _restore_one(pipeline: Pipeline, key: tuple[Any, ...]) -> tuple[Any, int]:
     """Return the sample with a restore key and the number of its leaf."""
-    identity, index, epoch, output = key
-    leaf = next((number for number, leaf in enumerate(pipeline.leaves) if leaf.identity == identity), None)
+    identity, index, epoch, output = _checked(key)
+    leaf = _leaf_of(pipeline, identity)
     if leaf is None:
-        raise LookupError(f"restore key {key!r}: no leaf of this dataset has the identity {identity!r}")
+        known = ", ".join(sorted({one.dataset.path for one in pipeline.leaves})[:3])
+        raise LookupError(
+            f"restore key {key!r}: sample {index} of a dataset that this loader does not have, or whose content has "
+            f"changed since (identity {identity!r}). It loads {known}"
+        )
     one = Round(0, np.array([index], dtype=np.int64), np.array([epoch], dtype=np.int64))
     buffer = RoundBuffer(pipeline.source(leaf).reader, one)
     loaded = pipeline.load([Segment(leaf, buffer, 0, 1, (0,))], ahead=False)

@@ -112,7 +112,7 @@ class CodeValues(Values):
         except FatalSampleError:
             raise
         except Exception as error:  # the policy of the stream decides what becomes of it
-            error = raw.error if type(raw) is Unreadable else error
+            error = raw.error if type(raw) is Unreadable else self._located(error, raw, name, index)
             return Problem(error, hook, Place(dataset.path, name, index, key, tuple(parts)))
         load = partial(self._load, key, index, restore_key, source, values)
         return Unmade(load) if begin is None else load(begin)

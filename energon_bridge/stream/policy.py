@@ -208,7 +208,7 @@ class Judge:
         tolerance, is_chosen = self._tolerance(hook)
         if tolerance and failures >= tolerance:
             raise FatalSampleError(
-                f"{hook}: {failures} {several} failed in a row, the last one {where}{at}. Mend the data or the hook, "
+                f"{hook}: {failures} {several} failed in a row, the last one {where}{at}. Fix the data or the hook, "
                 "or allow more: __default_failure_tolerance__ of the encoder, @stateless(failure_tolerance=…) on the "
                 "hook, or ErrorPolicy(tolerance=…)"
             ) from error

@@ -8,16 +8,20 @@ writes; a last line that was cut off by a kill is not read. Nothing reads it bac
 
 from __future__ import annotations
 
-import contextlib
 import json
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from energon_bridge.errors import StorageError
+from energon_bridge.errors import MetadataError, StorageError
 from energon_bridge.stream.report import Place, Report
+
+logger = logging.getLogger(__name__)
+
+_BEGINS = b'{"dataset": '
 
 Named = tuple[str, int, str]
 """What tells failures apart: dataset and index of the first sample, and the hook."""
@@ -50,6 +54,7 @@ def read_quarantine(path: str | os.PathLike[str]) -> list[QuarantinedSample]:
 
     Raises:
         StorageError: There is no such file.
+        MetadataError: A file is no quarantine file: it has content, but no line of it is a failure.
     """
     whole = Path(path)
     files = [whole] if whole.exists() else []
@@ -58,11 +63,31 @@ def read_quarantine(path: str | os.PathLike[str]) -> list[QuarantinedSample]:
         raise StorageError(f"{whole}: no such quarantine file, nor one of a rank beside it")
     found: dict[Named, QuarantinedSample] = {}
     for file in files:
-        for line in file.read_bytes().split(b"\n"):
-            with contextlib.suppress(ValueError, KeyError, TypeError):  # cut off, or not ours
-                sample = _parsed(json.loads(line))
-                found.setdefault((sample.dataset, sample.index, sample.hook), sample)
+        for sample in _samples_in(file):
+            found.setdefault((sample.dataset, sample.index, sample.hook), sample)
     return sorted(found.values(), key=lambda one: (one.dataset, one.index, one.hook))
+
+
+def _samples_in(file: Path) -> list[QuarantinedSample]:
+    try:
+        data = file.read_bytes()
+    except OSError as error:
+        raise StorageError(f"{file}: the quarantine file cannot be read: {error}") from error
+    samples, foreign = [], 0
+    for line in data.split(b"\n"):
+        try:
+            samples.append(_parsed(json.loads(line)))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            # A kill may have cut a line of ours off.
+            foreign += bool(line.strip()) and not line.startswith(_BEGINS)
+    if foreign and not samples:
+        raise MetadataError(
+            f"{file}: not a quarantine file: none of its {foreign} lines is a failed sample. Give the file that "
+            "ErrorPolicy(quarantine=FILE) of a run wrote, one JSON object in each line"
+        )
+    if foreign:
+        logger.warning("%s: %d lines are no failed samples; they are left out", file, foreign)
+    return samples
 
 
 def quarantine_excludes(samples: Sequence[QuarantinedSample]) -> dict[str, list[str]]:
@@ -102,7 +127,7 @@ def known_in(file: Path) -> set[Named]:
     """Return what a file names already."""
     if not file.exists():
         return set()
-    return {(sample.dataset, sample.index, sample.hook) for sample in read_quarantine(file)}
+    return {(sample.dataset, sample.index, sample.hook) for sample in _samples_in(file)}
 
 
 def _line(report: Report) -> dict[str, Any]:

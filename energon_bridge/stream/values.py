@@ -5,10 +5,11 @@ Code that comes with a dataset is for `dataset_code`.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from energon_bridge.errors import FatalSampleError
+from energon_bridge.errors import CorruptShardError, FatalSampleError, FieldAccessError, StorageError
 from energon_bridge.format.tar import parse_sample
 from energon_bridge.samples import CrudeSample, SourceInfo
 from energon_bridge.samples.slabs import Slab
@@ -98,7 +99,7 @@ class Values:
             except FatalSampleError:
                 raise
             except Exception as error:  # the policy of the stream decides what becomes of it
-                error = raw.error if type(raw) is Unreadable else error
+                error = raw.error if type(raw) is Unreadable else self._located(error, raw, names[shard], index)
                 parsed.append(Problem(error, "read", Place(path, names[shard], index, "", ())))
         now.hook = "decode"
         images: dict[int, tuple[str, Any]] = {}
@@ -107,7 +108,9 @@ class Values:
             rows = into[1]
             images = self._decode_into(into[0], *self._turns(parsed, indices, rows))
         out: list[Any] = []
-        for one, index, shard, restore_key, row in zip(parsed, indices, shards, restore_keys, rows, strict=True):
+        for raw, one, index, shard, restore_key, row in zip(
+            raws, parsed, indices, shards, restore_keys, rows, strict=True
+        ):
             if type(one) is Problem:
                 out.append(one)
                 continue
@@ -121,8 +124,22 @@ class Values:
             except FatalSampleError:
                 raise
             except Exception as error:
-                out.append(Problem(error, hook, Place(path, names[shard], index, key, tuple(parts))))
+                there = tuple(parts)
+                if isinstance(error, FieldAccessError):  # what the field map leaves out may be what it should name
+                    with contextlib.suppress(StorageError):
+                        there = self.name_of(raw, index)[1]
+                    error = dataset.field_map.missing(values, there) or error
+                out.append(Problem(error, hook, Place(path, names[shard], index, key, there)))
         return out
+
+    def _located(self, error: Exception, raw: Any, shard: str, index: int) -> Exception:
+        """Return an error of parsing that names the file, which is not worked out for samples that parse."""
+        if isinstance(error, CorruptShardError) and not isinstance(raw, Unread):
+            try:
+                parse_sample(raw, where=f"{self._dataset.store.url(shard)}, in the bytes of sample {index}")
+            except CorruptShardError as located:
+                return located
+        return error
 
     def _turns(
         self, parsed: Sequence[Any], indices: Sequence[int], rows: Sequence[int]

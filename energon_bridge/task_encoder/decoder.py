@@ -66,8 +66,9 @@ AV_FORMS = ("AVDecoder", "pyav", "torch")
 class SampleDecoder:
     """Decodes the parts of a sample.
 
-    `image_decode` is one of IMAGE_FORMS, `av_decode` one of AV_FORMS; with `guess_content` an image is known by its
-    first bytes, whatever its part is called; with `defer_images` it is a `DeferredImage`, decoded when it is needed.
+    `image_decode` is one of IMAGE_FORMS, or None to leave images as the bytes of their files; `av_decode` is one of
+    AV_FORMS; with `guess_content` an image is known by its first bytes, whatever its part is called; with
+    `defer_images` it is a `DeferredImage`, decoded when it is needed.
     Videos and sound are an `AVDecoder`, decoded when and where it is asked; `torch` decodes all of it at once into an
     `AVData` (the sound of videos with `video_decode_audio`), and `pyav` opens it for the user to read and to close.
     `image_target` declares that images need be no larger than so many pixels, or `(height, width)`: JPEGs are then
@@ -82,7 +83,7 @@ class SampleDecoder:
     Raises ConfigurationError for a form that does not exist, or a size or limit that is none.
     """
 
-    image_decode: str = "torchrgb"
+    image_decode: str | None = "torchrgb"
     av_decode: str = "AVDecoder"
     video_decode_audio: bool = False
     guess_content: bool = False
@@ -90,7 +91,7 @@ class SampleDecoder:
     image_target: int | tuple[int, int] | None = None
     max_pixels: int | None = MAX_PIXELS
     max_part_bytes: int | None = MAX_PART_BYTES
-    _form: ImageForm = field(init=False, repr=False, compare=False)
+    _form: ImageForm | None = field(init=False, repr=False, compare=False)
 
     @property
     def unread_from(self) -> int | None:
@@ -108,9 +109,16 @@ class SampleDecoder:
                 raise ConfigurationError(
                     f"SampleDecoder: {name} must be a number of at least 1, or None, got {limit!r}"
                 )
-        form = image_form(self.image_decode, self.image_target, max_pixels=self.max_pixels)
+        form = None
+        if self.image_decode is not None:
+            form = image_form(self.image_decode, self.image_target, max_pixels=self.max_pixels)
+        elif self.defer_images or self.image_target is not None:
+            raise ConfigurationError(
+                "SampleDecoder(image_decode=None) leaves images as bytes, so that defer_images and image_target have "
+                "nothing to act on: leave them out, or name a form such as image_decode='torchrgb'"
+            )
         object.__setattr__(self, "_form", form)
-        object.__setattr__(self, "image_target", form.target)
+        object.__setattr__(self, "image_target", None if form is None else form.target)
         if self.av_decode not in AV_FORMS:
             raise ConfigurationError(f"there is no av_decode {self.av_decode!r}; known: {', '.join(AV_FORMS)}")
 
@@ -136,6 +144,8 @@ class SampleDecoder:
         if kind.zipped:
             raw = _run("gz", partial(_gunzip, most=self.max_part_bytes), part_name, raw)
         if kind.is_image or (self.guess_content and guess_image_extension(raw)):
+            if self._form is None:
+                return bytes(raw)
             if self.defer_images and not DELIVERING.get():
                 return DeferredImage(bytes(raw), self._form, part_name)
             return decode_image(raw, self._form, part=part_name)
@@ -158,7 +168,7 @@ class SampleDecoder:
         `turn` is called with the number of the row before its image is decoded. Returns the name of the part and the
         image by number. What is left out, which may be everything, has to go through `decode`.
         """
-        if self.defer_images or type(self).decode is not SampleDecoder.decode:
+        if self._form is None or self.defer_images or type(self).decode is not SampleDecoder.decode:
             return {}
 
         images = []

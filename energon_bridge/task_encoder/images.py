@@ -18,12 +18,13 @@ too small for it, come in full size.
 from __future__ import annotations
 
 import io
+import logging
 import sys
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib.util import find_spec
 from typing import Any, Literal
 
@@ -35,6 +36,8 @@ from PIL import Image, UnidentifiedImageError
 from energon_bridge.errors import ConfigurationError, DecodeError
 from energon_bridge.samples import streaming
 from energon_bridge.samples.slabs import UNALIGNED, Slab
+
+logger = logging.getLogger(__name__)
 
 Mode = Literal["L", "RGB", "RGBA"]
 
@@ -141,11 +144,11 @@ def decode_image(data: bytes | bytearray | memoryview, form: ImageForm, *, part:
     """Decode one image into the form asked for. Raises DecodeError, naming `part` and the codec's complaint."""
     try:
         if form.container == "pil":
-            return _pillow_image(data, form)
+            return _pillow_image(data, form, part)
         pixels = _turbo_pixels(data, form)
         if pixels is None:
             # np.array, not asarray: what Pillow lends is read-only
-            pixels = np.array(_pillow_image(data, form))
+            pixels = np.array(_pillow_image(data, form, part))
     except MemoryError:
         raise
     except UnidentifiedImageError as error:
@@ -261,7 +264,7 @@ def _scaled(height: int, width: int, target: tuple[int, int] | None) -> dict[str
     return {"min_height": -(-height // scale), "min_width": -(-width // scale)}
 
 
-def _pillow_image(data: bytes | bytearray | memoryview, form: ImageForm) -> Image.Image:
+def _pillow_image(data: bytes | bytearray | memoryview, form: ImageForm, part: str) -> Image.Image:
     with io.BytesIO(data) as stream, Image.open(stream, formats=_PILLOW_FORMATS) as image:
         if image.width * image.height > form.max_pixels:
             raise ValueError(
@@ -270,7 +273,21 @@ def _pillow_image(data: bytes | bytearray | memoryview, form: ImageForm) -> Imag
             )
         if form.target is not None and image.format == "JPEG":
             image.draft(None, form.target[::-1])
+        if form.mode != "RGBA" and isinstance(image.info.get("transparency"), bytes):
+            # Pillow leaves it out as well, with a warning for each image that does not say where it comes from.
+            del image.info["transparency"]
+            _say_transparent(part)
         return image.convert(form.mode)
+
+
+@cache
+def _say_transparent(part: str) -> None:
+    """Warn once in a process, for each name of a part."""
+    logger.warning(
+        "images in part %r have a palette with transparency, which is left out: what was transparent shows the colour "
+        "of its palette. Where that matters, decode them with an alpha channel, image_decode='torchrgba' or 'pilrgba'",
+        part,
+    )
 
 
 def _in_form(pixels: np.ndarray, form: ImageForm) -> Any:

@@ -245,10 +245,19 @@ class _Check:
             lines.append(f"  {name}: {pair[0]} in the uninterrupted run, {pair[1]} now")
         fields = ", ".join(repr(name) for name in names)
         return ResumeMismatchError(
-            f"verify_resume: after {after}, microbatch {number} (samples {expected.keys}) differs in {fields}:\n"
+            f"verify_resume: after {after}, microbatch {number} ({self._samples(number)}) differs in {fields}:\n"
             + "\n".join(lines)
             + f"\nLikely cause: {self._cause(number, names)}"
         )
+
+    def _samples(self, number: int) -> str:
+        """Name the samples of a microbatch by their keys, or, where the batch has lost these, by their places."""
+        expected = self.expected[number]
+        if expected.keys is not None or not expected.restore_key:
+            return f"samples {expected.keys}"
+        with self._loaders(self._config) as (loader,):
+            raw = loader.loader if isinstance(loader, EnergonDataloader) else loader
+            return str(raw.describe_restore_key(expected.restore_key))
 
     def _cause(self, number: int, names: list[str]) -> str:
         if any(name in names for name in _KEYS):
@@ -279,7 +288,7 @@ class _Check:
             return _delivered(raw.restore_sample(self.expected[number].restore_key))
         except LookupError as error:
             raise ResumeMismatchError(
-                f"verify_resume: restore_sample cannot make microbatch {number} (samples {self.expected[number].keys}) "
+                f"verify_resume: restore_sample cannot make microbatch {number} ({self._samples(number)}) "
                 f"again: {error}. encode_sample must give the same outputs for a sample every time"
             ) from error
 

@@ -1,0 +1,434 @@
+"""What the program says when something is wrong: where it is, what was found, and what to do about it."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from click.testing import CliRunner, Result
+from engine import text_dataset, train_dataset
+from fsspec.spec import AbstractFileSystem
+
+from energon_bridge import DefaultTaskEncoder, SampleDecoder, __version__, get_loader, read_quarantine, verify_resume
+from energon_bridge.cli.main import main
+from energon_bridge.cli.output import count_of, epochs
+from energon_bridge.errors import (
+    ConfigurationError,
+    CorruptShardError,
+    DatasetNotFoundError,
+    FatalSampleError,
+    FieldAccessError,
+    FieldMapError,
+    MetadataError,
+    ResumeMismatchError,
+    StorageError,
+)
+from energon_bridge.format.field_map import FieldMap, check_fields
+from energon_bridge.format.nvmeta import prepared_by
+from energon_bridge.prepare import lint_dataset, lint_parts, render_dataset_yaml
+from energon_bridge.samples import (
+    CaptioningSample,
+    ImageClassificationSample,
+    MultiChoiceVQASample,
+    SimilarityInterleavedSample,
+    TextSample,
+    VQASample,
+)
+from energon_bridge.storage import open_store
+from energon_bridge.stream.policy import ErrorPolicy
+from energon_bridge.testing import create_captioning_test_dataset, write_shard
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return text_dataset(tmp_path_factory.mktemp("messages"), train=[10, 10, 10])
+
+
+@pytest.fixture
+def texts(whole: Path, tmp_path: Path) -> Path:
+    """Return a copy to damage, of three shards of ten texts."""
+    return Path(shutil.copytree(whole, tmp_path / "texts"))
+
+
+def energon(*arguments: Any) -> Result:
+    return CliRunner().invoke(main, [*map(str, arguments)])
+
+
+def deliver(path: Path, **settings: Any) -> None:
+    """Deliver two epochs."""
+    loader = get_loader(train_dataset(path, batch_size=2, **settings))
+    batches = iter(loader)
+    for _ in range(40):
+        next(batches)
+    loader.close()
+
+
+# Damaged shards ------------------------------------------------------------------------------------------------------
+
+
+def test_a_broken_header_is_named_with_its_file(texts: Path):
+    shard = texts / "train/shard_001.tar"
+    data = bytearray(shard.read_bytes())
+    data[1024:1536] = b"?" * 512  # the header of the second sample
+    shard.write_bytes(data)
+    with pytest.raises(FatalSampleError) as caught:
+        deliver(texts, error_policy=ErrorPolicy(on_error="raise"))
+    assert isinstance(caught.value.__cause__, CorruptShardError)
+    assert str(caught.value.__cause__).startswith(f"{shard}, in the bytes of sample 11: no tar header at byte 0 ")
+
+
+def set_count(folder: Path, shard: str, count: int) -> None:
+    path = folder / ".nv-meta/.info.json"
+    info = json.loads(path.read_text())
+    info["shard_counts"][shard] = count
+    path.write_text(json.dumps(info))
+
+
+@pytest.mark.parametrize(("count", "lost"), [(9, 1), (0, 10)])
+def test_counts_below_the_index_are_refused_when_it_is_opened(texts: Path, count: int, lost: int):
+    set_count(texts, "train/shard_001.tar", count)
+    with pytest.raises(MetadataError) as caught:
+        train_dataset(texts)
+    assert f"counts {count} samples in 'train/shard_001.tar', but its index has 10" in str(caught.value)
+    assert f"so that {lost} would never be read. Run `energon prepare --tar-index-only {texts}`" in str(caught.value)
+    assert energon("lint", texts, "--no-progress").exit_code == 1
+    assert energon("prepare", "--tar-index-only", texts, "--no-progress").exit_code == 0
+    deliver(texts)
+    assert energon("lint", texts, "--no-progress").output == "All 30 samples load.\n"
+
+
+def test_counts_above_the_index_are_found_when_it_is_read(texts: Path):
+    set_count(texts, "train/shard_001.tar", 11)
+    with pytest.raises(CorruptShardError, match="88 bytes, expected 96 for the 11 samples"):
+        deliver(texts)
+
+
+def test_an_empty_count_is_seen_among_many_shards(texts: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("energon_bridge.format.dataset._MOST_CHECKED", 2)
+    set_count(texts, "train/shard_001.tar", 9)
+    train_dataset(texts)  # not looked at
+    set_count(texts, "train/shard_001.tar", 0)
+    with pytest.raises(MetadataError, match="counts 0 samples"):
+        train_dataset(texts)
+
+
+def test_lint_says_how_much_it_could_check(texts: Path):
+    for number in range(3):
+        (texts / f"train/shard_00{number}.tar.idx").write_bytes(b"12345678")
+    result = energon("lint", texts, "--no-progress")
+    assert result.output.endswith("Failed: 3 problems; 0 of 30 samples could be checked.\n")
+
+
+# Field maps ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sample_type", "field_map", "message"),
+    [
+        (
+            CaptioningSample,
+            {"image": "txt", "caption": "png"},
+            "field `image`: CaptioningSample declares it as torch.Tensor, but the part `txt` is a text. "
+            "Are `image` and `caption` exchanged?",
+        ),
+        (CaptioningSample, {"image": "a.cls", "caption": "txt"}, "field `image`: .* `a.cls` is an integer. Name the"),
+        (CaptioningSample, {"image": "jpg,txt.gz", "caption": "txt"}, "the part `txt.gz` is a text"),
+        (CaptioningSample, {"image": "jpg", "caption": "JPG"}, "field `caption`: .* str, but .* `JPG` is an image"),
+        (TextSample, {"text": "mp4"}, "the part `mp4` is video or sound"),
+        (TextSample, {"text": "npy"}, "the part `npy` is an array"),
+        (ImageClassificationSample, {"image": "jpg", "label": "png"}, "field `label`: .* declares it as int | None"),
+        (MultiChoiceVQASample, {"image": "jpg", "context": "txt", "choices": "cls"}, "field `choices`"),
+    ],
+)
+def test_a_part_that_cannot_be_what_its_field_is_declared_as_is_refused(
+    sample_type: type, field_map: dict[str, str], message: str, texts: Path
+):
+    with pytest.raises(FieldMapError, match=message.replace("|", r"\|")):
+        check_fields(FieldMap(field_map), sample_type, where="dataset.yaml")
+    with pytest.raises(FieldMapError):
+        render_dataset_yaml(sample_type.__name__, field_map)
+    document = {"sample_type": {"__module__": "megatron.energon", "__class__": sample_type.__name__}}
+    (texts / ".nv-meta/dataset.yaml").write_text(json.dumps(document | {"field_map": field_map}))
+    with pytest.raises(FieldMapError, match=str(texts)):
+        train_dataset(texts)
+    assert energon("lint", texts).exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("sample_type", "field_map"),
+    [
+        (CaptioningSample, {"image": "jpg,png,npy,pth", "caption": "txt"}),
+        (CaptioningSample, {"image": "json[image]", "caption": "json[caption]"}),
+        (CaptioningSample, {"image": "picture", "caption": "description", "__key__": "cls"}),
+        (ImageClassificationSample, {"image": "jpg", "label": "cls", "label_name": "txt"}),
+        (ImageClassificationSample, {"image": "jpg", "label": "txt"}),
+        (VQASample, {"image": "jpg", "context": "json", "answers": "txt", "answer_weights": "pth"}),
+        (SimilarityInterleavedSample, {"images": "ten", "texts": "json", "audio": "wav", "video": "mp4"}),
+    ],
+)
+def test_parts_that_may_fit_are_let_pass(sample_type: type, field_map: dict[str, str]):
+    check_fields(FieldMap(field_map), sample_type, where="dataset.yaml")
+
+
+def test_a_missing_field_is_reported_with_the_parts_that_the_map_leaves_out(tmp_path: Path):
+    data = create_captioning_test_dataset(tmp_path / "data", num_train=4, num_val=0)
+    yaml = data / ".nv-meta/dataset.yaml"
+    yaml.write_text(yaml.read_text().replace("image: png", "image: jpg"))
+    with pytest.raises(FatalSampleError, match=r"nothing at 'jpg'; the sample has the parts png, txt\.") as caught:
+        deliver(data, error_policy=ErrorPolicy(on_error="raise"))
+    assert isinstance(caught.value.__cause__, FieldAccessError)
+    (dataset,), _ = lint_parts(data)
+    (report,) = lint_dataset(dataset)
+    assert "the sample has the parts png, txt." in report.problems[0].message
+
+
+@pytest.mark.parametrize(
+    ("field_map", "complaint"),
+    [
+        ({"image": "jpg", "caption": "txt"}, "field `image`: nothing at 'jpg' in the first 3 samples of a.tar. They"),
+        ({"image": "png", "caption": "json[text]"}, "field `caption`: nothing at 'json[text]'"),
+        ({"image": "png", "caption": "text,json[caption][0]"}, "field `caption`: nothing at 'text,json[caption][0]'"),
+    ],
+)
+def test_prepare_refuses_a_map_that_no_sample_has(tmp_path: Path, field_map: dict[str, str], complaint: str):
+    parts = {"png": b"-", "txt": b"-", "json": json.dumps({"caption": {"en": "a"}, "by": 1}).encode()}
+    write_shard(tmp_path / "a.tar", {f"k{number}": parts for number in range(3)})
+    arguments = ["prepare", tmp_path, "--non-interactive", "--split-ratio", "1,0,0", "--no-progress"]
+    arguments += ["--sample-type", "CaptioningSample", "--field-map"]
+    result = energon(*arguments, json.dumps(field_map))
+    assert result.exit_code == 1
+    assert complaint in result.output
+    assert "They have the parts png, txt, json, json[caption], json[by]." in result.output
+    assert not (tmp_path / ".nv-meta").exists()
+    result = energon(*arguments, json.dumps({"image": "jpg,png", "caption": "json[caption][en]"}))
+    assert result.exit_code == 0, result.output
+    assert "Found 1 tar file: a.tar.\n" in result.output
+    assert result.output.endswith("Done: 3 samples in 1 shard.\n")
+
+
+# Decoders ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("guess", [False, True])
+def test_a_decoder_leaves_images_as_bytes_on_request(tmp_path: Path, guess: bool):
+    data = create_captioning_test_dataset(tmp_path / "data", num_train=4, num_val=0, image_format="jpg")
+    decoder = SampleDecoder(image_decode=None, guess_content=guess)
+    assert decoder({"jpg": b"\xff\xd8\xff", "txt": b"a", "raw": b"\xff\xd8\xff"}) == {
+        "jpg": b"\xff\xd8\xff",
+        "txt": "a",
+        "raw": b"\xff\xd8\xff",
+    }
+    assert decoder.config()["image_decode"] is None
+
+    class Raw(DefaultTaskEncoder):
+        pass
+
+    Raw.decoder = decoder
+    loader = get_loader(train_dataset(data, batch_size=2, task_encoder=Raw()))
+    batch = next(iter(loader))
+    assert [image[:2] for image in batch.image] == [b"\xff\xd8"] * 2
+    loader.close()
+
+
+@pytest.mark.parametrize("settings", [{"defer_images": True}, {"image_target": 8}])
+def test_bytes_take_no_settings_of_images(settings: dict[str, Any]):
+    with pytest.raises(ConfigurationError, match="leaves images as bytes"):
+        SampleDecoder(image_decode=None, **settings)
+
+
+# Quarantine files ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("content", ["hello\nworld\n", "no line end", '{"a": 1}\n', "[1]\n", "3\n"])
+def test_a_file_that_is_no_quarantine_file_is_refused(tmp_path: Path, content: str):
+    file = tmp_path / "notes.txt"
+    file.write_text(content)
+    with pytest.raises(MetadataError, match=r"notes\.txt: not a quarantine file"):
+        read_quarantine(file)
+    result = energon("quarantine", "show", file)
+    assert result.exit_code == 1
+    assert "not a quarantine file" in result.output
+
+
+@pytest.mark.parametrize("content", ["", '{"dataset": "a", "shar'])
+def test_a_quarantine_file_may_be_empty_or_cut_off(tmp_path: Path, content: str):
+    file = tmp_path / "bad.jsonl"
+    file.write_text(content)
+    assert read_quarantine(file) == []
+    assert energon("quarantine", "show", file).output == "No sample failed.\n"
+
+
+# Storage -------------------------------------------------------------------------------------------------------------
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    """A web server that ignores Range requests, as Python's own does, and writes no log."""
+
+    def log_message(self, *arguments: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def served(texts: Path) -> Iterator[str]:
+    """Return the URL of the dataset."""
+
+    def handler(*arguments: Any) -> Quiet:
+        return Quiet(*arguments, directory=str(texts.parent))
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}/texts"
+        files = fsspec.filesystem("http")
+        files.close_session(files.loop, files._session)
+        type(files).clear_instance_cache()
+        server.shutdown()
+        thread.join()
+
+
+def test_a_server_without_ranges_is_named_as_such(served: str):
+    store = open_store(served)
+    with pytest.raises(StorageError) as caught:
+        store.read_range("train/shard_000.tar", 512, 512)
+    assert "asked for 512 bytes at offset 512, got 20480: the server ignores Range requests" in str(caught.value)
+    for command in (["info"], ["plan", "--steps", 2, "--batch-size", 2]):
+        result = energon(command[0], served, *command[1:])
+        assert result.exit_code == 0, result.output
+        assert served in result.output
+    result = energon("plan", f"{served}/train/shard_000.tar", "--steps", 2, "--batch-size", 2)
+    assert "found another file. For a tar, give the folder" in result.output
+    with pytest.raises(DatasetNotFoundError, match="no such folder"):
+        open_store(f"{served}/nothing").check_root()
+
+
+class Odd(AbstractFileSystem):
+    """A file system with errors of its own, as those of aiohttp and of the Hugging Face hub are."""
+
+    protocol = "odd"
+    cachable = False
+
+    def info(self, path: str, **_: Any) -> Any:
+        raise LookupError("no such thing as a folder")
+
+    cat_file = find = isfile = isdir = makedirs = pipe_file = put_file = size = info
+
+
+def test_errors_of_a_file_system_are_named(tmp_path: Path):
+    fsspec.register_implementation("odd", Odd, clobber=True)
+    store = open_store("odd://bucket/data")
+    calls = [
+        (store.check_root, (), ""),
+        (store.size, ("a",), "/a"),
+        (store.exists, ("a",), "/a"),
+        (store.read, ("a",), "/a"),
+        (store.read_range, ("a", 0, 1), "/a"),
+        (store.list, (), ""),
+        (store.write, ("a", b""), "/a"),
+        (store.put_file, (str(tmp_path), "a"), "/a"),
+        (store.delete, ("a",), "/a"),
+    ]
+    for call, arguments, name in calls:
+        with pytest.raises(StorageError, match=f"^odd://bucket/data{name}: cannot .*: LookupError: no such thing"):
+            call(*arguments)
+    result = energon("info", "odd://bucket/data")
+    assert result.exit_code == 1
+    assert result.output.startswith("Error: odd://bucket/data")
+
+
+# The command line ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (["inof"], "No such command 'inof'. Did you mean 'info'?"),
+        (["quarantine", "shwo"], "No such command 'shwo'. Did you mean 'show'?"),
+        (["checkpoint", "dif"], "No such command 'dif'. Did you mean 'diff'?"),
+        (["xyzzy"], "No such command 'xyzzy'. Known commands: checkpoint, info, lint"),
+    ],
+)
+def test_an_unknown_command_names_the_nearest(arguments: list[str], hint: str):
+    result = energon(*arguments)
+    assert result.exit_code == 2
+    assert hint in result.output
+
+
+def test_one_is_not_plural():
+    assert [count_of(n, "shard") for n in (0, 1, 2, 1000)] == ["0 shards", "1 shard", "2 shards", "1,000 shards"]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "-"),
+        (0.0, "0.00"),
+        (598 / 600, "0.997"),
+        (600 / 600, "1.00"),
+        (602 / 600, "1.003"),
+        (0.5, "0.50"),
+        (1e-3, "0.001"),
+        (2 - 1e-5, "1.999990"),
+        (1234.25, "1,234.25"),
+    ],
+)
+def test_an_unfinished_epoch_is_told_from_a_whole_one(value: float | None, text: str):
+    assert epochs(value) == text
+
+
+def test_what_prepared_a_dataset_is_named(whole: Path, fixtures: Path):
+    ours = energon("info", whole).output
+    assert f"prepared by:  energon_bridge {__version__} (format of energon 7.4.1)\n" in ours
+    assert "prepared by:  energon 7.4.1\n" in energon("info", fixtures / "captioning").output
+    assert prepared_by(None) == "unknown"
+
+
+# Microbatches --------------------------------------------------------------------------------------------------------
+
+
+class Forgetful(DefaultTaskEncoder):
+    """Delivers batches without keys, and none alike."""
+
+    batches = 0
+
+    def encode_batch(self, batch: Any) -> dict[str, Any]:
+        type(self).batches += 1
+        return {"text": batch.text, "number": self.batches}
+
+
+def test_a_microbatch_without_keys_is_named_by_its_samples(whole: Path):
+    def make() -> Any:
+        return get_loader(train_dataset(whole, batch_size=2, task_encoder=Forgetful()))
+
+    loader = make()
+    keys = [next(iter(loader))["text"] for _ in range(2)][1]
+    numbers = [int(text.removeprefix("text ")) for text in keys]
+    with pytest.raises(ResumeMismatchError, match="microbatch 1") as caught:
+        verify_resume(make, 4)
+    shards = [f"shard train/shard_00{number // 10}.tar, sample {number}, key '{number:05d}'" for number in numbers]
+    assert f"microbatch 1 ({whole}: {shards[0]} (parts txt); " in str(caught.value)
+    assert f"key '{numbers[1]:05d}') differs in 'number'" in str(caught.value)
+    loader.close()
+
+
+def test_restore_keys_are_described(whole: Path):
+    loader = get_loader(train_dataset(whole, batch_size=2))
+    key = next(iter(loader)).__restore_key__
+    (identity, index, *_), _ = key[3]
+    assert loader.describe_restore_key(key[3][0]).startswith(f"{whole}: shard train/shard_00{index // 10}.tar, sample")
+    assert loader.describe_restore_key(key).count("key '") == 2
+    packed = ("Batch", 0, 0, [("Pack", 0, [key[3][0]] * 12)])
+    assert loader.describe_restore_key(packed).endswith("; and 4 more")
+    assert "another dataset (identity 'other')" in loader.describe_restore_key(("other", 1, 0, 0))
+    with pytest.raises(LookupError, match=f"sample 1 of a dataset that this loader does not have, .* It loads {whole}"):
+        loader.restore_sample(("other", 1, 0, 0))
+    for wrong in ((), (1, 2), ("Batch",), (identity, "a", 0, 0)):
+        with pytest.raises(LookupError, match="no restore key of this package: expected"):
+            loader.restore_sample(wrong)
+    loader.close()
