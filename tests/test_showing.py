@@ -166,7 +166,7 @@ def test_datasets_loaders_and_modules_are_described(data: Path):
     assert repr(dataset).splitlines() == expected
     loader = get_loader(dataset)
     assert repr(loader).splitlines()[1:] == [f"  {line}" for line in expected]
-    first = "SavableDataLoader of rank 0 of 1, 0 workers, 1 lane, 0 microbatches delivered by the run"
+    first = "SavableDataLoader of rank 0 of 1, 0 workers, 48 lanes, 0 microbatches delivered by the run"
     assert repr(loader).splitlines()[0] == first
     next(iter(loader))
     assert "1 microbatch delivered" in repr(loader)
