@@ -70,7 +70,7 @@ class Journal:
         if number <= self._policy.messages:
             last = "; further ones of the kind are only counted" if number == self._policy.messages else ""
             logger.warning("skipped %s that failed in %s: %s%s", report.what, report.hook, report, last)
-            if report.trace:
+            if report.trace and number == 1:  # each worker sends one
                 logger.debug("the first failure of its kind:\n%s", report.trace)
         elif str(number).strip("0") == "1":
             dataset, hook, error = report.kind
