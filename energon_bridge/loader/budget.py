@@ -18,8 +18,8 @@ _SAMPLES, _SKIPPED, _ERRORS, _EXCLUDED, _DROPPED = map(
 )
 _LOST_SHARE, _LOST_LEAST = 0.05, 5
 """Share of a dataset's samples that is named when it is lost, and the fewest samples that are."""
-_DRAWN_LEAST = 100
-"""Samples of a dataset below which a run that goes on says nothing about it yet."""
+AT_END, AT_EPOCH, AT_ANY_TIME = 1, 5, 100
+"""Samples drawn of a dataset below which nothing is said of it: at the end of a run, of an epoch, and in between."""
 
 
 def check_rates(
@@ -56,19 +56,19 @@ def check_rates(
             )
 
 
-def name_losses(leaves: Sequence[Leaf], counts: Sequence[Sequence[int]], journal: Journal, *, ended: bool) -> None:
+def name_losses(leaves: Sequence[Leaf], counts: Sequence[Sequence[int]], journal: Journal, *, least: int) -> None:
     """Warn of datasets that delivered nothing, or lost more than a twentieth of what was drawn; once for each cause.
 
     Args:
         leaves: The leaves of the stream.
         counts: `COLUMNS` of each leaf on this rank.
         journal: Knows what the failures were, and what has been said.
-        ended: Whether an epoch or the run is over, so that small numbers count.
+        least: Samples drawn of a dataset below which nothing is said of it yet.
     """
     for path, total in _by_dataset(leaves, counts):
         delivered, failed, skipped, excluded = (total[n] for n in (_SAMPLES, _ERRORS, _SKIPPED, _EXCLUDED))
         drawn = delivered + failed + skipped + excluded
-        if not drawn or (drawn < _DRAWN_LEAST and not ended):
+        if drawn < least:
             continue
         found = journal.failures(path)
         reasons = {

@@ -24,7 +24,7 @@ import torch.utils.data
 from energon_bridge.errors import ConfigurationError, LoaderError, WrongUseError
 from energon_bridge.format.parallel import available_cores
 from energon_bridge.loader import document as doc
-from energon_bridge.loader.budget import check_rates, name_losses
+from energon_bridge.loader.budget import AT_ANY_TIME, AT_END, AT_EPOCH, check_rates, name_losses
 from energon_bridge.loader.metrics import flat_metrics
 from energon_bridge.loader.pipes import PIPES
 from energon_bridge.loader.position import OnMismatch, Position
@@ -181,7 +181,7 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
             self._last = item.batch
         self._steps += 1
         if self._ends_an_epoch():
-            self._name_losses(ended=True)
+            self._name_losses(AT_EPOCH)
         return item.batch
 
     def _ends_an_epoch(self) -> bool:
@@ -217,10 +217,10 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         spec.journal.write(item.reports, config.dp_rank, config.dp_size)
         check_rates(spec.error_policy, position.units.leaves, position.counts, item.counts, spec.journal)
 
-    def _name_losses(self, *, ended: bool) -> None:
+    def _name_losses(self, least: int) -> None:
         """Warn of datasets that have lost much, each once."""
         position = self._position
-        name_losses(position.units.leaves, position.counts, self.spec.journal, ended=ended)
+        name_losses(position.units.leaves, position.counts, self.spec.journal, least=least)
 
     def _masked(self) -> Any:
         """Return a microbatch that does not exist: real rows with the mask all false."""
@@ -299,7 +299,7 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
     def close(self) -> None:
         """Stop workers and threads; the next batch starts them again."""
         self._stop()
-        self._name_losses(ended=True)
+        self._name_losses(AT_END)
 
     def __del__(self) -> None:
         if "_source" in self.__dict__:
@@ -317,7 +317,7 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
 
     def metrics(self) -> dict[str, float]:
         """Return what this rank did so far as plain numbers by name, as `flat_metrics` describes."""
-        self._name_losses(ended=False)
+        self._name_losses(AT_ANY_TIME)
         return flat_metrics(self.counters(), self._workers, self._seconds)
 
     def restore_state_rank(
@@ -452,7 +452,7 @@ class _Iterator:
 
 def _name_losses(spec: DatasetSpec, position: Position, process: int) -> None:
     if os.getpid() == process:
-        name_losses(position.units.leaves, position.counts, spec.journal, ended=True)
+        name_losses(position.units.leaves, position.counts, spec.journal, least=AT_END)
 
 
 @cache
