@@ -39,16 +39,16 @@ def blend(kind: str, field: str) -> Any:
 STREAMS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "small": (lambda data: data / "small", {}, "786e2adec03570ab"),
     "dealt": (lambda data: data / "large", {}, "cf0241b6f9ac4e15"),
-    "stretches": (lambda data: data / "large", {"num_lanes": 3}, "04c4bf252a37f973"),
+    "stretches": (lambda data: data / "large", {"num_lanes": 3}, "2b71b12dca14b729"),
     "capped": (
         lambda data: data / "large",
         {"num_lanes": 1, "max_samples_per_sequence": 5, "shuffle_buffer_size": 20},
-        "8f0697c93cd556b5",
+        "24bbc2147db68b0c",
     ),
     "one after the other": (lambda data: data / "middle", {"shuffle_over_epochs_multiplier": None}, "43bf5c1f63adb3bd"),
     "several epochs at once": (lambda data: data / "middle", {"shuffle_over_epochs_multiplier": 3}, "368f6008c696dfc1"),
     "weights": (blend("blend", "weight"), {}, "6d8e63d52b0699a8"),
-    "repetitions": (blend("blend_epochized", "repetitions"), {"num_lanes": 6}, "a8a6b3e9948a6ea1"),
+    "repetitions": (blend("blend_epochized", "repetitions"), {"num_lanes": 6}, "4c7166b9c9b1a63b"),
     "skipping": (lambda data: data / "middle", {"task_encoder": SkippingEncoder()}, "1ada1f07b6c42ef8"),
     "packing": (
         lambda data: data / "middle",

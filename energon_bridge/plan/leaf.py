@@ -23,8 +23,9 @@ Without shuffling, every leaf is dealt in blocks of one microbatch, from its own
   `K = 4 parallel_shard_iters + ceil(3 shuffle_buffer_size / slice length)` slices each.
 - A window of n samples in k pieces is dealt in `T = max(1, n div max(shuffle_buffer_size, k))` *rounds*. Round t
   takes from piece j, of n_j samples, the positions `floor((t n_j + f_j)/T)` up to `floor(((t+1) n_j + f_j)/T)`, with
-  f_j a key below T, and is shuffled by key. So every slice is read from front to back, one run of consecutive
-  samples a round.
+  f_j a key below T. So every slice is read from front to back, one run of consecutive samples a round.
+- The samples of a round are spread: those of piece j, c_j of them, are shuffled by key, and the i-th comes at a keyed
+  moment between `i / c_j` and `(i+1) / c_j` of the round. So every stretch of a round has its share of every slice.
 
 Shuffled over E epochs at once, the line is E copies of the dataset, cut, permuted and shared out as if it were one: a
 sample comes E times in E epochs, not once in each.
@@ -39,7 +40,7 @@ from functools import cached_property
 
 import numpy as np
 
-from energon_bridge.rng import IntArray, Permutation, below, fold, shuffled
+from energon_bridge.rng import IntArray, Permutation, below, draws, fold, shuffled
 
 ORDER_VERSION = 5
 """Raised with every change of a rule, here or in `stream/packing.py`, that changes which sample comes when.
@@ -159,8 +160,8 @@ class LeafOrder:
         share = ((epoch + 1) * n + rank) // lanes - first
         start = _sum_of_floors(rank, (epoch + 1) * n, lanes) - _sum_of_floors(rank, epoch * n, lanes)
         window = self._window_at(epoch, rank, start, start + share, draw - first)
-        t, taken, indices = window.deal(draw - first - window.before)
-        places = indices[shuffled(fold(window.key, _ROUND, t), indices.size)]
+        t, taken, indices, sizes = window.deal(draw - first - window.before)
+        places = indices[_spread(sizes, fold(window.key, _ROUND, t))]
         epochs = np.full(indices.size, epoch, dtype=np.int64)
         return self._round(first + window.before + taken, epochs, places)
 
@@ -270,6 +271,16 @@ def _sum_of_floors(count: int, numerator: int, lanes: int) -> int:
     return count * whole + max(0, count - (lanes - rest))
 
 
+def _spread(sizes: IntArray, key: int) -> IntArray:
+    """Return an order of the samples of a round that are given piece by piece, shape (sum of sizes,)."""
+    total, pieces = int(sizes.sum()), np.arange(sizes.size)
+    piece, firsts = np.repeat(pieces, sizes), np.repeat(np.cumsum(sizes) - sizes, sizes)
+    shuffled_pieces = np.lexsort((draws(key, total), piece))
+    number = np.arange(total) - firsts
+    moments = ((number << 32) + below(fold(key, 0), total, (1 << 32) - 1)) // sizes[piece]
+    return shuffled_pieces[np.argsort(moments, kind="stable")]
+
+
 class _Window:
     """A few slices that are read side by side and dealt out in rounds; `base` and `lengths` have shape (pieces,)."""
 
@@ -281,8 +292,8 @@ class _Window:
         self.rounds = max(1, self._total // max(buffer, lengths.size))
         self._phase = below(key, lengths.size, self.rounds)
 
-    def deal(self, draw: int) -> tuple[int, int, IntArray]:
-        """Return number, first draw and (unshuffled) indices of the round that holds a draw of the window."""
+    def deal(self, draw: int) -> tuple[int, int, IntArray, IntArray]:
+        """Return the round that holds a draw: its number, its first draw, its indices and how many each piece has."""
         t = min(draw * self.rounds // self._total, self.rounds - 1)
         low, high = self._dealt(t), self._dealt(t + 1)
         while int(low.sum()) > draw:
@@ -294,7 +305,7 @@ class _Window:
         sizes = high - low
         ends = np.cumsum(sizes)
         indices = np.arange(int(ends[-1]), dtype=np.int64) + np.repeat(self._base + low - (ends - sizes), sizes)
-        return t, int(low.sum()), indices
+        return t, int(low.sum()), indices, sizes
 
     def _dealt(self, rounds: int) -> IntArray:
         """Return how many samples of each piece the first rounds have taken, shape (pieces,)."""
