@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from engine import text_dataset
 from forecasts import MIXES, OPTIONS, SIZES, answer, energon, opened, ranks_of, run, write_mixes
 
 from energon_bridge.forecast.epochs import draws_per_leaf
@@ -134,3 +135,18 @@ def test_mistakes_are_one_message(data: Path, arguments: tuple[object, ...], mes
 def test_samples_without_batches(data: Path) -> None:
     found = answer("plan", data / "a", "--steps", 30, "--batch-size", "none")
     assert (found["batch_size"], found["draws"]) == (None, 30)
+
+
+def test_it_says_how_well_a_run_mixes_and_warns_of_what_is_mixed_poorly(tmp_path: Path) -> None:
+    folder = text_dataset(tmp_path / "sorted", train=[400, 400])
+    well = answer("plan", folder, "--steps", 9, *OPTIONS)
+    assert well["mixing"] == well["leaves"][0]["mixing"] >= 0.97
+    poor = ("--num-lanes", 1, "--shuffle-buffer-size", 0, "--parallel-shard-iters", 1)
+    assert answer("plan", folder, "--steps", 9, *OPTIONS, *poor)["mixing"] < 0.7
+    output = energon("plan", folder, "--steps", 9, *OPTIONS, *poor).output
+    assert "Mixing: 0." in output
+    assert f"Poorly mixed: {folder} [train] (0." in output
+    assert "--shuffle-buffer-size" in output
+    assert "Poorly" not in energon("plan", folder, "--steps", 9, *OPTIONS).output
+    unshuffled = energon("plan", folder, "--steps", 9, *OPTIONS, "--no-shuffle")
+    assert "Mixing" not in unshuffled.output
