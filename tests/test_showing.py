@@ -178,6 +178,15 @@ def test_datasets_loaders_and_modules_are_described(data: Path):
     loader.close()
 
 
+def test_lines_and_subsets_are_described(data: Path, fixtures: Path):
+    lines = get_train_dataset(fixtures / "lines.jsonl", batch_size=1, worker_config=config())
+    assert re.search(r"lines\.jsonl: \d+ CrudeSamples in 1 shard$", repr(lines))
+    mix = {"splits": {"train": {"path": str(data), "subset": {"range": [5, 25]}}}}
+    document = {"__module__": "megatron.energon", "__class__": "MetadatasetV2", **mix}
+    subset = get_train_dataset(document, batch_size=1, worker_config=config())
+    assert repr(subset).endswith(f"{data} [train], samples 5 to 25: 20 CaptioningSamples in 3 shards")
+
+
 def test_a_module_is_described_without_taking_batches(data: Path):
     module = EnergonMultiModalDataModule(str(data), None, None, task_encoder=DefaultTaskEncoder(), num_workers=0)
     assert str(module).endswith("training: not opened yet\n  validation: not opened yet")

@@ -66,7 +66,8 @@ def epochs(value: float | None) -> str:
 def leaf_name(row: dict[str, Any]) -> str:
     """Name a leaf: path, split part and subset."""
     subset = f" samples {row['subset'].replace(':', ' to ')}" if row["subset"] else ""
-    return f"{row['path']} [{row['split_part']}]{subset}"
+    part = f" [{row['split_part']}]" if row["split_part"] else ""
+    return f"{row['path']}{part}{subset}"
 
 
 def format_bytes(count: int) -> str:

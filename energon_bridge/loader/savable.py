@@ -264,7 +264,8 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
             )
         busy = len(self._position.own_lanes)
         if workers > busy:
-            logger.warning("only %d of %d workers have a lane: %d lanes, %d ranks", busy, workers, lanes, ranks)
+            shared = counted(lanes, "lane"), counted(ranks, "rank")
+            logger.warning("only %d of %d workers have a lane: %s, %s", busy, workers, *shared)
 
     def _schedule(self) -> Iterator[tuple[int, int]]:
         """Give the units of this rank from the delivered position on, each with the number of its worker."""

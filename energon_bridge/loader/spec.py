@@ -419,8 +419,9 @@ def leaf_line(leaf: OpenLeaf) -> str:
     dataset = leaf.dataset
     kind = getattr(getattr(dataset, "sample_type", None), "__name__", "joined samples")
     subset = "" if leaf.is_whole else f", samples {leaf.start} to {leaf.stop}"
-    shards = counted(len(dataset.shard_names), "shard")
-    return f"{dataset.path} [{dataset.split_part}]{subset}: {counted(leaf.num_samples, kind)} in {shards}"
+    shards = counted(sum(count > 0 for count in leaf.shard_counts.tolist()), "shard")
+    part = f" [{dataset.split_part}]" if dataset.split_part else ""
+    return f"{dataset.path}{part}{subset}: {counted(leaf.num_samples, kind)} in {shards}"
 
 
 def _weighted_blend(weights: LeafWeights, start: int, lanes: int, key: int) -> Blend:
