@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
+import numpy as np
+
 from energon_bridge.errors import ConfigurationError, EmptyDatasetError, MetadataError
 from energon_bridge.format.dataset import PreparedDataset
 from energon_bridge.format.join import JoinedDataset
@@ -66,6 +68,13 @@ class OpenLeaf:
     @property
     def num_samples(self) -> int:
         return self.stop - self.start
+
+    @property
+    def num_shards(self) -> int:
+        """Shards that hold samples of the leaf."""
+        ends = np.cumsum(self.dataset.shard_counts)
+        starts = ends - self.dataset.shard_counts
+        return int(np.count_nonzero(np.minimum(ends, self.stop) > np.maximum(starts, self.start)))
 
     @property
     def decodes_media(self) -> bool:
