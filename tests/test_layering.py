@@ -255,9 +255,10 @@ def test_a_cycle_is_found(tmp_path):
 
 
 def test_other_offences_are_found(tmp_path):
-    root = write_tree(tmp_path, {"rng.py": "print(1)", "cli/main.py": '"""Doc."""\nprint(1)', "nowhere.py": "\n" * 401})
+    files = {"rng.py": "print(1)", "cli/main.py": '"""Doc."""\nprint(1)', "nowhere.py": "\n" * (MAX_LINES + 1)}
+    root = write_tree(tmp_path, files)
     assert prints(root) == ["energon_bridge/rng.py:1"]
-    assert long_files(python_files(root)) == ["nowhere.py: 401 lines"]
+    assert long_files(python_files(root)) == [f"nowhere.py: {MAX_LINES + 1} lines"]
     assert unknown_layers(root) == ["energon_bridge.nowhere"]
     assert "energon_bridge/rng.py" in missing_docstrings(root)
     assert "energon_bridge/cli/main.py" not in missing_docstrings(root)
