@@ -122,6 +122,7 @@ def get_train_dataset(
         split_config=split_config,
         trust_remote_code=trust_remote_code,
         shuffle_epochs=shuffle_over_epochs_multiplier,
+        policy=error_policy,
     )
     return DatasetSpec(
         leaves=leaves,
@@ -177,6 +178,7 @@ def get_val_dataset(
         split_config=split_config,
         trust_remote_code=trust_remote_code,
         shuffle_epochs=None,
+        policy=error_policy,
     )
     return DatasetSpec(
         leaves=leaves,
@@ -277,13 +279,15 @@ def _open(
     split_config: str,
     trust_remote_code: bool,
     shuffle_epochs: int | None,
+    policy: ErrorPolicy | None,
 ) -> tuple[Mix, tuple[OpenLeaf, ...]]:
     """Describe a mix and open its leaves, both with the help of its index where it has one."""
     index = open_mix_index(source, split_part=split_part)
     mix = load_mix(source, split_part=split_part, dataset_config=dataset_config, split_config=split_config, index=index)
     if not index.is_kept:
         index = index_of_datasets(mix, split_part=split_part)
-    opener = DatasetOpener(trust_remote_code=trust_remote_code, index=index)
+    timeout = (policy or ErrorPolicy()).read_timeout_seconds
+    opener = DatasetOpener(trust_remote_code=trust_remote_code, index=index, read_timeout_seconds=timeout)
     leaves = open_leaves(mix, opener, shuffle_epochs=shuffle_epochs)
     index.save()
     return mix, leaves

@@ -17,6 +17,7 @@ from hostile import LONG, Note, damaged_value, limited, seed_of
 
 from energon_bridge import SavableDataLoader, get_savable_loader
 from energon_bridge.errors import EnergonError, StateError, StateFormatError
+from energon_bridge.loader import document
 from energon_bridge.loader.columns import LONGEST_COLUMN, decode_column, encode_column, encode_text
 from energon_bridge.loader.document import merge, read, sign
 
@@ -249,3 +250,19 @@ def test_states_with_random_damage_are_refused_or_continue(data: Path, state: An
         return wrong
 
     assert limited(job, seconds=1200 if LONG else 60, memory=1 << 30) == []
+
+
+def test_restoring_unpacks_each_column_once(data: Path, state: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    def counting(text: object, *args: Any, **kwargs: Any) -> Any:
+        seen.append(text)
+        return decode_column(text, *args, **kwargs)
+
+    loader = loader_of(data)
+    monkeypatch.setattr(document, "decode_column", counting)
+    loader.restore_state_rank(state)
+    counts, lanes = state["leaves"]["counts"].values(), state["lanes"].values()
+    columns = [state["leaves"]["num_samples"], *counts]
+    columns += [one for entry in lanes for one in (entry if isinstance(entry, list) else [entry])]
+    assert sorted(seen) == sorted(columns)

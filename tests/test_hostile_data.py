@@ -24,7 +24,22 @@ from hostile import limited
 from keyed import keyed_dataset
 from PIL import Image
 
-from energon_bridge import SampleDecoder, SystemFileStore, WebdatasetFileStore, get_loader, get_train_dataset
+from energon_bridge import (
+    Cooker,
+    DefaultTaskEncoder,
+    ErrorPolicy,
+    FileStore,
+    SampleDecoder,
+    SystemFileStore,
+    TextSample,
+    WebdatasetFileStore,
+    WorkerConfig,
+    basic_sample_keys,
+    cooker,
+    get_loader,
+    get_train_dataset,
+    stateless,
+)
 from energon_bridge.errors import (
     ConfigurationError,
     DecodeError,
@@ -343,3 +358,47 @@ def test_a_shard_that_is_a_pipe_is_refused(tmp_path: Path) -> None:
 
     error = refused(read, memory=2048 * MIB)
     assert "not a file" in str(error)
+
+
+class Pictured(DefaultTaskEncoder):
+    """Takes a picture out of a folder by the name that stands in a sample."""
+
+    decoder = None
+
+
+@stateless
+@cooker(need_cache=False)
+def with_picture(sample: Any, *, pictures: FileStore) -> TextSample:
+    name = sample["txt"].decode()
+    return TextSample(**basic_sample_keys(sample), text=pictures.get(name, sample).decode())
+
+
+Pictured.cookers = [Cooker(with_picture)]
+
+
+def test_samples_that_name_such_files_are_counted_skips(folder: Path, tmp_path: Path) -> None:
+    os.mkfifo(folder / "pipe.txt")
+    (folder / "zero.txt").symlink_to("/dev/zero")
+    (folder / "out.txt").symlink_to(folder.parent / "secret.txt")
+    names = ["a.txt", "pipe.txt", "zero.txt", "out.txt", "../secret.txt", "missing.txt"]
+    data = prepared(tmp_path / "crude", {f"k{n}": {"txt": name.encode()} for n, name in enumerate(names)})
+    mix = tmp_path / "mix.yaml"
+    mix.write_text(
+        "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train:\n"
+        f"    path: {data}\n    aux:\n      pictures: filesystem://{folder}\n"
+    )
+
+    def job(note: Any) -> tuple[set[str], int]:
+        policy = ErrorPolicy(tolerance=0)
+        config = WorkerConfig(rank=0, world_size=1, num_workers=0)
+        dataset = get_train_dataset(
+            mix, batch_size=1, task_encoder=Pictured(), error_policy=policy, worker_config=config
+        )
+        loader = get_loader(dataset)
+        texts = {text for _, batch in zip(range(5), loader, strict=False) for text in batch["text"]}
+        (row,) = loader.counters()
+        return texts, row["errors"]
+
+    texts, errors = limited(job, seconds=30)
+    assert texts == {"inside"}
+    assert errors >= 5

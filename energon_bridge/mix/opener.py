@@ -13,7 +13,7 @@ from energon_bridge.format.jsonl import open_jsonl
 from energon_bridge.format.nvmeta import DEFAULT_DATASET_CONFIG, DEFAULT_SPLIT_CONFIG, NOTHING, meta_path
 from energon_bridge.mix.index import Known, MixIndex, Place, stamps_of
 from energon_bridge.mix.tree import LeafRef
-from energon_bridge.storage import LocalStore, OpenFiles, Store, open_store
+from energon_bridge.storage import READ_TIMEOUT_SECONDS, LocalStore, OpenFiles, Stalls, Store, open_store
 
 
 class DatasetOpener:
@@ -22,14 +22,21 @@ class DatasetOpener:
     Args:
         trust_remote_code: Allow the datasets' own code to run.
         index: What an earlier start found; gets what this one finds.
+        read_timeout_seconds: Time after which a read is tried again beside the first; None: no limit.
     """
 
-    def __init__(self, *, trust_remote_code: bool = False, index: MixIndex | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        trust_remote_code: bool = False,
+        index: MixIndex | None = None,
+        read_timeout_seconds: float | None = READ_TIMEOUT_SECONDS,
+    ) -> None:
         self.trust_remote_code = trust_remote_code
         self._configs = DatasetConfigs(trust_remote_code=trust_remote_code)
         self._indexed_configs: dict[str, DatasetConfig] = {}
         self._index = MixIndex() if index is None else index
-        self._files = OpenFiles()
+        self._files = OpenFiles(stalls=Stalls(read_timeout_seconds))
         self._opened: dict[Place, PreparedDataset] = {}
 
     def open(self, ref: LeafRef) -> PreparedDataset:

@@ -9,8 +9,9 @@ import os
 
 from energon_bridge.storage.base import Store
 from energon_bridge.storage.local import LocalStore, OpenFiles
+from energon_bridge.storage.stalls import READ_TIMEOUT_SECONDS, Stalls
 
-__all__ = ["LocalStore", "OpenFiles", "Store", "open_store"]
+__all__ = ["READ_TIMEOUT_SECONDS", "LocalStore", "OpenFiles", "Stalls", "Store", "open_store"]
 
 
 def open_store(url_or_path: str | os.PathLike[str], *, files: OpenFiles | None = None, confined: bool = False) -> Store:
@@ -27,4 +28,4 @@ def open_store(url_or_path: str | os.PathLike[str], *, files: OpenFiles | None =
         return LocalStore(path, files=OpenFiles(inside=os.path.expanduser(path)) if confined else files)
     from energon_bridge.storage.fsspec_store import FsspecStore  # fsspec costs 20 ms that local data need not pay
 
-    return FsspecStore(text)
+    return FsspecStore(text, None if files is None else files.stalls)

@@ -20,6 +20,7 @@ from energon_bridge.errors import (
     StorageError,
 )
 from energon_bridge.storage.base import short_read
+from energon_bridge.storage.stalls import Stalls
 
 _LARGE = 64 << 20
 """Bytes from which a range is compared with the file's size first: an index may claim anything."""
@@ -28,15 +29,16 @@ _LARGE = 64 << 20
 class FsspecStore:
     """A folder behind an fsspec file system; fork-safe and picklable."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, stalls: Stalls | None = None) -> None:
         self.root = url.rstrip("/")
+        self._stalls = Stalls() if stalls is None else stalls
         self._pid = -1
         self._fs: Any = None
         self._base = ""
         self._connect()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return FsspecStore, (self.root,)
+        return FsspecStore, (self.root, self._stalls)
 
     def __repr__(self) -> str:
         return f"FsspecStore({self.root!r})"
@@ -59,7 +61,7 @@ class FsspecStore:
         """Return the size of `rel` in bytes."""
         fs, path = self._locate(rel)
         with self._naming(rel):
-            return int(fs.size(path))
+            return int(self._stalls.run(lambda: fs.size(path), lambda: self.url(rel)))
 
     def exists(self, rel: str) -> bool:
         """Tell whether `rel` is a file."""
@@ -71,7 +73,7 @@ class FsspecStore:
         """Read all of `rel`."""
         fs, path = self._locate(rel)
         with self._naming(rel):
-            return bytes(fs.cat_file(path))
+            return bytes(self._stalls.run(lambda: fs.cat_file(path), lambda: self.url(rel)))
 
     def read_range(self, rel: str, offset: int, length: int) -> bytes:
         """Read exactly `length` bytes from byte `offset` of `rel`; raises ShortReadError if there are fewer."""
@@ -79,7 +81,12 @@ class FsspecStore:
         with self._naming(rel):
             if length > _LARGE and length > (left := max(0, int(fs.size(path)) - offset)):
                 raise short_read(self.url(rel), offset=offset, expected=length, got=left)
-            data = bytes(fs.cat_file(path, start=offset, end=offset + length))
+            data = bytes(
+                self._stalls.run(
+                    lambda: fs.cat_file(path, start=offset, end=offset + length),
+                    lambda: f"{self.url(rel)}: {length} bytes at offset {offset}",
+                )
+            )
         if len(data) != length:
             raise short_read(self.url(rel), offset=offset, expected=length, got=len(data))
         return data

@@ -36,6 +36,7 @@ from energon_bridge.errors import (
     SkipSample,
 )
 from energon_bridge.samples import Batch, Sample
+from energon_bridge.storage import READ_TIMEOUT_SECONDS
 from energon_bridge.stream.report import MAX_MEMBERS, Place, Report, code_place, named, text_of, trace_of
 
 Handler = Callable[[Exception], bool]
@@ -91,6 +92,8 @@ class ErrorPolicy:
             files come back; "skip" treats each sample that cannot be read like any sample that fails.
         quarantine: File to which each failed sample is added once, as a line of JSON; `read_quarantine` reads it. With
             several ranks each writes its own, `NAME.rank3.EXTENSION`.
+        read_timeout_seconds: Time after which a read of the data is tried again beside the first, three times in all;
+            after the last one the run stops and names the file. None: reads are waited for.
         messages: Failures that are logged one by one, for each dataset, hook and exception type; of further ones
             only the number is, at every power of ten.
 
@@ -105,6 +108,7 @@ class ErrorPolicy:
     damaged_shards: Literal["raise", "skip"] = "raise"
     quarantine: str | os.PathLike[str] | None = None
     messages: int = 10
+    read_timeout_seconds: float | None = READ_TIMEOUT_SECONDS
 
     def __post_init__(self) -> None:
         if not (callable(self.on_error) or self.on_error in ("skip", "raise")):
@@ -118,6 +122,9 @@ class ErrorPolicy:
         rate = self.max_error_rate
         if rate is not None and not 0 <= rate <= 1:
             raise ConfigurationError(f"ErrorPolicy: max_error_rate must be between 0 and 1, got {rate!r}")
+        seconds = self.read_timeout_seconds
+        if seconds is not None and (isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or seconds <= 0):
+            raise ConfigurationError(f"ErrorPolicy: read_timeout_seconds must be above 0, or None, got {seconds!r}")
         for name, least in (("min_draws", 1), ("tolerance", 0), ("messages", 0)):
             value = getattr(self, name)
             if value is None and name == "tolerance":

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import sub
 from typing import Any, Protocol
 
@@ -131,28 +131,37 @@ class LeafReader:
         ordered = indices[by_place]
         shards = self.shards_of(ordered)
         local = ordered - (self._ends[shards] - self.dataset.shard_counts[shards])
+        begins, ends = np.empty_like(ordered), np.empty_like(ordered)
+        new_shards = np.flatnonzero(np.diff(shards)) + 1
+        for low, high in itertools.pairwise([0, *new_shards.tolist(), ordered.size]):
+            offsets = self._index(int(shards[low]))
+            begins[low:high], ends[low:high] = offsets[local[low:high]], offsets[local[low:high] + 1]
         breaks = np.flatnonzero((np.diff(ordered) != 1) | (np.diff(shards) != 0)) + 1
         edges = [0, *breaks.tolist(), ordered.size]
         out: list[Any] = [memoryview(b"")] * ordered.size
         limit = self._unread_from
         total = 0
-        places, shard_list, local_list = by_place.tolist(), shards.tolist(), local.tolist()
+        store, names = self.dataset.store, self.dataset.shard_names
+        places, shard_list = by_place.tolist(), shards.tolist()
+        begin_list, end_list = begins.tolist(), ends.tolist()
         for low, high in itertools.pairwise(edges):
-            shard, first = shard_list[low], local_list[low]
-            offsets = self._index(shard)[first : first + high - low + 1].tolist()
-            start = offsets[0]
-            length = offsets[-1] - start
+            name, start = names[shard_list[low]], begin_list[low]
+            length = end_list[high - 1] - start
             if (
                 self._in_vain < _MOST_IN_VAIN
                 and limit is not None
                 and length >= limit
-                and (high - low == 1 or max(map(sub, offsets[1:], offsets)) >= limit)
+                and (high - low == 1 or max(map(sub, end_list[low:high], begin_list[low:high])) >= limit)
             ):
-                total += self._read_unless(limit, shard, places[low:high], offsets, out)
+                ranges = zip(places[low:high], begin_list[low:high], end_list[low:high], strict=True)
+                total += self._read_unless(limit, name, ranges, out)
                 continue
-            data = memoryview(self.dataset.store.read_range(self.dataset.shard_names[shard], start, length))
+            data = memoryview(store.read_range(name, start, length))
             total += length
-            for place, begin, end in zip(places[low:high], offsets[:-1], offsets[1:], strict=True):
+            if high - low == 1:
+                out[places[low]] = data
+                continue
+            for place, begin, end in zip(places[low:high], begin_list[low:high], end_list[low:high], strict=True):
                 out[place] = data[begin - start : end - start]
         self.slow = time.perf_counter() - started > _SLOW_READ_SECONDS
         with self._lock:
@@ -163,10 +172,10 @@ class LeafReader:
         """Note whether a sample that was left unread has parts that stay so: where none has, all are read at once."""
         self._in_vain = 0 if was_worth_it else self._in_vain + 1
 
-    def _read_unless(self, limit: int, shard: int, places: list[int], offsets: list[int], out: list[Any]) -> int:
-        """Read those of some consecutive samples that are below a limit; return how many bytes."""
-        store, name, total = self.dataset.store, self.dataset.shard_names[shard], 0
-        for place, begin, end in zip(places, offsets[:-1], offsets[1:], strict=True):
+    def _read_unless(self, limit: int, name: str, ranges: Iterable[tuple[int, int, int]], out: list[Any]) -> int:
+        """Read those of some samples of a shard, given as (place, begin, end), that are below a limit; count bytes."""
+        store, total = self.dataset.store, 0
+        for place, begin, end in ranges:
             if end - begin >= limit:
                 out[place] = Unread(ByteRange(store=store, rel=name, offset=begin, size=end - begin), self)
             else:

@@ -1,0 +1,163 @@
+"""Reads that stall: each is tried again beside the first, and after the last try there is an error that names it.
+
+A read that hangs in the kernel or in a library cannot be taken back, so it must not be the caller's thread that hangs:
+reads that may stall run on helper threads, and the caller waits for the first answer. What comes back is the same bytes
+whichever try brings them, so nothing about the order changes.
+
+A helper costs 15 us, as much as a small read from the page cache. So it is asked only where a read goes further: of a
+network file system always, of another one where the kernel says that the last byte is not in memory (`RWF_NOWAIT`, 1
+us, asked for reads of 32 KiB and more). File systems in memory are read at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Literal, TypeVar
+
+from energon_bridge.errors import StorageError
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+READ_TIMEOUT_SECONDS = 60.0
+TRIES = 3
+
+Answer = tuple[T, None] | tuple[None, BaseException]
+Answers = queue.SimpleQueue[Answer[T]]
+Jobs = queue.SimpleQueue[Callable[[], None] | None]
+Way = Literal["direct", "probe", "helper"]
+
+_IN_MEMORY = {"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"}
+_NETWORK = {"nfs", "nfs4", "cifs", "smb3", "smbfs", "lustre", "ceph", "gpfs", "beegfs", "afs", "9p", "glusterfs"}
+_NETWORK |= {"wekafs", "orangefs", "pvfs2", "ocfs2", "gfs2", "virtiofs", "panfs", "quobyte", "fuse"}
+
+
+class Stalls:
+    """Runs reads with a deadline; any thread may, and after a fork the child begins anew.
+
+    Args:
+        seconds: Time after which a read is tried again beside the ones that are under way; None: reads are waited for.
+
+    Attributes:
+        count: Tries that took longer, in this process.
+    """
+
+    def __init__(self, seconds: float | None = READ_TIMEOUT_SECONDS) -> None:
+        self.seconds = seconds
+        self.count = 0
+        self._begin()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Stalls, (self.seconds,)
+
+    def _begin(self) -> None:
+        self._pid = os.getpid()
+        self._idle: list[Jobs] = []
+        weakref.finalize(self, _end, self._idle).atexit = False
+
+    def run(self, read: Callable[[], T], where: Callable[[], str]) -> T:
+        """Return what a read returns, or raise what it raises.
+
+        Args:
+            read: May run several times at once.
+            where: Says what is read, for people.
+
+        Raises:
+            StorageError: All tries take too long.
+        """
+        if self.seconds is None:
+            return read()
+        if self._pid != os.getpid():
+            self._begin()
+        answers: Answers[T] = queue.SimpleQueue()
+        for number in range(1, TRIES + 1):
+            self._start(read, answers)
+            try:
+                value, error = answers.get(timeout=self.seconds)
+            except queue.Empty:
+                self.count += 1
+                logger.warning(
+                    "%s: reading takes longer than %g s%s (stalled reads of this process so far: %d)",
+                    where(),
+                    self.seconds,
+                    f"; try {number + 1} of {TRIES} begins" if number < TRIES else "",
+                    self.count,
+                )
+                continue
+            if error is not None:
+                raise error
+            return value  # type: ignore[return-value]  # None only if the read returned it
+        raise StorageError(
+            f"{where()}: not read after {TRIES} tries, {self.seconds:g} s apart: the storage hangs. Look at the mount "
+            "or the server, or allow more with ErrorPolicy(read_timeout_seconds=...)"
+        )
+
+    def _start(self, read: Callable[[], T], answers: Answers[T]) -> None:
+        """Have an idle helper, or a new one, put what a read gives into a queue."""
+        idle = self._idle
+        try:
+            jobs = idle.pop()
+        except IndexError:
+            jobs = queue.SimpleQueue()
+            threading.Thread(target=_help, args=(jobs,), name="energon-read", daemon=True).start()
+
+        def job() -> None:
+            try:
+                answer: Answer[T] = (read(), None)
+            except BaseException as error:
+                answer = (None, error)
+            idle.append(jobs)
+            answers.put(answer)
+
+        jobs.put(job)
+
+
+def _help(jobs: Jobs) -> None:
+    while (job := jobs.get()) is not None:
+        job()
+        del job  # nothing of the last read stays until the next
+
+
+def _end(idle: list[Jobs]) -> None:
+    for jobs in idle:
+        jobs.put(None)
+
+
+def way_to(path: str) -> Way:
+    """Return how files below a folder are read."""
+    kind = _file_system(path)
+    if kind in _NETWORK or kind.startswith("fuse."):
+        return "helper"
+    return "direct" if not kind or kind in _IN_MEMORY or not hasattr(os, "RWF_NOWAIT") else "probe"
+
+
+def is_in_memory(descriptor: int, offset: int) -> bool:
+    """Whether the kernel has a byte of a file in memory, or cannot say."""
+    try:
+        os.preadv(descriptor, (bytearray(1),), offset, os.RWF_NOWAIT)
+    except BlockingIOError:
+        return False
+    except (OSError, OverflowError):  # a file system that cannot say, or no place in a file
+        return True
+    return True
+
+
+def _file_system(path: str) -> str:
+    """Return the type of the file system of a path as Linux names it, or nothing where that is not known."""
+    try:
+        device = os.stat(path).st_dev
+        number = f"{os.major(device)}:{os.minor(device)}"
+        with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as mounts:
+            for line in mounts:
+                mount, _, rest = line.partition(" - ")
+                if mount.split()[2] == number:
+                    return rest.split()[0]
+    except (OSError, IndexError):
+        pass
+    return ""
