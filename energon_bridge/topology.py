@@ -51,6 +51,8 @@ class WorkerConfig:
         held_bytes: Bytes that the contents of samples waiting to be packed or grouped may take, per process. What is
             beyond is dropped and encoded again when it is needed; the stream stays the same.
         max_worker_restarts: How often dead workers are started again in one run before `WorkerDiedError`.
+        start_method: How workers are started: "fork"; or "forkserver" or "spawn", which take seconds and need a task
+            encoder that can be pickled, but take over no lock that a thread of this process holds.
     """
 
     rank: int | None = None
@@ -67,6 +69,7 @@ class WorkerConfig:
     pin_memory: bool | None = None
     held_bytes: int = 1 << 30
     max_worker_restarts: int = 100
+    start_method: Literal["fork", "forkserver", "spawn"] = "fork"
 
     def __post_init__(self) -> None:
         rank, world_size = _rank_and_size(self.data_parallel_group)
@@ -85,6 +88,11 @@ class WorkerConfig:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ConfigurationError(f"WorkerConfig: {name} must be an integer of at least {least}, got {value!r}")
+
+        if self.start_method not in ("fork", "forkserver", "spawn"):
+            raise ConfigurationError(
+                f"WorkerConfig: start_method must be 'fork', 'forkserver' or 'spawn', got {self.start_method!r}"
+            )
 
     @classmethod
     def default_worker_config(

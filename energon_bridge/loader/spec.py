@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import GenericAlias
@@ -13,7 +13,7 @@ import torch.utils.data
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.loader.leaves import OpenLeaf
 from energon_bridge.loader.weights import ChangedWeights, LeafWeights, MixWeights
-from energon_bridge.loader.workers import FiniteStreams, LaneStreams, Stream
+from energon_bridge.loader.workers import FiniteStreams, LaneStreams, Stream, WorkerFacts
 from energon_bridge.mix import Mix
 from energon_bridge.plan.blend import Blend, ChangedBlend, EpochizedBlend, WeightedBlend
 from energon_bridge.plan.leaf import LeafOrder
@@ -59,7 +59,7 @@ class Units:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DatasetSpec:
+class DatasetSpec(torch.utils.data.IterableDataset[Any]):
     """A dataset as `get_train_dataset` and `get_val_dataset` return it, for `get_loader` and `get_savable_loader`.
 
     It is a description; nothing is read before a loader is iterated but the metadata of the datasets.
@@ -95,6 +95,13 @@ class DatasetSpec:
     packing_buffer_size: int | None = None
     cache_pool: CachePool = field(default_factory=NoCachePool)
     error_policy: ErrorPolicy = field(default_factory=ErrorPolicy)
+
+    def __iter__(self) -> Iterator[Any]:
+        raise ConfigurationError(
+            "a dataset of energon_bridge is a description and is not iterated: give it to get_savable_loader or "
+            "get_loader, and iterate what they return (not a DataLoader over the dataset: trainers that make one anew "
+            "of a loader's dataset, such as accelerate, must be given the batches as they are)"
+        )
 
     def __post_init__(self) -> None:
         _ = self.grouped  # refuses hooks that cannot be
@@ -200,7 +207,7 @@ class DatasetSpec:
             num_lanes=lanes,
             leaves=leaves,
             blend=self._blend(leaves, cut, seed, changes),
-            rows=lambda: [self._row(leaf) for leaf in self.ordered],
+            rows=self._rows,
             settings=settings,
         )
 
@@ -254,6 +261,9 @@ class DatasetSpec:
             order=tuple(place[leaf.identity] for leaf in self.ordered),
         )
 
+    def _rows(self) -> list[dict[str, Any]]:
+        return [self._row(leaf) for leaf in self.ordered]
+
     def _row(self, leaf: OpenLeaf) -> dict[str, Any]:
         return {
             "identity": leaf.identity,
@@ -274,8 +284,13 @@ class DatasetSpec:
             epoch_microbatches=-(-self.num_samples // self.rows),
         )
 
-    def pipeline(self, units: Units, config: WorkerConfig, threads: int | None = None) -> Pipeline:
-        """Build what loads, encodes and batches in one process; `threads` overrides the configuration's."""
+    def pipeline(
+        self, units: Units, config: WorkerConfig, threads: int | None = None, worker: WorkerFacts | None = None
+    ) -> Pipeline:
+        """Build what loads, encodes and batches in one process.
+
+        `threads` overrides the configuration's; `worker` is what a worker process knows of itself.
+        """
         decodes = self.task_encoder.decoder is not None and any(leaf.decodes_media for leaf in self.leaves)
         if threads is None:
             threads = config.threads_per_process(max(1, config.num_workers)) if decodes else 0
@@ -297,6 +312,8 @@ class DatasetSpec:
             journal=self.journal,
             rank=config.dp_rank,
             ranks=config.dp_size,
+            words=() if worker is None else worker.words,
+            barred=frozenset() if worker is None else worker.barred,
         )
         return Pipeline(units.leaves, settings)
 
@@ -311,13 +328,20 @@ class DatasetSpec:
         """What names the samples that fail, once in this process."""
         return Journal(self.error_policy)
 
-    def stream(self, config: WorkerConfig, position: Position, watchdog: WatchdogSettings | None = None) -> Stream:
+    def stream(
+        self,
+        config: WorkerConfig,
+        position: Position,
+        watchdog: WatchdogSettings | None = None,
+        worker: WorkerFacts | None = None,
+    ) -> Stream:
         """Build what makes the units of one process from a position on: the lanes, or the microbatches of a pass."""
         units = position.units
-        pipeline = self.pipeline(units, config)
-        if watchdog is not None:
-            info = torch.utils.data.get_worker_info()
-            pipeline.watch(watchdog, f"rank {config.dp_rank}" + ("" if info is None else f", worker {info.id}"))
+        pipeline = self.pipeline(units, config, 0 if worker is not None and worker.careful else None, worker)
+        if watchdog is not None and worker is None:
+            pipeline.watch(watchdog, f"rank {config.dp_rank}")
+        elif watchdog is not None and worker is not None:
+            pipeline.watch(watchdog, f"rank {config.dp_rank}, worker {worker.number}", worker.said)
         if not self.finite:
             return LaneStreams(pipeline, units.blend, position.lanes)
         listing = position.listing

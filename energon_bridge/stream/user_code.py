@@ -27,7 +27,7 @@ import torch
 from energon_bridge.errors import ConfigurationError, FatalSampleError
 from energon_bridge.rng import fold
 from energon_bridge.stores import CachePool
-from energon_bridge.stream.activity import Activity
+from energon_bridge.stream.activity import Activity, Words
 from energon_bridge.stream.dataset_code import Unmade
 from energon_bridge.task_encoder.current import BATCH, CACHE, DELIVERING, LAST, SAMPLE, tallying
 from energon_bridge.task_encoder.deferred import decode_deferred
@@ -43,6 +43,7 @@ class UserCode:
         encoder: The task encoder.
         packs: Whether it packs.
         makes: Whether it cooks samples of a leaf, or a leaf brings code of its own.
+        words: Where it is written what runs (`Activity.words`).
 
     Attributes:
         encodes: Whether code of the user's sees every sample that is drawn.
@@ -56,7 +57,7 @@ class UserCode:
         ConfigurationError: Hooks are overridden that exclude each other.
     """
 
-    def __init__(self, encoder: Any, *, packs: bool = False, makes: bool = False) -> None:
+    def __init__(self, encoder: Any, *, packs: bool = False, makes: bool = False, words: Words | None = None) -> None:
         self.encoder = encoder
         self._packs = packs
         pre, self.posts = (not is_default(_hook(encoder, f"{name}encode_sample")) for name in ("pre", "post"))
@@ -77,7 +78,7 @@ class UserCode:
         self.encodes = self._pre or (self.posts and not packs) or makes
         self.groups = not is_default(_hook(encoder, "batch_group_criterion"))
         self._batches = not (is_default(encoder.batch) and is_default(encoder.encode_batch))
-        self.now = Activity()
+        self.now = Activity(words)
         self.tally: Counter[str] = Counter()
         self._first_name = "encode_sample" if encodes else "preencode_sample"
         self.drawing = (*_LOADING, self._first_name, *(() if packs else ("decode_deferred", "postencode_sample")))
@@ -90,6 +91,7 @@ class UserCode:
     def make(self, sample: Unmade, leaf_key: int, index: int, epoch: int) -> Any:
         """Return what code that comes with a dataset makes of a draw, or the `Problem` in its place."""
         SAMPLE.set((leaf_key, index, epoch))
+        self.now.at(leaf_key, index)
         made = sample.make(partial(self._begin, leaf_key))
         self.now.rest()
         return made
@@ -112,6 +114,7 @@ class UserCode:
         if self.tally:  # of a hook that has more than one sample
             self.tally.clear()
         now = self.now
+        now.at(leaf_key, index)
         now.sample = sample
         if cook is not None:
             now.hook = "cook_crude_sample"
@@ -137,6 +140,7 @@ class UserCode:
         SAMPLE.set((leaf_key, index, epoch))
         if self._packs and self.tally:
             self.tally.clear()
+        self.now.at(leaf_key, index)
         self.now.hook = "postencode_sample"
         seed_everything(fold(leaf_key, _POST, index, epoch, output))
         with _delivering():
