@@ -3,7 +3,8 @@
 Around a hook that is not the package's own, and around code that comes with a dataset (`dataset_code`), the global
 generators of `random`, numpy and torch are seeded from a key of the draw (or of the microbatch), so that encoding a
 sample again gives the same result in any process. Where no user code runs nothing is seeded. In the training process
-the generators are put back after each microbatch.
+the generators are put back after each microbatch, and one thread at a time has them: loaders in several threads give
+what each gives alone.
 
 From `postencode_sample` on user code sees no deferred images: those in fields have been decoded, and what it gets from
 stores and caches is decoded as it is got (`current.DELIVERING`).
@@ -14,7 +15,10 @@ Each hook leaves a note of itself and its sample in an `Activity`, for those who
 from __future__ import annotations
 
 import contextlib
+import logging
+import os
 import random
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -31,6 +35,8 @@ from energon_bridge.stream.activity import Activity, Words
 from energon_bridge.stream.dataset_code import Unmade
 from energon_bridge.task_encoder.current import BATCH, CACHE, DELIVERING, LAST, SAMPLE, tallying
 from energon_bridge.task_encoder.deferred import decode_deferred
+
+logger = logging.getLogger(__name__)
 
 _ENCODE, _BATCH, _POST, _SELECT, _PACK, _GROUP, _COOK = 1, 2, 3, 4, 5, 6, 7
 _LOADING = ("read", "decode", "field_map", "part_filter", "sample_loader", "joiner", "cook_crude_sample")
@@ -242,6 +248,19 @@ def seed_everything(key: int) -> None:
     torch.default_generator.manual_seed(key >> 1)
 
 
+_generators = threading.RLock()
+"""Held while hooks run in the training process: there is one set of global generators for all its threads."""
+_has_warned = False
+
+
+def _after_fork() -> None:
+    global _generators
+    _generators = threading.RLock()  # another thread, which is not here, may have held it
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
 @contextlib.contextmanager
 def running_hooks(cache: CachePool, tally: Counter[str], *, put_back: bool) -> Iterator[None]:
     """Lend hooks a cache pool and a tally; with `put_back`, leave the global generators as they were found."""
@@ -255,11 +274,22 @@ def running_hooks(cache: CachePool, tally: Counter[str], *, put_back: bool) -> I
 
 @contextlib.contextmanager
 def generators_put_back() -> Iterator[None]:
-    """Leave the global generators as they were found."""
-    states = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.default_generator.set_state(states[2])
+    """Leave the global generators as they were found, and let no other thread run hooks meanwhile."""
+    global _has_warned
+    thread = threading.current_thread()
+    if thread is not threading.main_thread() and not _has_warned:
+        _has_warned = True
+        logger.warning(
+            "hooks of a task encoder run in thread %r of the training process (num_workers=0): while they do, the "
+            "global generators of random, numpy and torch are seeded for them, and what other threads draw from these "
+            "(for dropout on the CPU, say) is not reproducible. Use worker processes, or iterate in the main thread",
+            thread.name,
+        )
+    with _generators:
+        states = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+            torch.default_generator.set_state(states[2])
