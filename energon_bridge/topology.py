@@ -337,25 +337,3 @@ def step_units(steps: range, rank: int, num_workers: int) -> Iterator[tuple[int,
     """
     for number, first in enumerate(steps):
         yield first + rank, number % num_workers
-
-
-def ticks(units: Iterator[tuple[int, int]], num_workers: int, worker: int | None = None) -> Iterator[int | None]:
-    """Lay units out for a round robin over workers, with empty ticks where it would ask the wrong one.
-
-    Args:
-        units: The units to deliver, in order, each with the number of its worker.
-        num_workers: Workers that are asked in turn, starting with worker 0.
-        worker: Give only the ticks of this worker; None gives those of all.
-
-    Yields:
-        A unit, or None for an empty tick.
-    """
-    tick = 0
-    for unit, owner in units:
-        while tick % num_workers != owner:
-            if worker is None or tick % num_workers == worker:
-                yield None
-            tick += 1
-        if worker is None or owner == worker:
-            yield unit
-        tick += 1

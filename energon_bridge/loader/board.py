@@ -77,7 +77,11 @@ class StackFile:
 
     def close(self) -> None:
         """Close the file in this process."""
-        os.close(self.number)
+        number, self.number = self.number, -1
+        if number >= 0:
+            os.close(number)
+
+    __del__ = close
 
 
 def _stack_file_of(descriptor: Any) -> StackFile:

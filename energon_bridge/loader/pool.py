@@ -125,6 +125,11 @@ class Worker:
         """Whether the process has ended."""
         return not self._process.is_alive()
 
+    def ends_within(self, seconds: float) -> bool:
+        """Wait some seconds for the end of the process; say whether it came."""
+        self._process.join(seconds)
+        return self.is_gone
+
     def ask_to_end(self) -> None:
         """Close the link, for every process that has this end of it."""
         with contextlib.suppress(OSError):
@@ -244,8 +249,10 @@ class WorkerPool:
                 continue  # of a pass that was broken off
             try:
                 value = unpack(Message(*message), worker.arena)
-            except OSError:  # a memory file, which went with the worker
-                self._replace(worker)
+            except OSError:
+                if not worker.ends_within(_LOOK_SECONDS):
+                    raise
+                self._replace(worker)  # it took a memory file along
                 continue
             if failed:
                 raise raised_by_worker(value)
