@@ -24,6 +24,7 @@ import contextlib
 import logging
 import os
 import pickle
+import select
 import socket
 import struct
 import time
@@ -62,6 +63,8 @@ _END_SECONDS = 5.0
 _STACK_SECONDS = 1.0
 _RESTARTS_WITHOUT_A_BATCH = 3
 _DEATHS_OF_A_SAMPLE = 3
+_SHORT_WAIT_MILLISECONDS = 1
+"""Waiting that profilers are not told of: telling them costs 15 us, whether there are any or not."""
 _RANGE = "enumerate(DataLoader)#SavableDataLoader.__next__"
 """What profilers call the time spent waiting for any DataLoader."""
 
@@ -88,7 +91,7 @@ class Worker:
         started: When it was started.
     """
 
-    __slots__ = ("_link", "_process", "_stacks", "arena", "board", "current", "number", "started", "taken")
+    __slots__ = ("_link", "_poll", "_process", "_stacks", "arena", "board", "current", "number", "started", "taken")
 
     def __init__(self, work: Work, method: StartMethod, arena: Arena | None, look_seconds: float) -> None:
         self.number = work.number
@@ -101,10 +104,16 @@ class Worker:
         seconds, rest = divmod(look_seconds, 1)
         # Reading is one system call, which returns after some seconds.
         self._link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(seconds), int(rest * 1e6)))
+        self._poll = select.poll()
+        self._poll.register(self._link, select.POLLIN)
         self.started = time.monotonic()
         with other:
             arguments = work, other, arena, self.board, self._stacks, os.getpid() if forked else 0
             self._process = start_process(method, f"energon-worker-{self.number}", run_worker, arguments)
+
+    def has_sent(self, milliseconds: int) -> bool:
+        """Wait some time for a message, or the end of the worker; say whether there is any."""
+        return bool(self._poll.poll(milliseconds))
 
     def receive(self, flags: int = 0) -> bytes | None:
         """Return the next message; b"" if the worker is gone, None if there is none for a while."""
@@ -237,8 +246,9 @@ class WorkerPool:
         unit, number = next(self._due)
         while True:
             worker = self._workers[number]
-            data = worker.receive(socket.MSG_DONTWAIT)
-            if data is None:
+            if worker.has_sent(_SHORT_WAIT_MILLISECONDS):
+                data = worker.receive() or b""
+            else:
                 with record_function(_RANGE):
                     data = self._waited_for(worker, unit)
             if not data:
