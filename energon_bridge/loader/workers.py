@@ -296,8 +296,12 @@ def run_worker(
             number += 1
             if arena is not None:
                 arena.forget()
-    except (BrokenPipeError, ConnectionResetError):
-        return  # the other end was closed while this one was sending
+    except _LinkClosedError:
+        return
+
+
+class _LinkClosedError(BaseException):
+    """The other end was closed while this one was sending; no error of the stream, which may have broken pipes too."""
 
 
 def _one_pass(
@@ -306,7 +310,11 @@ def _one_pass(
     """Send a pass, as far as it is asked for; return the command that ends it."""
 
     def send(failed: bool, message: Message) -> None:
-        link.send(pickle.dumps((number, failed, message), pickle.HIGHEST_PROTOCOL))
+        data = pickle.dumps((number, failed, message), pickle.HIGHEST_PROTOCOL)
+        try:
+            link.send(data)
+        except ConnectionError:
+            raise _LinkClosedError from None
         board.sent()
 
     board.start_pass()
@@ -326,8 +334,6 @@ def _one_pass(
                 may_make -= 1
                 send(False, outgoing(item, outbox))
                 item = None  # its memory may be used again
-    except (BrokenPipeError, ConnectionResetError):
-        raise
     except Exception as error:
         send(True, outbox.pack(_described(error)))
     while command is None:
@@ -337,7 +343,10 @@ def _one_pass(
 
 def _heard(link: socket.socket) -> tuple[int, bytes | None]:
     """Return the credits that have been sent, or the command that is not a credit; b"" is the end."""
-    command = link.recv(1)
+    try:
+        command = link.recv(1)
+    except ConnectionResetError:  # closed, with something of this end's unread
+        command = b""
     return (1, None) if command == CREDIT else (0, command)
 
 
