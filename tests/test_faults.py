@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import re
@@ -46,10 +47,13 @@ class OnCommand(TensorEncoder):
 
     def encode_sample(self, sample: Any) -> Any:
         command = self.folder / "act"
-        if (not self.key or sample.__key__ == self.key) and command.exists():
-            if not self.key:
-                command.unlink(missing_ok=True)
-            self.act()
+        if self.key:
+            if sample.__key__ == self.key and command.exists():
+                self.act()
+        elif command.exists():
+            with contextlib.suppress(FileNotFoundError):
+                command.unlink()  # by one of the workers only
+                self.act()
         return super().encode_sample(sample)
 
 
