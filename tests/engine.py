@@ -1,7 +1,7 @@
 """What the engine's tests share: small datasets, digests of batches, encoders, and whole topologies in this process.
 
 `InProcessLoader` is the real loader with one thing replaced: its workers are generators of this process, asked in turn
-and ahead of need as DataLoader asks its processes. So a matrix of hundreds of topologies needs no fork.
+and ahead of need as worker processes are asked. So a matrix of hundreds of topologies needs no fork.
 """
 
 from __future__ import annotations
