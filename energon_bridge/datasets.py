@@ -11,7 +11,7 @@ import difflib
 import inspect
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from energon_bridge.errors import ConfigurationError, UnknownArgumentError
 from energon_bridge.loader.leaves import OpenLeaf, open_leaves
@@ -219,6 +219,7 @@ def get_savable_loader(
     watchdog_timeout_seconds: float | None = 60,
     watchdog_initial_timeout_seconds: float | None = None,
     fail_on_timeout: bool = False,
+    on_hang: Literal["wait", "replace"] = "wait",
     **kwargs: Any,
 ) -> SavableDataLoader:
     """Return a loader over a dataset, whose position can be saved and restored.
@@ -235,6 +236,8 @@ def get_savable_loader(
             the place in the code, again at doubling intervals; None: never.
         watchdog_initial_timeout_seconds: The same for the first microbatch of a process; None: as for the others.
         fail_on_timeout: Stop with HookTimeoutError then; a process that cannot be interrupted is ended.
+        on_hang: What becomes of a worker process then: "wait" for it, or "replace" it by one that starts from what was
+            delivered. A sample that hangs (or kills) its worker three times in a row counts as one that failed.
     """
     ignored = kwargs.keys() & _IGNORED_LOADER_ARGUMENTS
     _refuse_unknown(get_savable_loader, {name: value for name, value in kwargs.items() if name not in ignored})
@@ -247,12 +250,15 @@ def get_savable_loader(
         config = dataclasses.replace(config, prefetch_factor=prefetch_factor)
     if cache_pool is not None:
         dataset = dataclasses.replace(dataset, cache_pool=cache_pool)
+    if on_hang not in ("wait", "replace"):
+        raise ConfigurationError(f"get_savable_loader: on_hang must be 'wait' or 'replace', got {on_hang!r}")
     watchdog = None
     if watchdog_timeout_seconds is not None:
         watchdog = WatchdogSettings(
             timeout=watchdog_timeout_seconds,
             initial_timeout=watchdog_initial_timeout_seconds,
             fail=fail_on_timeout,
+            replace=on_hang == "replace",
         )
     loader = SavableDataLoader(dataset, worker_config=config, on_mismatch=on_mismatch, watchdog=watchdog)
     if start_at:

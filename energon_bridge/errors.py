@@ -29,6 +29,7 @@
     │   └── ShortReadError              fewer bytes than the index promises
     ├── SampleError                     one sample is bad; skipped and counted unless the policy says otherwise
     │   ├── DecodeError                 a part cannot be decoded
+    │   ├── QuarantinedSampleError      it killed or hung its worker several times in a row
     │   ├── FieldAccessError            a field cannot be found in the parts of a sample
     │   ├── UnfitSampleError            samples do not fit each other or a setting (also a ConfigurationError)
     │   └── FileNotInStoreError         a file store has no file (or no metadata) of that key
@@ -51,6 +52,7 @@
     │   └── TooManyRanksError           more data-parallel ranks than lanes
     ├── LoaderError                     the loader cannot go on
     │   ├── BroadcastError              the rank that loads for a replica failed
+    │   ├── ForkedLoaderError           a loader is iterated in a fork of the process that started its workers
     │   └── WorkerDiedError             workers died more often than the limit allows
     └── ResumeMismatchError             a resumed loader delivered other batches than an uninterrupted one
 
@@ -172,6 +174,10 @@ class DecodeError(SampleError, ValueError):
     """A part of a sample cannot be decoded."""
 
 
+class QuarantinedSampleError(SampleError):
+    """A sample killed or hung its worker several times in a row, and is not tried again."""
+
+
 class FieldAccessError(SampleError, KeyError):
     """A field of a sample cannot be found in its parts."""
 
@@ -262,6 +268,10 @@ class LoaderError(EnergonError):
 
 class BroadcastError(LoaderError):
     """The rank that loads for a replica failed, with an error that is not one of ours."""
+
+
+class ForkedLoaderError(LoaderError):
+    """A loader is iterated in a fork of the process in which it delivers."""
 
 
 class WorkerDiedError(LoaderError):

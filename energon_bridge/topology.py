@@ -52,6 +52,8 @@ class WorkerConfig:
         held_bytes: Bytes that the contents of samples waiting to be packed or grouped may take, per process. What is
             beyond is dropped and encoded again when it is needed; the stream stays the same.
         max_worker_restarts: How often dead workers are started again in one run before `WorkerDiedError`.
+        start_method: How workers are started: "fork"; or "forkserver" or "spawn", which take seconds and need a task
+            encoder that can be pickled, but take over no lock that a thread of this process holds.
     """
 
     rank: int | None = None
@@ -68,6 +70,7 @@ class WorkerConfig:
     pin_memory: bool | None = None
     held_bytes: int = 1 << 30
     max_worker_restarts: int = 100
+    start_method: Literal["fork", "forkserver", "spawn"] = "fork"
 
     def __post_init__(self) -> None:
         rank, world_size = _rank_and_size(self.data_parallel_group)
@@ -86,6 +89,11 @@ class WorkerConfig:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ConfigurationError(f"WorkerConfig: {name} must be an integer of at least {least}, got {value!r}")
+
+        if self.start_method not in ("fork", "forkserver", "spawn"):
+            raise ConfigurationError(
+                f"WorkerConfig: start_method must be 'fork', 'forkserver' or 'spawn', got {self.start_method!r}"
+            )
 
     @classmethod
     def default_worker_config(
@@ -322,25 +330,3 @@ def step_units(steps: range, rank: int, num_workers: int) -> Iterator[tuple[int,
     """
     for number, first in enumerate(steps):
         yield first + rank, number % num_workers
-
-
-def ticks(units: Iterator[tuple[int, int]], num_workers: int, worker: int | None = None) -> Iterator[int | None]:
-    """Lay units out for a round robin over workers, with empty ticks where it would ask the wrong one.
-
-    Args:
-        units: The units to deliver, in order, each with the number of its worker.
-        num_workers: Workers that are asked in turn, starting with worker 0.
-        worker: Give only the ticks of this worker; None gives those of all.
-
-    Yields:
-        A unit, or None for an empty tick.
-    """
-    tick = 0
-    for unit, owner in units:
-        while tick % num_workers != owner:
-            if worker is None or tick % num_workers == worker:
-                yield None
-            tick += 1
-        if worker is None or owner == worker:
-            yield unit
-        tick += 1

@@ -1,16 +1,16 @@
 """What the engine's tests share: small datasets, digests of batches, encoders, and whole topologies in this process.
 
 `InProcessLoader` is the real loader with one thing replaced: its workers are generators of this process, asked in turn
-and ahead of need as DataLoader asks its processes. So a matrix of hundreds of topologies needs no fork.
+and ahead of need as worker processes are asked. So a matrix of hundreds of topologies needs no fork.
 """
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import hashlib
 import itertools
 import random
+import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,14 +20,15 @@ import numpy as np
 import torch
 
 from energon_bridge import DefaultTaskEncoder, SkipSample, TextSample, WorkerConfig, get_train_dataset
+from energon_bridge.loader.board import Board
 from energon_bridge.loader.document import read_leaves
 from energon_bridge.loader.savable import SavableDataLoader
 from energon_bridge.loader.spec import DatasetSpec
-from energon_bridge.loader.transport import Arena, Outbox
-from energon_bridge.loader.workers import outgoing, produced
+from energon_bridge.loader.transport import Arena, Message, Outbox, unpack
+from energon_bridge.loader.workers import Work, outgoing
 from energon_bridge.prepare import parse_patterns, prepare_dataset, render_dataset_yaml
+from energon_bridge.stream.state import Produced
 from energon_bridge.testing import write_shard
-from energon_bridge.topology import ticks
 
 NUM_LANES = 24
 
@@ -242,59 +243,51 @@ def is_masked(batch: Any) -> bool:
 # Topologies ----------------------------------------------------------------------------------------------------------
 
 
-class RoundRobin:
-    """Stands in for DataLoader's iterator over worker processes: the same items, the same order, as far ahead."""
+class InProcessPool:
+    """Stands in for the worker processes of a loader: the same work, as far ahead, by generators of this process."""
+
+    restarts = ready = 0
 
     def __init__(self, loader: InProcessLoader) -> None:
-        count = loader.config.num_workers
-        self._workers = deque((number, _items(loader, number)) for number in range(count))
-        self._ahead = count * loader.config.prefetch_factor
-        self._ready: deque[Any] = deque()
+        self._loader = weakref.ref(loader)
+        self._number = loader.config.num_workers
+        self._workers: list[tuple[Iterator[Any], Arena, deque[Any]]] = []
 
-    def __next__(self) -> Any:
-        while self._workers and len(self._ready) < self._ahead:
-            number, items = self._workers.popleft()
-            try:
-                self._ready.append(next(items))
-            except StopIteration:
-                continue  # DataLoader asks a worker that has ended no more
-            self._workers.append((number, items))
-        if not self._ready:
-            raise StopIteration
-        return self._ready.popleft()
+    def begin(self, due: Iterator[tuple[int, int]]) -> None:
+        loader = self._loader()
+        assert loader is not None
+        self._due, self._ahead = due, loader.config.prefetch_factor
+        for number in range(self._number):
+            arena = Arena(1 << 20)
+            self._workers.append((_messages(loader.work(number, frozenset(), False), arena), arena, deque()))
 
-    def dead(self) -> list[tuple[int, int | None]]:
-        return []
+    def again(self, due: Iterator[tuple[int, int]]) -> bool:
+        return False
+
+    def __next__(self) -> Produced:
+        _, number = next(self._due)
+        messages, arena, ready = self._workers[number]
+        ready.extend(itertools.islice(messages, self._ahead - len(ready)))
+        return Produced.of_plain(unpack(ready.popleft(), arena))
 
     def stop(self) -> None:
-        for _, items in self._workers:
-            items.close()
+        for messages, _, _ in self._workers:
+            messages.close()  # type: ignore[attr-defined]
+        self._workers = []
 
 
-def _items(loader: InProcessLoader, worker: int) -> Iterator[Any]:
-    """Yield what `WorkerTicks` yields in a worker process, which sees the loader as it was when it was forked."""
-    schedule = loader._schedule()
-    started = [unit for unit in [next(schedule, None)] if unit is not None]
-    position = copy.copy(loader._position)
-    position.lanes = dict(position.lanes)
-    stream = loader.spec.stream(loader.config, position)
-    outbox = Outbox(loader._arenas[worker], kept=0)
-    units = ticks(itertools.chain(started, schedule), loader.config.num_workers, worker)
-
-    def items() -> Iterator[Any]:
-        for item in produced(stream, units, loader.config.prefetch_factor):
-            yield None if item is None else outgoing(item, worker, outbox)
-
-    return items()
+def _messages(work: Work, arena: Arena) -> Iterator[Message]:
+    """Yield what a worker sends."""
+    outbox = Outbox(arena, kept=0)
+    for item in work.items(arena, Board(), again=False):
+        yield outgoing(item, outbox)
 
 
 class InProcessLoader(SavableDataLoader):
     """The loader, with workers that are generators of this process."""
 
-    def _start_workers(self) -> Any:
-        self._held.clear()
-        self._arenas[:] = [Arena(1 << 20) for _ in self._arenas]
-        return RoundRobin(self)
+    def _new_pool(self) -> Any:
+        return InProcessPool(self)
 
 
 def train_dataset(path: Path, encoder: str = "tensors", **kwargs: Any) -> DatasetSpec:

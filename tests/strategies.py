@@ -31,10 +31,3 @@ def rank_chains(draw: st.DrawFn) -> tuple[int, list[tuple[int, int]]]:
     num_lanes = draw(st.sampled_from([1, 2, 6, 24, 48, 240]))
     parts = st.tuples(st.integers(1, min(64, num_lanes)), st.integers(0, 40))
     return num_lanes, draw(st.lists(parts, min_size=1, max_size=6))
-
-
-@st.composite
-def schedules(draw: st.DrawFn) -> tuple[int, list[int]]:
-    """Draw a number of workers and the worker of each of some units."""
-    num_workers = draw(st.integers(1, 5))
-    return num_workers, draw(st.lists(st.integers(0, num_workers - 1), max_size=40))

@@ -320,7 +320,7 @@ def test_pairs_with_worker_processes(
 
 
 def test_in_process_workers_are_what_worker_processes_are(data: Path) -> None:
-    """The stand-in of these tests and DataLoader's processes deliver the same."""
+    """The stand-in of these tests and worker processes deliver the same."""
     for kind in (InProcessLoader, SavableDataLoader):
         check_topology(data, "images", 1, 3, 30, kind=kind)
 

@@ -7,6 +7,7 @@ knots of modules hide); only imports under `if TYPE_CHECKING` do not, because th
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -262,3 +263,11 @@ def test_other_offences_are_found(tmp_path):
     assert unknown_layers(root) == ["energon_bridge.nowhere"]
     assert "energon_bridge/rng.py" in missing_docstrings(root)
     assert "energon_bridge/cli/main.py" not in missing_docstrings(root)
+
+
+def test_no_private_name_of_torch_is_used() -> None:
+    """They change without notice between the versions that users have."""
+    private = re.compile(r"\btorch\b[\w.]*\._[a-z]|from torch[\w.]* import .*\b_[a-z]|\btorch\._C\b", re.MULTILINE)
+    assert private.search("torch.utils.data._utils.pin_memory")
+    assert private.search("from torch.utils import a, _b")
+    assert not [str(path) for path in python_files(REPOSITORY) if private.search(path.read_text())]

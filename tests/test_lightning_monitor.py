@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from workers import worker_pids
 
 pytest.importorskip("lightning.pytorch")
 
@@ -167,8 +168,8 @@ def test_workers_that_were_lost_are_counted(dataset: Path) -> None:
     stream = iter(loader)
     next(stream)
     assert loader.metrics()["worker_restarts"] == 0
-    (worker,) = loader._workers._iterator._workers
-    os.kill(worker.pid, signal.SIGKILL)
+    (pid,) = worker_pids()
+    os.kill(pid, signal.SIGKILL)
     for _ in range(12):
         next(stream)
     assert loader.metrics()["worker_restarts"] == 1

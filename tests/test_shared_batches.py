@@ -195,7 +195,7 @@ def crossed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         seen.append(sum(place[-1] for _, place in message.elsewhere))
         return unpack(message, arena)
 
-    monkeypatch.setattr("energon_bridge.loader.processes.unpack", spy)
+    monkeypatch.setattr("energon_bridge.loader.pool.unpack", spy)
     return seen
 
 

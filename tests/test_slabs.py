@@ -5,6 +5,9 @@ from __future__ import annotations
 import gc
 import io
 import math
+import weakref
+from collections import deque
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +28,7 @@ from energon_bridge import (
 )
 from energon_bridge.loader.transport import Arena, Message, Outbox, unpack
 from energon_bridge.prepare import parse_patterns, prepare_dataset, render_dataset_yaml
-from energon_bridge.samples.slabs import SLABS, Slab, SlabPool
+from energon_bridge.samples.slabs import SLABS, Slab, SlabPool, block_over
 from energon_bridge.samples.stacking import batch_stack
 from energon_bridge.testing import create_captioning_test_dataset, write_shard
 
@@ -303,7 +306,7 @@ def crossed(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         seen.append(bool(message.elsewhere))
         return unpack(message, arena)
 
-    monkeypatch.setattr("energon_bridge.loader.processes.unpack", spy)
+    monkeypatch.setattr("energon_bridge.loader.pool.unpack", spy)
     return seen
 
 
@@ -316,11 +319,66 @@ def test_batches_of_workers_are_not_copied(pictures: Path, form: str, threads: i
     assert sum(crossed) > len(crossed) - (1 if threads == 1 else MICROBATCHES // 2)
 
 
+class Keeping(Encoder):
+    """Keeps its last images, and says whether they are what they were."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__(form)
+        self.kept: deque[tuple[torch.Tensor, torch.Tensor]] = deque(maxlen=30)
+
+    def encode_sample(self, sample: CaptioningSample) -> CaptioningSample:
+        sample.caption = str(all(torch.equal(image, copy) for image, copy in self.kept))
+        self.kept.append((sample.image, sample.image.clone()))
+        return sample
+
+
 def test_batches_of_which_a_worker_keeps_something_are_copied(pictures: Path, crossed: list[bool]) -> None:
     """The trainer may write into a batch; what an encoder keeps must not change."""
-    batches(pictures, Changing("torchrgb8"), threads=1, workers=1)
+    expected = [batch.image for batch in batches(pictures, Encoder("torchrgb8"), threads=1)]
+    dataset = get_train_dataset(
+        pictures,
+        batch_size=4,
+        shuffle_buffer_size=10,
+        max_samples_per_sequence=10,
+        task_encoder=Keeping("torchrgb8"),
+        worker_config=WorkerConfig(rank=0, world_size=1, num_workers=1, decode_threads=1),
+    )
+    with closing(get_savable_loader(dataset)) as loader:
+        for batch, image in zip(loader, expected, strict=False):
+            assert torch.equal(batch.image, image)
+            assert set(batch.caption) == {"True"}
+            batch.image.zero_()
     assert len(crossed) >= MICROBATCHES
-    assert not any(crossed)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda block: block[3:7],
+        lambda block: block.view(np.ndarray)[3:7],
+        lambda block: np.asarray(block[1:])[2:],
+        lambda block: np.ndarray((2, 2), np.uint8, block),
+        lambda block: type(block)((2, 2), np.uint8, block),
+        lambda block: block.view(np.float32).reshape(2, -1).T,
+        lambda block: torch.from_numpy(block)[2:].view(2, -1),
+        lambda block: torch.from_numpy(block.view(np.ndarray)).numpy()[1:],
+        lambda block: torch.frombuffer(block, dtype=torch.uint8)[1:].untyped_storage(),
+        lambda block: memoryview(block)[3:],
+        lambda block: np.frombuffer(memoryview(block), np.uint8)[1:],
+    ],
+)
+def test_a_block_stays_while_there_is_a_view_of_any_kind(view: Any) -> None:
+    gone: list[bool] = []
+    block = block_over(np.zeros(16, np.uint8))
+    reference = weakref.ref(block, lambda _: gone.append(True))
+    piece = view(block)
+    del block
+    gc.collect()
+    assert not gone
+    assert reference() is not None
+    del piece
+    gc.collect()
+    assert gone
 
 
 def test_lent_memory_is_used_again_when_neither_side_has_it() -> None:
@@ -364,7 +422,7 @@ def test_lent_memory_is_used_again_when_neither_side_has_it() -> None:
 
 
 def test_batches_cross_when_the_shared_memory_is_full(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("energon_bridge.loader.savable._arena", lambda: Arena(1 << 16))
+    monkeypatch.setattr("energon_bridge.loader.pool.new_arena", lambda **_: Arena(1 << 16))
     found = batches(pictures, Encoder("torchrgb"), threads=1, workers=2)
     expected = batches(pictures, Encoder("torchrgb"), threads=1)
     for ours, theirs in zip(found, expected, strict=True):

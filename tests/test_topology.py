@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -10,12 +9,12 @@ from typing import Any
 import pytest
 import torch.distributed
 from hypothesis import given, strategies as st
-from strategies import rank_chains, schedules
+from strategies import rank_chains
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from energon_bridge import WorkerConfig
 from energon_bridge.errors import ConfigurationError, TooManyRanksError
-from energon_bridge.topology import Ownership, default_num_lanes, ticks
+from energon_bridge.topology import Ownership, default_num_lanes
 
 # The number of lanes -------------------------------------------------------------------------------------------------
 
@@ -113,33 +112,6 @@ def test_nearest_even_number_of_ranks(num_lanes: int, world_size: int, nearest: 
 def test_more_ranks_than_lanes_are_refused() -> None:
     with pytest.raises(TooManyRanksError, match="25 data-parallel ranks cannot share 24 lanes"):
         Ownership(24, 25, 0)
-
-
-# Ticks ---------------------------------------------------------------------------------------------------------------
-
-
-@given(schedules())
-def test_a_round_robin_over_workers_meets_the_units_in_order(schedule: tuple[int, list[int]]) -> None:
-    num_workers, owners = schedule
-    units = list(enumerate(owners))
-    workers = [ticks(iter(units), num_workers, worker) for worker in range(num_workers)]
-    ended: set[int] = set()
-    met: list[int] = []
-    for number in itertools.cycle(range(num_workers)):
-        if len(ended) == num_workers:
-            break
-        try:
-            unit = next(workers[number])
-        except StopIteration:
-            ended.add(number)
-            continue
-        if unit is not None:
-            assert owners[unit] == number
-            met.append(unit)
-    assert met == list(range(len(units)))
-    together = list(ticks(iter(units), num_workers))
-    assert [unit for unit in together if unit is not None] == met
-    assert all(owners[unit] == tick % num_workers for tick, unit in enumerate(together) if unit is not None)
 
 
 # WorkerConfig --------------------------------------------------------------------------------------------------------

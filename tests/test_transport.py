@@ -196,9 +196,13 @@ def loader_of(data: Path, elements: int, **kwargs: Any) -> SavableDataLoader:
     return get_savable_loader(dataset, worker_config=config_of(1, 2, **kwargs))
 
 
+def arenas_of(loader: SavableDataLoader) -> list[Arena]:
+    return [worker.arena for worker in loader._pool._workers if worker.arena is not None]
+
+
 def used_slots(loader: SavableDataLoader) -> int:
     gc.collect()
-    return sum(arena._map[slot] == 2 for arena in loader._arenas if arena is not None for slot in range(256))
+    return sum(arena._map[slot] == 2 for arena in arenas_of(loader) for slot in range(256))
 
 
 def test_batches_that_are_kept_stay_whole(data: Path) -> None:
@@ -240,7 +244,7 @@ def test_states_of_packing_lanes_keep_no_batch_in_memory(data: Path) -> None:
 
 
 def test_batches_larger_than_an_arena_cross_all_the_same(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("energon_bridge.loader.savable._arena", lambda: Arena(1 << 16))
+    monkeypatch.setattr("energon_bridge.loader.pool.new_arena", lambda **_: Arena(1 << 16))
     with closing(loader_of(data, 20_000)) as loader:
         kept = [batch for _, batch in zip(range(40), loader, strict=False)]
         assert used_slots(loader) == 0
@@ -248,10 +252,10 @@ def test_batches_larger_than_an_arena_cross_all_the_same(data: Path, monkeypatch
 
 
 def test_without_arenas_batches_cross_all_the_same(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def none_left() -> None:
+    def none_left(**_: Any) -> None:
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr("energon_bridge.loader.savable.Arena", none_left)
+    monkeypatch.setattr("energon_bridge.loader.pool.Arena", none_left)
     with closing(loader_of(data, 1000)) as loader:
         assert all(is_whole(batch) for _, batch in zip(range(40), loader, strict=False))
 
@@ -264,6 +268,6 @@ def test_validation_passes_that_are_broken_off_leak_nothing(data: Path) -> None:
             batches = [batch for _, batch in zip(range(2), loader, strict=False)]
             assert [numbers_of(batch) for batch in batches] == [[0, 1], [2, 3]]
             assert all(is_whole(batch) for batch in batches)
-        in_use = sum(arena._map[slot] > 0 for arena in loader._arenas if arena is not None for slot in range(256))
+        in_use = sum(arena._map[slot] > 0 for arena in arenas_of(loader) for slot in range(256))
         # The batches held here, and what two workers may have made ahead.
         assert in_use <= 2 + 2 * (3 + 1)

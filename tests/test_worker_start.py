@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 from engine import config_of, deliver, digest, loaders_of, text_dataset, train_dataset
+from workers import worker_pids
 
 from energon_bridge import get_savable_loader
 from energon_bridge.loader import workers
+from energon_bridge.loader.workers import Work
 
 
 def test_a_worker_that_never_begins_is_replaced(
@@ -25,21 +27,21 @@ def test_a_worker_that_never_begins_is_replaced(
     hung = mmap.mmap(-1, 1)
     original = workers.set_up_worker
 
-    def set_up(worker: int, **kwargs: Any) -> None:
-        if worker == 1 and not hung[0]:  # as a child that is stuck in its fork
+    def set_up(work: Work, *rest: Any) -> None:
+        if work.number == 1 and not hung[0]:  # as a child that is stuck in its fork
             hung[0] = 1
             time.sleep(1000)
-        original(worker, **kwargs)
+        original(work, *rest)
 
-    monkeypatch.setattr("energon_bridge.loader.processes.set_up_worker", set_up)
-    monkeypatch.setattr("energon_bridge.loader.processes._BEGIN_SECONDS", 1.0)
+    monkeypatch.setattr("energon_bridge.loader.workers.set_up_worker", set_up)
+    monkeypatch.setattr("energon_bridge.loader.pool._BEGIN_SECONDS", 1.0)
     with (
         closing(get_savable_loader(dataset, worker_config=config_of(1, 2))) as loader,
         caplog.at_level(logging.WARNING),
     ):
         assert [digest(batch) for batch in islice(loader, 30)] == expected
     assert "worker 1 has not begun after 1 seconds and is killed" in caplog.text
-    assert "all workers start again from the last delivered batch" in caplog.text
+    assert "worker 1 (killed by signal 9) died; it starts again from the last delivered batch" in caplog.text
 
 
 def test_a_worker_that_never_begins_is_gone_when_the_loader_is_closed(
@@ -48,18 +50,18 @@ def test_a_worker_that_never_begins_is_gone_when_the_loader_is_closed(
     dataset = train_dataset(text_dataset(tmp_path / "text", train=[20, 17]))
     original = workers.set_up_worker
 
-    def set_up(worker: int, **kwargs: Any) -> None:
-        if worker == 1:
+    def set_up(work: Work, *rest: Any) -> None:
+        if work.number == 1:
             import signal
 
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             time.sleep(1000)
-        original(worker, **kwargs)
+        original(work, *rest)
 
-    monkeypatch.setattr("energon_bridge.loader.processes.set_up_worker", set_up)
-    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2)
+    monkeypatch.setattr("energon_bridge.loader.workers.set_up_worker", set_up)
+    monkeypatch.setattr("energon_bridge.loader.pool._END_SECONDS", 0.2)
     loader = get_savable_loader(dataset, worker_config=config_of(1, 2))
     next(iter(loader))  # of worker 0
-    started = list(loader._workers._iterator._workers)  # type: ignore[union-attr]
+    assert len(worker_pids()) == 2
     loader.close()
-    assert not any(worker.is_alive() for worker in started)
+    assert not worker_pids()

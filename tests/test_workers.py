@@ -67,7 +67,7 @@ def test_twenty_kills_do_not_change_the_stream(data: Path, caplog: pytest.LogCap
 
 def test_kills_do_not_change_batches_that_cross_as_memory_files(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Such a batch goes with its worker."""
-    monkeypatch.setattr("energon_bridge.loader.savable._arena", lambda: None)
+    monkeypatch.setattr("energon_bridge.loader.pool.new_arena", lambda **_: None)
     expected = deliver(loaders_of(train_dataset(data), 1, 0), 80).digests
     choose = random.Random(5)
     with closing(loader_of(data, 3, prefetch_factor=3)) as loader:
@@ -267,11 +267,17 @@ def test_a_batch_that_cannot_cross_is_an_error(data: Path) -> None:
 
 
 def test_a_profiler_sees_the_waiting_as_that_of_any_dataloader(data: Path) -> None:
-    with closing(loader_of(data, 1)) as loader:
+    class Slow(TensorEncoder):
+        def encode_batch(self, batch: Any) -> Any:
+            time.sleep(0.2)
+            return super().encode_batch(batch)
+
+    with closing(loader_of(data, 1, Slow())) as loader:
         batches = iter(loader)
         next(batches)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            next(batches)
+            for _ in range(5):  # starting to profile takes long enough for the first ones
+                next(batches)
     assert any(event.key.startswith("enumerate(DataLoader)") for event in profile.key_averages())
 
 

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from energon_bridge.loader.document import State
-from energon_bridge.loader.processes import WorkerSource
+from energon_bridge.loader.pool import WorkerPool
 from energon_bridge.stream.state import COUNTERS
 
 
@@ -40,7 +40,7 @@ def dataset_names(paths: Sequence[str], parts: Sequence[str]) -> list[str]:
 
 
 def flat_metrics(
-    rows: Sequence[State], workers: WorkerSource | None = None, seconds: Sequence[float] = (0.0, 0.0, 0.0)
+    rows: Sequence[State], workers: WorkerPool | None = None, seconds: Sequence[float] = (0.0, 0.0, 0.0)
 ) -> dict[str, float]:
     """Return numbers by name of the rows that `leaf_rows` makes.
 

@@ -6,6 +6,7 @@ what was made ahead.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
@@ -95,6 +96,17 @@ class Position:
         ranks = self._config.dp_size
         self.microbatches += ranks if self._spec.finite else self.ownership.step_size(self.microbatches)
         self.epoch_steps += self._spec.virtual_epoch_length is not None
+
+    def rewind(self) -> None:
+        """Go to the beginning of a finite stream, or of its next pass."""
+        self.epoch += self._spec.shuffled
+        self.microbatches = self.epoch_steps = 0
+
+    def copied(self) -> Position:
+        """Return a copy that stays where it is, or goes on by itself."""
+        other = copy.copy(self)
+        other.lanes = dict(self.lanes)
+        return other
 
     def lane(self) -> int | None:
         """Return the lane that this rank delivers next, or None for a microbatch that does not exist."""

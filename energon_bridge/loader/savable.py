@@ -8,6 +8,7 @@ ahead is not part of it, so saving asks nobody anything and restoring replays no
 from __future__ import annotations
 
 import copy
+import dataclasses
 import logging
 import os
 import warnings
@@ -21,23 +22,23 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 import torch
 import torch.utils.data
 
-from energon_bridge.errors import ConfigurationError, LoaderError, WrongUseError
+from energon_bridge.errors import ConfigurationError, ForkedLoaderError, LoaderError, WrongUseError
 from energon_bridge.format.parallel import available_cores
 from energon_bridge.loader import document as doc
 from energon_bridge.loader.budget import AT_ANY_TIME, AT_END, AT_EPOCH, check_rates, name_losses
 from energon_bridge.loader.metrics import flat_metrics
-from energon_bridge.loader.pipes import PIPES
+from energon_bridge.loader.pool import WorkerPool
 from energon_bridge.loader.position import OnMismatch, Position
-from energon_bridge.loader.processes import WorkerIterator, WorkerSource
-from energon_bridge.loader.transport import Arena
-from energon_bridge.loader.workers import Stream, WorkerTicks, identity, produced, weak
+from energon_bridge.loader.workers import Work, produced, schedule
+from energon_bridge.samples.base import pin_value
 from energon_bridge.samples.showing import counted, described
 from energon_bridge.stream.again import describe, restore
 from energon_bridge.stream.finite import mask_loss
+from energon_bridge.stream.leaf import Leaf
 from energon_bridge.stream.pipeline import Pipeline, attach
 from energon_bridge.stream.state import Produced
 from energon_bridge.stream.watchdog import WatchdogSettings
-from energon_bridge.topology import Ownership, WorkerConfig, check_data_parallel, lane_units, step_units
+from energon_bridge.topology import Ownership, WorkerConfig, check_data_parallel
 
 if TYPE_CHECKING:
     from energon_bridge.loader.spec import DatasetSpec
@@ -83,27 +84,22 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         dataset.check_types()
         self._position = Position(dataset, config)
         workers = config.num_workers
-        self._arenas: list[Arena | None] = [None] * workers
-        ahead = config.prefetch_factor
-        # Weak, so that a loader that is dropped goes at once, and its workers with it.
-        stream, schedule, rewind = weak(self._stream), weak(self._schedule), weak(self._rewind)
-        ticks = WorkerTicks(stream, schedule, rewind, max(1, workers), ahead, self._arenas)
-        self._workers = WorkerSource(weak(self._start_workers), self._arenas, config.max_worker_restarts)
         with warnings.catch_warnings():
             # DataLoader would say of every loader that the machine has fewer cores; `_say_what_is_idle` does, once.
             warnings.filterwarnings("ignore", message="This DataLoader will create .* worker processes")
+            # Trainers ask whether a loader is a DataLoader, and of one for these. Nothing of DataLoader's ever runs.
             super().__init__(
-                ticks,
+                dataset,
                 batch_size=None,
                 num_workers=workers,
-                collate_fn=identity,
-                prefetch_factor=ahead if workers else None,
+                prefetch_factor=config.prefetch_factor if workers else None,
                 persistent_workers=bool(workers and dataset.finite and config.persistent_workers),
-                multiprocessing_context=PIPES if workers else None,
-                generator=torch.Generator(),  # DataLoader draws a seed from it instead of the training loop's generator
             )
+        self._pool = self._new_pool()
+        self._began = 0
+        self._process = 0
         self._pin = torch.cuda.is_available() if config.pin_memory is None else config.pin_memory
-        self._source: Iterator[Produced | None] | None = None
+        self._source: Iterator[Produced] | None = None
         self._held: deque[Produced] = deque()
         self._last: Any = None
         self._resumed, self._pass = False, 0
@@ -116,14 +112,16 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
     # Delivering ------------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch promises its own iterator type
+        self._check_process()
         position = self._position
         if self.spec.finite:
             in_order = not self.spec.shuffled  # validation starts again, training goes on
             if position.microbatches >= position.end or (in_order and not self._resumed):
-                self._rewind()
+                position.rewind()
                 # Workers that run on have the listing of the pass that they were started in.
                 listed = self.spec.shuffled and self.spec.listed
-                if listed or not self._workers.another_pass(self):
+                self._began = 0
+                if listed or not (self.persistent_workers and self._pool.again(self._due())):
                     self._stop()
             self._resumed = False
             self._pass += 1
@@ -160,6 +158,7 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
 
     def deliver(self) -> Any:
         """Return the next microbatch of this rank."""
+        self._check_process()
         position = self._position
         if self.spec.virtual_epoch_length is not None and position.epoch_steps >= self.spec.virtual_epoch_length:
             raise StopIteration
@@ -192,15 +191,10 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         return position.microbatches >= position.end if self.spec.finite else not self._steps % self._epoch_length
 
     def _pull(self) -> Produced:
-        if self._source is None and self.config.num_workers:
-            self._source = self._workers
-        elif self._source is None:
-            units = (unit for unit, _ in self._schedule())
-            self._source = produced(self._stream(), units, self.config.prefetch_factor)
-        assert self._source is not None
         try:
+            if self._source is None:
+                self._source = self._opened()
             item = next(self._source)
-            assert item is not None  # empty ticks are for DataLoader's round robin
             if item.reports:
                 self._report(item)
         except BaseException:
@@ -208,7 +202,7 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
             raise
         self._seconds = [before + more for before, more in zip(self._seconds, item.seconds, strict=True)]
         if self._pin:
-            item.batch = torch.utils.data._utils.pin_memory.pin_memory(item.batch)
+            item.batch = pin_value(item.batch)
         return item
 
     def _report(self, item: Produced) -> None:
@@ -267,33 +261,75 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
             shared = counted(lanes, "lane"), counted(ranks, "rank")
             logger.warning("only %d of %d workers have a lane: %s, %s", busy, workers, *shared)
 
-    def _schedule(self) -> Iterator[tuple[int, int]]:
+    def _due(self) -> Iterator[tuple[int, int]]:
         """Give the units of this rank from the delivered position on, each with the number of its worker."""
-        ranks, rank, workers = self.config.dp_size, self.config.dp_rank, max(1, self.config.num_workers)
-        position = self._position
-        if self.spec.finite:
-            return step_units(range(position.microbatches, position.end, ranks), rank, workers)
-        return lane_units(position.ownership, rank, position.microbatches, workers)
+        return schedule(self.spec, self.config, self._position, self._began)
 
-    def _stream(self) -> Stream:
-        """Build what makes the units in this process."""
-        return self.spec.stream(self.config, self._position, self.watchdog)
-
-    def _rewind(self) -> None:
-        """Go to the beginning of a finite stream, or of its next pass."""
-        self._position.epoch += self.spec.shuffled
-        self._position.microbatches = self._position.epoch_steps = 0
-
-    def _start_workers(self) -> WorkerIterator:
+    def _opened(self) -> Iterator[Produced]:
+        """Start making the units from the delivered position on, here or in workers."""
         self._held.clear()
-        # Fresh ones: new workers cannot know which blocks of the old arenas the trainer still holds.
-        self._arenas[:] = [_arena() for _ in self._arenas]
-        return WorkerIterator(self)
+        self._process, self._began = os.getpid(), self._position.microbatches
+        if self.config.num_workers:
+            self._pool.begin(self._due())
+            return self._pool
+        units = (unit for unit, _ in self._due())
+        stream = self.spec.stream(self.config, self._position, self.watchdog)
+        return produced(stream, units, self.config.prefetch_factor)
+
+    def _new_pool(self) -> WorkerPool:
+        config = self.config
+        return WorkerPool(
+            self,
+            config.num_workers,
+            method=config.start_method,
+            max_restarts=config.max_worker_restarts,
+            watchdog=self.watchdog,
+            where=f"rank {config.dp_rank}",
+        )
+
+    def work(self, worker: int, barred: frozenset[tuple[int, int]], careful: bool) -> Work:
+        """Return what a worker does from the delivered position on."""
+        position = self._position.copied()
+        for item, (lane, _) in zip(self._held, self._due(), strict=False):
+            assert item.state is not None  # only endless streams hold something back
+            position.lanes[lane] = item.state
+        return Work(
+            number=worker,
+            spec=self.spec,
+            # A process group belongs to this process; what the worker needs of it, the configuration has resolved.
+            config=dataclasses.replace(self.config, data_parallel_group=None),
+            position=position,
+            held_back=len(self._held),
+            began=self._began,
+            watchdog=self.watchdog,
+            barred=barred,
+            careful=careful,
+        )
+
+    def leaves(self) -> Sequence[Leaf]:
+        """Return the leaves of the mix, in the order of the run."""
+        return self._position.units.leaves
+
+    @property
+    def _is_foreign(self) -> bool:
+        """Whether another process, of which this one is a fork, has started what makes the units."""
+        return self._source is not None and self._process != os.getpid()
+
+    def _check_process(self) -> None:
+        if self._is_foreign:
+            raise ForkedLoaderError(
+                f"this loader delivers in process {self._process}, and this is process {os.getpid()}, a fork of it: "
+                "its workers and threads are not here. Make a loader in this process, and give it the state of the "
+                "other; or call close() on this copy first, which then starts workers of its own from where it stands"
+            )
 
     def _stop(self) -> None:
-        self._workers.stop()
-        if self._source is not None and self._source is not self._workers:
-            self._source.close()  # type: ignore[attr-defined]  # a generator
+        if self._is_foreign:  # nothing of it is this process's to stop
+            self._pool.forget()
+        else:
+            self._pool.stop()
+            if self._source is not None and self._source is not self._pool:
+                self._source.close()  # type: ignore[attr-defined]  # a generator
         self._source = None
         self._held.clear()
 
@@ -319,7 +355,7 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
     def metrics(self) -> dict[str, float]:
         """Return what this rank did so far as plain numbers by name, as `flat_metrics` describes."""
         self._name_losses(AT_ANY_TIME)
-        return flat_metrics(self.counters(), self._workers, self._seconds)
+        return flat_metrics(self.counters(), self._pool, self._seconds)
 
     def restore_state_rank(
         self, state: doc.State | Sequence[doc.State], *, on_mismatch: OnMismatch | None = None
@@ -467,10 +503,3 @@ def _say_crowded(workers: int, cores: int) -> None:
             counted(cores, "core"),
             cores,
         )
-
-
-def _arena() -> Arena | None:
-    try:
-        return Arena()
-    except OSError:  # no address space to spare: batches cross as memory files
-        return None

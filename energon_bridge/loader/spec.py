@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from types import GenericAlias
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
@@ -13,7 +13,7 @@ import torch.utils.data
 from energon_bridge.errors import ConfigurationError, WrongUseError
 from energon_bridge.loader.leaves import OpenLeaf, check_types
 from energon_bridge.loader.weights import ChangedWeights, LeafWeights, MixWeights
-from energon_bridge.loader.workers import FiniteStreams, LaneStreams, Stream
+from energon_bridge.loader.workers import FiniteStreams, LaneStreams, Stream, WorkerFacts
 from energon_bridge.mix import Mix
 from energon_bridge.plan.blend import Blend, ChangedBlend, EpochizedBlend, WeightedBlend
 from energon_bridge.plan.leaf import DEFAULT_PARALLEL_SHARD_ITERS, LeafOrder, slice_length
@@ -73,7 +73,7 @@ class Units:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DatasetSpec:
+class DatasetSpec(torch.utils.data.IterableDataset[Any]):
     """A dataset as `get_train_dataset` and `get_val_dataset` return it, for `get_loader` and `get_savable_loader`.
 
     It is a description; nothing is read before a loader is iterated but the metadata of the datasets. `len()` is the
@@ -277,9 +277,7 @@ class DatasetSpec:
             num_lanes=lanes,
             leaves=leaves,
             blend=self._blend(leaves, cut, seed, changes),
-            rows=lambda: [
-                self._row(opened, leaf.order.block) for opened, leaf in zip(self.ordered, leaves, strict=True)
-            ],
+            rows=partial(self._rows, leaves),
             settings=settings,
         )
 
@@ -337,6 +335,9 @@ class DatasetSpec:
             order=tuple(place[leaf.identity] for leaf in self.ordered),
         )
 
+    def _rows(self, leaves: Sequence[Leaf]) -> list[dict[str, Any]]:
+        return [self._row(opened, leaf.order.block) for opened, leaf in zip(self.ordered, leaves, strict=True)]
+
     def _row(self, leaf: OpenLeaf, block: int) -> dict[str, Any]:
         return {
             "identity": leaf.identity,
@@ -354,7 +355,12 @@ class DatasetSpec:
         return default_num_lanes(config.dp_size, config.microbatches_per_global_batch)
 
     def pipeline(
-        self, units: Units, config: WorkerConfig, threads: int | None = None, delivered: Collection[int] = ()
+        self,
+        units: Units,
+        config: WorkerConfig,
+        threads: int | None = None,
+        delivered: Collection[int] = (),
+        worker: WorkerFacts | None = None,
     ) -> Pipeline:
         """Build what loads, encodes and batches in one process.
 
@@ -363,6 +369,7 @@ class DatasetSpec:
             config: Who loads what.
             threads: Overrides the configuration's.
             delivered: Leaves of which the run has delivered something.
+            worker: What a worker process knows of itself.
         """
         decodes = self.task_encoder.decoder is not None and any(leaf.decodes_media for leaf in self.leaves)
         if threads is None:
@@ -391,6 +398,8 @@ class DatasetSpec:
             delivered=delivered,
             rank=config.dp_rank,
             ranks=config.dp_size,
+            words=() if worker is None else worker.words,
+            barred=frozenset() if worker is None else worker.barred,
         )
         return Pipeline(units.leaves, settings)
 
@@ -399,13 +408,21 @@ class DatasetSpec:
         """What names the samples that fail, once in this process."""
         return Journal(self.error_policy)
 
-    def stream(self, config: WorkerConfig, position: Position, watchdog: WatchdogSettings | None = None) -> Stream:
+    def stream(
+        self,
+        config: WorkerConfig,
+        position: Position,
+        watchdog: WatchdogSettings | None = None,
+        worker: WorkerFacts | None = None,
+    ) -> Stream:
         """Build what makes the units of one process from a position on: the lanes, or the microbatches of a pass."""
         units = position.units
-        pipeline = self.pipeline(units, config, delivered=position.delivered)
-        if watchdog is not None:
-            info = torch.utils.data.get_worker_info()
-            pipeline.watch(watchdog, f"rank {config.dp_rank}" + ("" if info is None else f", worker {info.id}"))
+        threads = 0 if worker is not None and worker.careful else None
+        pipeline = self.pipeline(units, config, threads, position.delivered, worker)
+        if watchdog is not None and worker is None:
+            pipeline.watch(watchdog, f"rank {config.dp_rank}")
+        elif watchdog is not None and worker is not None:
+            pipeline.watch(watchdog, f"rank {config.dp_rank}, worker {worker.number}", worker.said)
         if not self.finite:
             return LaneStreams(pipeline, units.blend, position.lanes)
         listing = position.listing

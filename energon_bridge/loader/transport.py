@@ -3,9 +3,11 @@
 Every worker has an *arena*: anonymous shared memory mapped before the fork. It has no name and no file, so nothing can
 be left behind and the size of /dev/shm does not matter; its pages are used again, so a batch costs one copy and no page
 faults. A batch is pickled with its tensors and arrays (but the smallest) out of band: all of it goes into one block of
-the arena, and the message in DataLoader's queue is a few bytes, which a pipe writes in one piece, so that a killed
-worker cannot leave half a message. The training process rebuilds tensors as views of the block and gives it back when
-the last is gone.
+the arena, and the message is a few bytes, sent in one piece, so that a killed worker cannot leave half a message. The
+training process rebuilds tensors as views of the block and gives it back when the last is gone.
+
+That the last view is gone is a promise of the language: views refer to the `Block` that they are views of, and a weak
+reference to it calls back when it goes. Nothing here counts references.
 
 Blocks are also lent inside the worker, as memory to decode images into (`samples.slabs`) and to stack batches in. A
 batch that lies in such a block crosses without being copied: whoever gets it may write into it. What the worker itself
@@ -28,7 +30,6 @@ import mmap
 import os
 import pickle
 import struct
-import sys
 import threading
 import weakref
 from collections import deque
@@ -38,7 +39,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from energon_bridge.loader.board import SharedMemory
 from energon_bridge.samples import streaming
+from energon_bridge.samples.slabs import Block, block_over
 
 _ALIGN = 64
 _SMALL = 1024
@@ -49,18 +52,9 @@ _HEADER = _SLOTS
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _WRITTEN, _OPENED, _LENT = 1, 2, 3
-# What the local variable, the call and the one view that is about to be sent hold.
-_ONE_VIEW = 3
 
 DEFAULT_ARENA_BYTES = 1 << 30
 """Address space per worker; memory is used only for what is under way."""
-
-
-class Block(np.ndarray[Any, Any]):
-    """The bytes of a block: every view of it keeps it alive, so that the end of the last can be noticed.
-
-    A type of its own because numpy makes a view of a plain array refer to the array's owner instead.
-    """
 
 
 class _Lent(NamedTuple):
@@ -74,9 +68,11 @@ class _Lent(NamedTuple):
 class Arena:
     """Shared memory of one worker. The worker writes, lends and claims slots; the training process reads and frees."""
 
-    def __init__(self, size: int = DEFAULT_ARENA_BYTES) -> None:
+    def __init__(
+        self, size: int = DEFAULT_ARENA_BYTES, *, sendable: bool = False, memory: SharedMemory | None = None
+    ) -> None:
         self.size = size
-        self._map = mmap.mmap(-1, _HEADER + size)
+        self._map = SharedMemory(_HEADER + size, sendable=sendable) if memory is None else memory
         self._address = _address(np.frombuffer(self._map, np.uint8, 1, _HEADER))
         # Of the worker, whose threads may all decode:
         self._lock = threading.Lock()
@@ -85,6 +81,9 @@ class Arena:
         # Of the training process:
         self._open: dict[int, weakref.ref[Block]] = {}
         self._process = os.getpid()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _arena_of, (self.size, self._map)
 
     def write(self, chunks: Sequence[memoryview | bytes], total: int) -> tuple[int, int, int] | None:
         """Copy chunks into a free block and return its (slot, offset, length), or None where there is no room."""
@@ -104,7 +103,7 @@ class Arena:
             if place is None:
                 return None
             slot, offset = place
-            block = np.frombuffer(self._map, np.uint8, size, _HEADER + offset).view(Block)
+            block = block_over(np.frombuffer(self._map, np.uint8, size, _HEADER + offset))
             self._lent[slot] = _Lent(offset, offset + size, weakref.ref(block))
         return block
 
@@ -119,15 +118,14 @@ class Arena:
     def hand_over(self, buffer: memoryview) -> tuple[int, int, int] | None:
         """Return (slot, offset, length) of a buffer in a lent block, which is sent with it.
 
-        None if it is in no such block, or if the block has been sent before or has other users in the worker.
+        None if it is in no such block, or if the block has been sent before.
         """
         if not self._lent:
             return None
         offset = _address(np.frombuffer(buffer, np.uint8)) - self._address
         for slot, lent in list(self._lent.items()):
             if lent.offset <= offset < lent.end:
-                block = lent.block()
-                if self._map[slot] != _LENT or sys.getrefcount(block) > _ONE_VIEW:
+                if self._map[slot] != _LENT:
                     return None
                 self._map[slot] = _WRITTEN
                 return slot, offset, buffer.nbytes
@@ -171,7 +169,7 @@ class Arena:
 
     def open(self, slot: int, offset: int, length: int) -> Block:
         """Return the bytes of a block, which is given back when nothing refers to them any more."""
-        block = np.frombuffer(self._map, np.uint8, length, _HEADER + offset).view(Block)
+        block = block_over(np.frombuffer(self._map, np.uint8, length, _HEADER + offset))
         self._map[slot] = _OPENED
         self._open[slot] = weakref.ref(block, lambda _: self._free(slot))
         return block
@@ -180,6 +178,10 @@ class Arena:
         del self._open[slot]
         if os.getpid() == self._process:  # and not a fork of it, which has the same memory
             self._map[slot] = 0  # from now on the worker may use it again
+
+
+def _arena_of(size: int, memory: SharedMemory) -> Arena:
+    return Arena(size, memory=memory)
 
 
 class Outbox:

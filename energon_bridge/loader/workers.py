@@ -3,38 +3,61 @@
 A *unit* is a lane (of an endless run) or the number of a microbatch (of a finite one). The same generator runs in a
 worker process, in the training process with `num_workers=0`, and in tests, which is why no order can depend on where
 it runs.
+
+A worker talks to the training process (`pool`) by a pair of connected sockets that keep messages apart. It is sent
+`CREDIT`, for a microbatch that it may make, and `AGAIN`, to begin the next pass. It sends, pickled, the number of the
+pass, whether what follows is an error, and the message of its outbox. It ends when the other end is closed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import faulthandler
 import gc
 import itertools
-import mmap
 import os
+import pickle
+import random
 import signal
+import socket
 import sys
 import time
-import weakref
+import traceback
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+import torch
 import torch.utils.data
 
-from energon_bridge.errors import HookTimeoutError
-from energon_bridge.loader.transport import Arena, Outbox
+from energon_bridge.errors import HookTimeoutError, LoaderError
+from energon_bridge.loader.board import Board, StackFile
+from energon_bridge.loader.transport import Arena, Message, Outbox
 from energon_bridge.plan.blend import Blend
+from energon_bridge.rng import key_of
 from energon_bridge.samples.slabs import Lender
 from energon_bridge.stream.finite import FiniteStream, PassRows
 from energon_bridge.stream.lane import Lane
 from energon_bridge.stream.pipeline import Pipeline
 from energon_bridge.stream.state import LaneState, Produced
-from energon_bridge.topology import ticks
+from energon_bridge.stream.watchdog import WatchdogSettings
+from energon_bridge.topology import WorkerConfig, lane_units, step_units
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from energon_bridge.loader.position import Position
+    from energon_bridge.loader.spec import DatasetSpec
+
+CREDIT, AGAIN = b"+", b"p"
+MESSAGE_BYTES = 1 << 16
+"""More than any message has: a place of each block of an arena."""
+DUMP_SIGNAL = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else signal.SIGUSR2
+"""Makes a worker write down where its threads are; faulthandler does so at once, whoever has the interpreter lock."""
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+_PR_SET_PDEATHSIG = 1  # of sys/prctl.h
 
 
 class Stream(Protocol):
@@ -132,121 +155,265 @@ def _reported(pipeline: Pipeline, unit: int, make: Callable[[], Produced]) -> Pr
     return item
 
 
-def produced(stream: Stream, units: Iterator[int | None], ahead: int) -> Iterator[Produced | None]:
-    """Make units in order, loading up to `ahead` further ones beside if the stream has threads; None is an empty tick.
+def produced(stream: Stream, units: Iterator[int], ahead: int) -> Generator[Produced]:
+    """Make units in order, loading up to `ahead` further ones beside if the stream has threads.
 
     The first unit is made before anything is loaded ahead, so that the first batch comes as soon as it can.
     """
-    upcoming: deque[int | None] = deque()
+    upcoming: deque[int] = deque()
 
     def look_ahead(length: int) -> None:
         upcoming.extend(itertools.islice(units, length - len(upcoming)))
-        for unit, count in Counter(unit for unit in upcoming if unit is not None).items():
+        for unit, count in Counter(upcoming).items():
             stream.prepare(unit, count)
 
     try:
         if not stream.threaded:
             for unit in units:
-                yield None if unit is None else stream.produce(unit)
+                yield stream.produce(unit)
             return
         look_ahead(1)
         while upcoming:
             unit = upcoming.popleft()
-            item = None if unit is None else stream.produce(unit)
+            item = stream.produce(unit)
             look_ahead(max(1, ahead))
             yield item
     finally:
         stream.close()
 
 
-def outgoing(item: Produced, worker: int, outbox: Outbox) -> tuple[Any, ...]:
-    """Return what a worker sends for an item: its number and a message, of plain values, which pickle fastest."""
+def outgoing(item: Produced, outbox: Outbox) -> Message:
+    """Return the message for an item: of plain values, which pickle fastest."""
     message = outbox.pack(item.plain())
     item.batch = None
-    return worker, *outbox.unshared(message)
+    return outbox.unshared(message)
 
 
-class WorkerTicks(torch.utils.data.IterableDataset[Any]):
-    """The dataset that DataLoader's workers iterate: packed microbatches, and None for empty ticks.
+def schedule(spec: DatasetSpec, config: WorkerConfig, position: Position, began: int) -> Iterator[tuple[int, int]]:
+    """Give the units of a rank from a position on, each with the number of its worker.
 
-    Args:
-        make_stream: Builds the stream, in the worker.
-        schedule: Gives the units of the rank, in order, with the worker of each.
-        rewind: Called, in the worker, before every pass but the first.
-        num_workers: W.
-        ahead: Units loaded ahead by threads of the worker, if it has any.
-        arenas: Shared memory, one per worker.
+    `began` is the microbatch of a finite pass at which its units were shared out among the workers.
+    """
+    ranks, rank, workers = config.dp_size, config.dp_rank, max(1, config.num_workers)
+    if not spec.finite:
+        return lane_units(position.ownership, rank, position.microbatches, workers)
+    steps, turn = range(position.microbatches, position.end, ranks), (position.microbatches - began) // ranks
+    return ((unit, (number + turn) % workers) for unit, number in step_units(steps, rank, workers))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerFacts:
+    """What a worker process knows of itself.
+
+    Attributes:
+        number: Which of the workers of its rank it is.
+        words: Where its threads write what they do (`Board.activities`).
+        said: Called when its watchdog has said something.
+        barred: Samples that are not tried again, by `user_key` of their leaf and index.
+        careful: Whether it does one thing at a time, so that what ends it is known for sure.
     """
 
-    def __init__(
-        self,
-        make_stream: Callable[[], Stream],
-        schedule: Callable[[], Iterator[tuple[int, int]]],
-        rewind: Callable[[], None],
-        num_workers: int,
-        ahead: int,
-        arenas: list[Arena | None],
-    ) -> None:
-        self._make_stream = make_stream
-        self._schedule = schedule
-        self._rewind = rewind
-        self._num_workers = num_workers
-        self._ahead = ahead
-        self._arenas = arenas
-        self._passes = 0
-        self._outbox: Outbox | None = None
+    number: int
+    words: Sequence[memoryview]
+    said: Callable[[], None]
+    barred: frozenset[tuple[int, int]]
+    careful: bool
 
-    def __iter__(self) -> Iterator[Any]:
-        info = torch.utils.data.get_worker_info()
-        assert info is not None, "iterated by DataLoader's workers only"
-        arena = self._arenas[info.id]
-        if self._outbox is None:
-            self._outbox = Outbox(arena, kept=2 + 2 * self._ahead)
-        if self._passes:
-            self._rewind()
-            if arena is not None:
-                arena.forget()
-        self._passes += 1
-        units = ticks(self._schedule(), self._num_workers, info.id)
-        stream = self._make_stream()
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What one worker is to do. It is forked with the process, or pickled.
+
+    Attributes:
+        number: Which of the workers of its rank it is.
+        position: A copy of what was delivered.
+        held_back: Units at the beginning that the training process has already (`SavableDataLoader._masked`).
+        began: Microbatch at which the pass was shared out (`schedule`).
+        barred, careful: As in `WorkerFacts`.
+    """
+
+    number: int
+    spec: DatasetSpec
+    config: WorkerConfig
+    position: Position
+    held_back: int
+    began: int
+    watchdog: WatchdogSettings | None
+    barred: frozenset[tuple[int, int]]
+    careful: bool
+
+    def items(self, arena: Arena | None, board: Board, *, again: bool) -> Generator[Produced]:
+        """Make what is this worker's; with `again`, of the next pass."""
+        position, began, held_back = self.position, self.began, self.held_back
+        if again:
+            position.rewind()
+            began = held_back = 0
+        facts = WorkerFacts(
+            number=self.number,
+            words=board.activities(),
+            said=board.said,
+            barred=self.barred,
+            careful=self.careful,
+        )
+        due = itertools.islice(schedule(self.spec, self.config, position, began), held_back, None)
+        units = (unit for unit, worker in due if worker == self.number)
+        stream = self.spec.stream(self.config, position, self.watchdog, facts)
         if arena is not None:
             stream.write_into(arena)
-        for item in produced(stream, units, self._ahead):
-            yield None if item is None else outgoing(item, info.id, self._outbox)
+        return produced(stream, units, self.config.prefetch_factor)
 
 
-def weak(method: Callable[[], T]) -> Callable[[], T]:
-    """Return a call of a bound method that does not keep its object alive."""
-    reference = weakref.WeakMethod(method)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerInfo:
+    """What `torch.utils.data.get_worker_info()` says in a worker, as in DataLoader's."""
 
-    def call() -> T:
-        bound = reference()
-        assert bound is not None, "the loader is gone"
-        return bound()
-
-    return call
+    id: int
+    num_workers: int
+    seed: int
+    dataset: Any
 
 
-def identity(item: Any) -> Any:
-    """Collate nothing: items are whole microbatches."""
-    return item
+WORKER: WorkerInfo | None = None
+"""This process, where it is a worker."""
 
 
-def set_up_worker(worker: int, *, begun: mmap.mmap, die_with_parent: bool) -> None:
-    """Set a worker up: say that it has begun; Ctrl-C is for the training process, which then stops its workers.
+def _worker_info() -> Any:
+    # Becomes the code of torch's function, so that it finds nothing of this module but what it asks for.
+    import sys
 
-    Without `die_with_parent`, a worker notices the end of the training process by DataLoader's watchdog, some seconds
-    later. What the training process had made before is kept from the garbage collector, which would write to all of it
-    and so end the sharing of its memory.
+    return sys.modules["energon_bridge.loader.workers"].WORKER
+
+
+def run_worker(
+    work: Work, link: socket.socket, arena: Arena | None, board: Board, stacks: StackFile, parent: int
+) -> None:
+    """Be a worker: make what is asked for until the training process closes its end of the link."""
+    set_up_worker(work, board, stacks, parent)
+    ahead = work.config.prefetch_factor
+    outbox, number = Outbox(arena, kept=2 + 2 * ahead), 0
+    try:
+        while _one_pass(work, number, link, outbox, arena, board) == AGAIN:
+            number += 1
+            if arena is not None:
+                arena.forget()
+    except _LinkClosedError:
+        return
+
+
+class _LinkClosedError(BaseException):
+    """The other end was closed while this one was sending; no error of the stream, which may have broken pipes too."""
+
+
+def _one_pass(
+    work: Work, number: int, link: socket.socket, outbox: Outbox, arena: Arena | None, board: Board
+) -> bytes | None:
+    """Send a pass, as far as it is asked for; return the command that ends it."""
+
+    def send(failed: bool, message: Message) -> None:
+        data = pickle.dumps((number, failed, message), pickle.HIGHEST_PROTOCOL)
+        try:
+            link.send(data)
+        except ConnectionError:
+            raise _LinkClosedError from None
+        board.sent()
+
+    board.start_pass()
+    may_make, command = work.config.prefetch_factor, None
+    try:
+        with contextlib.closing(work.items(arena, board, again=number > 0)) as items:
+            while True:
+                while not may_make and command is None:
+                    may_make, command = _heard(link)
+                if command is not None:
+                    return command
+                board.start_item()
+                item = next(items, None)
+                board.end_item()
+                if item is None:
+                    break
+                may_make -= 1
+                send(False, outgoing(item, outbox))
+                item = None  # its memory may be used again
+    except Exception as error:
+        send(True, outbox.pack(_described(error)))
+    while command is None:
+        _, command = _heard(link)
+    return command
+
+
+def _heard(link: socket.socket) -> tuple[int, bytes | None]:
+    """Return the credits that have been sent, or the command that is not a credit; b"" is the end."""
+    try:
+        command = link.recv(1)
+    except ConnectionResetError:  # closed, with something of this end's unread
+        command = b""
+    return (1, None) if command == CREDIT else (0, command)
+
+
+def _described(error: Exception) -> tuple[bytes | None, str, str]:
+    """Return an exception, pickled if that is possible, its type with its text, and its traceback."""
+    text = "".join(traceback.format_exception(error))
+    name = f"{type(error).__name__}: {error}"
+    try:
+        pickled = pickle.dumps(error)
+        pickle.loads(pickled)
+    except Exception:  # of a type that pickle cannot make again
+        return None, name, text
+    return pickled, name, text
+
+
+class WorkerTraceback(Exception):  # noqa: N818 - shown as the cause of an error, never raised
+    """The traceback that an error had in its worker."""
+
+    def __str__(self) -> str:
+        return f"\n\nin the worker:\n{self.args[0]}"
+
+
+def raised_by_worker(described: tuple[bytes | None, str, str]) -> Exception:
+    """Return the exception that a worker has sent, with its traceback there as the cause."""
+    pickled, name, text = described
+    error: Exception = LoaderError(f"a worker failed: {name}") if pickled is None else pickle.loads(pickled)
+    error.__cause__ = WorkerTraceback(text)
+    return error
+
+
+def set_up_worker(work: Work, board: Board, stacks: StackFile, parent: int) -> None:
+    """Set a worker up, and say that it has begun.
+
+    Ctrl-C is for the training process, which then stops its workers; what that does at SIGTERM is its own affair, too.
+    What the training process had made before is kept from the garbage collector, which would write to all of it and so
+    end the sharing of its memory.
+
+    Args:
+        work: What it is to do.
+        board: Where it says so.
+        stacks: File in which it writes down where its threads are, at `DUMP_SIGNAL`.
+        parent: The training process, or 0 if another one starts the workers for it.
     """
+    global WORKER
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # blocked in the fork
+    if sys.platform == "linux":
+        # It must not outlive whoever started it: the kernel sees to that, whatever the worker is doing.
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if parent and os.getppid() != parent:  # gone before
+            os._exit(1)
     gc.freeze()
     keep_freed_memory()
-    begun[worker] = 1
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # blocked in the fork
-    if die_with_parent and sys.platform == "linux":
-        # A worker must not outlive a training process that was killed: 1 is PR_SET_PDEATHSIG.
-        ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)
+    faulthandler.register(DUMP_SIGNAL, file=stacks.number, all_threads=True, chain=False)
+    torch.set_num_threads(1)
+    # Where code draws that nobody seeds, such as that of threads of a hook, workers must not draw the same.
+    config = work.config
+    seed = key_of("worker", config.seed + config.seed_offset, config.dp_rank, work.number)
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    torch.manual_seed(seed >> 1)
+    WORKER = WorkerInfo(id=work.number, num_workers=config.num_workers, seed=seed >> 1, dataset=work.spec)
+    # DataLoader's workers set a variable that only they can; the function that reads it is public, and may have been
+    # imported by its name.
+    torch.utils.data.get_worker_info.__code__ = _worker_info.__code__
+    board.begin()
 
 
 def keep_freed_memory() -> None:

@@ -6,16 +6,18 @@ draw (floats and small images by way of `streaming`), and `batch_stack` finds th
 would. Slabs come from a pool and go back to it when nobody has a tensor over them any more. In a worker process they
 lie in the memory that it shares with the training process, so that a batch is not copied on its way there either.
 
-Invariant: values are those of separate memory. A row is given out once; a slab is used again only when the pool holds
-the last reference to it, and rows are taken for a batch only where they lie in a slab of that pool, in order and
-without a gap. What does not fit (an image of another size, rows that a hook replaced or left out) is copied as ever.
+Invariant: values are those of separate memory. A row is given out once; a slab is used again only when the last view
+of it is gone, as the `Block` that all views refer to tells; and rows are taken for a batch only if they lie
+in a slab of that pool, in order and without a gap. What does not fit (an image of another size, rows that a hook
+replaced or left out) is copied as ever.
 """
 
 from __future__ import annotations
 
 import math
-import sys
 import threading
+import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from operator import attrgetter
@@ -33,14 +35,29 @@ UNALIGNED = 8
 writes them past the caches: whoever reads them next waits for them, and decoding itself takes up to a tenth longer.
 (Memory begins at a multiple of 16.)"""
 
-_KEPT = 4
+_KEPT = 5
 """Unused slabs that are kept."""
 _PAUSE = 256
 _MISFITS = 8
 _DTYPES: dict[torch.dtype, np.dtype[Any]] = {torch.uint8: np.dtype(np.uint8), torch.float32: np.dtype(np.float32)}
 _TRAITS: tuple[Callable[[Any], Any], ...] = (*map(attrgetter, ("shape", "dtype", "requires_grad")), torch.Tensor.stride)
-# What the pool's list, the loop over it and the call itself hold.
-_UNUSED = 3
+
+
+class _Memory(np.ndarray[Any, Any]):
+    """What a `Block` is a view of. Its type ends numpy's search for the owner of memory, see there."""
+
+
+class Block(np.ndarray[Any, Any]):
+    """Bytes that are used again when no view of them is left: every view, of any kind, refers to the block.
+
+    numpy lets a view refer to what its original is a view of, as long as that has the type of the view. A view of a
+    block never gets past it, because what a block is a view of has a type that nothing else has.
+    """
+
+
+def block_over(memory: np.ndarray[Any, Any]) -> Block:
+    """Return bytes as a block. A weak reference to it calls back when the last view of it has gone."""
+    return memory.view(_Memory).view(Block)
 
 
 class Lender(Protocol):
@@ -73,7 +90,9 @@ class SlabPool:
     def __init__(self) -> None:
         self.lender: Lender | None = None
         self._lock = threading.Lock()
-        self._bases: list[tuple[int, np.ndarray]] = []  # with their addresses
+        self._used: dict[int, weakref.ref[Block]] = {}  # by address
+        self._gone: deque[tuple[int, np.ndarray]] = deque()
+        self._free: dict[int, np.ndarray] = {}  # by address, the one that was used last at the end
         self._fits = self._misfits = self._pause = 0
 
     def slab(self, rows: int) -> Slab | None:
@@ -88,22 +107,21 @@ class SlabPool:
         if self.lender is not None and (lent := self.lender.lend(size)) is not None:
             return lent
         with self._lock:
-            found: np.ndarray | None = None
-            kept, unused = [], 0
-            for address, base in self._bases:
-                if sys.getrefcount(base) <= _UNUSED:
-                    if found is None and base.size == size:
-                        found = base
-                    elif unused == _KEPT:
-                        continue
-                    else:
-                        unused += 1
-                kept.append((address, base))
-            if found is None:
-                found = np.empty(size, dtype=np.uint8)
-                kept.append((found.ctypes.data, found))
-            self._bases = kept
-            return found
+            self._take_back()
+            fitting = [at for at, memory in self._free.items() if memory.size == size]
+            memory = self._free.pop(fitting[-1]) if fitting else np.empty(size, dtype=np.uint8)
+            block, address = block_over(memory), memory.ctypes.data
+            # A block may go anywhere, also under this lock: that it has gone is only noted.
+            self._used[address] = weakref.ref(block, lambda _: self._gone.append((address, memory)))
+            return block
+
+    def _take_back(self) -> None:
+        while self._gone:
+            address, memory = self._gone.popleft()
+            del self._used[address]
+            self._free[address] = memory
+            if len(self._free) > _KEPT:
+                del self._free[next(iter(self._free))]  # the one that has not been used for longest
 
     def fitted(self, fits: int, misfits: int) -> None:
         """Note how many images fitted their slabs; where too many do not, no slab is given out for a while."""
@@ -141,7 +159,12 @@ class SlabPool:
         if self.lender is not None and (lent := self.lender.lent_at(start, size)) is not None:
             return lent
         with self._lock:
-            return next(((at, base) for at, base in self._bases if 0 <= start - at <= base.size - size), None)
+            all_used = list(self._used.items())
+        for address, used in all_used:
+            block = used()
+            if block is not None and 0 <= start - address <= block.size - size:
+                return address, block
+        return None
 
 
 class Slab:

@@ -21,7 +21,7 @@ from energon_bridge.format.tar import parse_sample
 from energon_bridge.rng import key_of
 from energon_bridge.samples import SourceInfo
 from energon_bridge.samples.slabs import Slab
-from energon_bridge.stream.activity import Activities
+from energon_bridge.stream.activity import INDEX, Activities
 from energon_bridge.stream.reader import Unreadable
 from energon_bridge.stream.report import Place
 from energon_bridge.stream.values import EXCLUDED, NO_PARTS, Problem, RestoreKey, Rows, Values
@@ -98,7 +98,7 @@ class CodeValues(Values):
                 parts = {part: data for part, data in parts.items() if accepted[part]}
             hook = "decode"
             if begin is None:
-                now.index, now.key = index, key
+                now.index, now.key, now.words[INDEX] = index, key, index
             else:
                 begin(hook, dataset, index, key, ())
             image = None

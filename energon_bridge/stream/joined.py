@@ -20,7 +20,7 @@ from energon_bridge.stream.activity import Activities
 from energon_bridge.stream.dataset_code import JOINER, Begin, Unmade, values_of
 from energon_bridge.stream.reader import LeafReader, RoundBuffer
 from energon_bridge.stream.report import Place
-from energon_bridge.stream.values import EXCLUDED, Columns, Problem, RestoreKey, Rows
+from energon_bridge.stream.values import EXCLUDED, Barred, Columns, Problem, RestoreKey, Rows
 
 RawRow = tuple[Any, ...]
 """The bytes (a memoryview) that each dataset of a join has for a row, None where it has no sample for it."""
@@ -74,6 +74,7 @@ class JoinValues:
         self._dataset = dataset
         self._reader = reader
         self._names = dataset.names
+        self.barred = Barred()
         self._values = [
             values_of(identity, part.dataset, decoder, activities, number) for number, part in enumerate(dataset.parts)
         ]
@@ -89,6 +90,9 @@ class JoinValues:
         raws: list[RawRow] = buffer.fetch(low, high, ahead=ahead)
         epochs = buffer.epochs[low:high].tolist()
         rows = indices.tolist()
+        now.at(0, 0)  # the samples that are decoded are those of the parts, which the words cannot name
+        if self.barred.indices:
+            raws = [self.barred.instead_of(raw, row) for raw, row in zip(raws, rows, strict=True)]
         keys: list[RestoreKey] = [(self._identity, row, epoch, 0) for row, epoch in zip(rows, epochs, strict=True)]
         columns: list[list[Any]] = []
         for number, places in enumerate(self._reader.columns(indices)):

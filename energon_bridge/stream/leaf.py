@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,7 @@ from energon_bridge.stream.joined import JoinReader, JoinValues
 from energon_bridge.stream.lines import LineValues
 from energon_bridge.stream.reader import LeafReader, Reader, RoundBuffer
 from energon_bridge.stream.report import Place
-from energon_bridge.stream.values import Values
+from energon_bridge.stream.values import Barred, Values
 
 _USER_CODE = 4
 _NO_PARTS: tuple[str, ...] = ()
@@ -38,10 +38,27 @@ class Leaf:
     aux: Mapping[str, AuxRef] = field(default_factory=dict)
 
 
-class LeafSource:
-    """A leaf that has been opened in this process."""
+def user_key_of(leaf: Leaf) -> int:
+    """Return what keys the randomness of hooks over samples of a leaf; also what names the leaf in `Activity.words`."""
+    return fold(leaf.order.key, _USER_CODE)
 
-    def __init__(self, leaf: Leaf, decoder: Any, activities: Activities, *, cook: Cook | None, tolerant: bool) -> None:
+
+class LeafSource:
+    """A leaf that has been opened in this process.
+
+    `barred` has user key and index of each sample, of any leaf, that is not tried again.
+    """
+
+    def __init__(
+        self,
+        leaf: Leaf,
+        decoder: Any,
+        activities: Activities,
+        *,
+        cook: Cook | None,
+        tolerant: bool,
+        barred: Collection[tuple[int, int]] = (),
+    ) -> None:
         self.leaf = leaf
         self.cook = cook
         self.reader: Reader
@@ -56,7 +73,8 @@ class LeafSource:
             self.reader = LeafReader(dataset, tolerant=tolerant, unread_from=unread_from)
             values = LineValues if is_lines else values_of
             self.values = values(leaf.identity, dataset, decoder, activities)
-        self.user_key = fold(leaf.order.key, _USER_CODE)
+        self.user_key = user_key_of(leaf)
+        self.values.barred = Barred(self.user_key, frozenset(index for key, index in barred if key == self.user_key))
 
     def where(self, index: int) -> str:
         """Name a sample for people."""

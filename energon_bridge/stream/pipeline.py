@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -69,10 +69,11 @@ class Pipeline:
         self.settings = settings
         self.rows = settings.batch_size or 1
         makes = any(has_code(leaf.dataset) or cooker_of(settings.encoder, leaf.dataset) for leaf in leaves)
-        self.code = UserCode(settings.encoder, packs=settings.packing_buffer_size is not None, makes=makes)
+        packs, words = settings.packing_buffer_size is not None, settings.words
+        self.code = UserCode(settings.encoder, packs=packs, makes=makes, words=words[0] if words else None)
         self._stores = StorePool(settings.encoder.decoder)
         self.judge = Judge(settings.policy, settings.encoder, self.code.hooks, settings.delivered)
-        self.activities = Activities()
+        self.activities = Activities(words[1:])
         self.load_seconds = self.batch_seconds = 0.0
         self.watchdog: Watchdog | None = None
         self.budget = Budget(settings.held_bytes, settings.lanes)
@@ -110,7 +111,8 @@ class Pipeline:
             encoder, of = self.settings.encoder, self.leaves[leaf]
             cook = cook_of(encoder, of.dataset, of.aux, self._stores, self.settings.cache)
             tolerant = self.settings.policy.damaged_shards == "skip"
-            source = LeafSource(of, encoder.decoder, self.activities, cook=cook, tolerant=tolerant)
+            barred = self.settings.barred
+            source = LeafSource(of, encoder.decoder, self.activities, cook=cook, tolerant=tolerant, barred=barred)
             self._sources[leaf] = source
         return source
 
@@ -178,9 +180,9 @@ class Pipeline:
         finally:
             LENDER.set(None)
 
-    def watch(self, settings: WatchdogSettings, where: str) -> None:
-        """Watch over the microbatches that are made; `where` names the process."""
-        self.watchdog = Watchdog(settings, self.code.now, self.activities, where)
+    def watch(self, settings: WatchdogSettings, where: str, said: Callable[[], None] = lambda: None) -> None:
+        """Watch over the microbatches that are made; `where` names the process, `said` is called with each message."""
+        self.watchdog = Watchdog(settings, self.code.now, self.activities, where, said)
 
     def seconds_since(self, start: float) -> tuple[float, float, float]:
         """Return the seconds since then, and those of them spent waiting for loads and batching; start anew."""

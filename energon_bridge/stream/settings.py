@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from energon_bridge.stores import CachePool, NoCachePool
+from energon_bridge.stream.activity import Words
 from energon_bridge.stream.journal import Journal
 from energon_bridge.stream.policy import ErrorPolicy
 
@@ -31,6 +32,8 @@ class StreamSettings:
         journal: Where they are named that no microbatch takes along.
         delivered: Leaves of which the run has delivered something; none where it begins.
         rank, ranks: Number of this process among those that keep quarantine files.
+        words: Where the thread that runs hooks, and then each that loads, writes what it does (`Activity.words`).
+        barred: Leaf (`user_key_of`) and index of the samples that are not tried again.
     """
 
     batch_size: int | None
@@ -49,3 +52,5 @@ class StreamSettings:
     delivered: Collection[int] = ()
     rank: int = 0
     ranks: int = 1
+    words: Sequence[Words] = ()
+    barred: frozenset[tuple[int, int]] = frozenset()

@@ -3,7 +3,8 @@
 Around a hook that is not the package's own, and around code that comes with a dataset (`dataset_code`), the global
 generators of `random`, numpy and torch are seeded from a key of the draw (or of the microbatch), so that encoding a
 sample again gives the same result in any process. Where no user code runs nothing is seeded. In the training process
-the generators are put back after each microbatch.
+the generators are put back after each microbatch, and one thread at a time has them: loaders in several threads give
+what each gives alone.
 
 From `postencode_sample` on user code sees no deferred images: those in fields have been decoded, and what it gets from
 stores and caches is decoded as it is got (`current.DELIVERING`).
@@ -14,7 +15,10 @@ Each hook leaves a note of itself and its sample in an `Activity`, for those who
 from __future__ import annotations
 
 import contextlib
+import logging
+import os
 import random
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -27,10 +31,12 @@ import torch
 from energon_bridge.errors import ConfigurationError, FatalSampleError
 from energon_bridge.rng import fold
 from energon_bridge.stores import CachePool
-from energon_bridge.stream.activity import Activity
+from energon_bridge.stream.activity import Activity, Words
 from energon_bridge.stream.dataset_code import Unmade
 from energon_bridge.task_encoder.current import BATCH, CACHE, DELIVERING, LAST, SAMPLE, tallying
 from energon_bridge.task_encoder.deferred import decode_deferred
+
+logger = logging.getLogger(__name__)
 
 _ENCODE, _BATCH, _POST, _SELECT, _PACK, _GROUP, _COOK = 1, 2, 3, 4, 5, 6, 7
 _LOADING = ("read", "decode", "field_map", "part_filter", "sample_loader", "joiner", "cook_crude_sample")
@@ -43,6 +49,7 @@ class UserCode:
         encoder: The task encoder.
         packs: Whether it packs.
         makes: Whether it cooks samples of a leaf, or a leaf brings code of its own.
+        words: Where it is written what runs (`Activity.words`).
 
     Attributes:
         encodes: Whether code of the user's sees every sample that is drawn.
@@ -57,7 +64,7 @@ class UserCode:
         ConfigurationError: Hooks are overridden that exclude each other.
     """
 
-    def __init__(self, encoder: Any, *, packs: bool = False, makes: bool = False) -> None:
+    def __init__(self, encoder: Any, *, packs: bool = False, makes: bool = False, words: Words | None = None) -> None:
         self.encoder = encoder
         self._packs = packs
         pre, self.posts = (not is_default(_hook(encoder, f"{name}encode_sample")) for name in ("pre", "post"))
@@ -78,7 +85,7 @@ class UserCode:
         self.encodes = self._pre or (self.posts and not packs) or makes
         self.groups = not is_default(_hook(encoder, "batch_group_criterion"))
         self._batches = not (is_default(encoder.batch) and is_default(encoder.encode_batch))
-        self.now = Activity()
+        self.now = Activity(words)
         self.tally: Counter[str] = Counter()
         self._first_name = "encode_sample" if encodes else "preencode_sample"
         late = ("decode_deferred", "postencode_sample")
@@ -95,6 +102,7 @@ class UserCode:
     def make(self, sample: Unmade, leaf_key: int, index: int, epoch: int) -> Any:
         """Return what code that comes with a dataset makes of a draw, or the `Problem` in its place."""
         SAMPLE.set((leaf_key, index, epoch))
+        self.now.at(leaf_key, index)
         made = sample.make(partial(self._begin, leaf_key))
         self.now.rest()
         return made
@@ -117,6 +125,7 @@ class UserCode:
         if self.tally:  # of a hook that has more than one sample
             self.tally.clear()
         now = self.now
+        now.at(leaf_key, index)
         now.sample = sample
         if cook is not None:
             now.hook = "cook_crude_sample"
@@ -142,6 +151,7 @@ class UserCode:
         SAMPLE.set((leaf_key, index, epoch))
         if self._packs and self.tally:
             self.tally.clear()
+        self.now.at(leaf_key, index)
         self.now.hook = "postencode_sample"
         seed_everything(fold(leaf_key, _POST, index, epoch, output))
         with _delivering():
@@ -263,6 +273,19 @@ def seed_everything(key: int) -> None:
     torch.default_generator.manual_seed(key >> 1)
 
 
+_generators = threading.RLock()
+"""Held while hooks run in the training process: there is one set of global generators for all its threads."""
+_has_warned = False
+
+
+def _after_fork() -> None:
+    global _generators
+    _generators = threading.RLock()  # another thread, which is not here, may have held it
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
 @contextlib.contextmanager
 def running_hooks(cache: CachePool, tally: Counter[str], *, put_back: bool) -> Iterator[None]:
     """Lend hooks a cache pool and a tally; with `put_back`, leave the global generators as they were found."""
@@ -276,11 +299,22 @@ def running_hooks(cache: CachePool, tally: Counter[str], *, put_back: bool) -> I
 
 @contextlib.contextmanager
 def generators_put_back() -> Iterator[None]:
-    """Leave the global generators as they were found."""
-    states = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.default_generator.set_state(states[2])
+    """Leave the global generators as they were found, and let no other thread run hooks meanwhile."""
+    global _has_warned
+    thread = threading.current_thread()
+    if thread is not threading.main_thread() and not _has_warned:
+        _has_warned = True
+        logger.warning(
+            "hooks of a task encoder run in thread %r of the training process (num_workers=0): while they do, the "
+            "global generators of random, numpy and torch are seeded for them, and what other threads draw from these "
+            "(for dropout on the CPU, say) is not reproducible. Use worker processes, or iterate in the main thread",
+            thread.name,
+        )
+    with _generators:
+        states = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+            torch.default_generator.set_state(states[2])

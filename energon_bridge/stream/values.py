@@ -9,11 +9,17 @@ import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from energon_bridge.errors import CorruptShardError, FatalSampleError, FieldAccessError, StorageError
+from energon_bridge.errors import (
+    CorruptShardError,
+    FatalSampleError,
+    FieldAccessError,
+    QuarantinedSampleError,
+    StorageError,
+)
 from energon_bridge.format.tar import parse_sample
 from energon_bridge.samples import CrudeSample, SourceInfo
 from energon_bridge.samples.slabs import Slab
-from energon_bridge.stream.activity import Activities
+from energon_bridge.stream.activity import INDEX, Activities
 from energon_bridge.stream.reader import RoundBuffer, Unread, Unreadable
 from energon_bridge.stream.report import Place
 
@@ -45,6 +51,30 @@ EXCLUDED = Problem(None, "", Place("", "", -1))
 """A draw whose sample is listed in `exclude`."""
 
 
+class Barred:
+    """The samples of a leaf that are not tried again, because they ended their worker time after time.
+
+    Attributes:
+        leaf_key: What names the leaf to the training process.
+        indices: The samples.
+    """
+
+    __slots__ = ("indices", "leaf_key")
+
+    def __init__(self, leaf_key: int = 0, indices: frozenset[int] = frozenset()) -> None:
+        self.leaf_key = leaf_key
+        self.indices = indices
+
+    def instead_of(self, raw: Any, index: int) -> Any:
+        """Return the bytes of a sample (of a join: of each of its parts), or what fails in their place."""
+        if index not in self.indices:
+            return raw
+        lost = Unreadable(
+            QuarantinedSampleError("it killed or hung its worker several times in a row, and is not tried again")
+        )
+        return tuple(part if part is None else lost for part in raw) if isinstance(raw, tuple) else lost
+
+
 class Values:
     """Makes samples of one leaf; runs on any thread.
 
@@ -63,6 +93,7 @@ class Values:
         self._decode_into = getattr(decoder, "decode_into", None)
         self._keeps: Any = getattr(decoder, "keeps_unread", None)
         self._parts = dataset.part_filter if isinstance(dataset.part_filter, frozenset) else None
+        self.barred = Barred()
 
     def load(self, buffer: RoundBuffer, low: int, high: int, *, ahead: bool, into: Rows | None = None) -> Columns:
         """Return for each draw [low, high) of a round its key, and its sample or the `Problem` in its place."""
@@ -71,6 +102,9 @@ class Values:
         now = self._activities.mine()
         now.dataset, now.index, now.hook = self._dataset, indices[0], "read"
         raws: list[Any] = buffer.fetch(low, high, ahead=ahead)
+        if self.barred.indices:
+            raws = [self.barred.instead_of(raw, index) for raw, index in zip(raws, indices, strict=True)]
+        now.at(self.barred.leaf_key, indices[0])
         epochs = buffer.epochs[low:high].tolist()
         identity = self._identity
         keys = [(identity, index, epoch, 0) for index, epoch in zip(indices, epochs, strict=True)]
@@ -108,6 +142,7 @@ class Values:
             rows = into[1]
             images = self._decode_into(into[0], *self._turns(parsed, indices, rows))
         out: list[Any] = []
+        words, decodes = now.words, self._decode is not None
         for raw, one, index, shard, restore_key, row in zip(
             raws, parsed, indices, shards, restore_keys, rows, strict=True
         ):
@@ -116,6 +151,8 @@ class Values:
                 continue
             key, parts = one
             now.index, now.key, hook = index, key, "decode"
+            if decodes:
+                words[INDEX] = index
             try:
                 values = self._values(parts, images.get(row))
                 source = SourceInfo(path, index, names[shard], tuple(map(f"{key}.".__add__, parts)))
@@ -156,6 +193,7 @@ class Values:
 
         def turn(row: int) -> None:
             now.key, now.index = places[row]
+            now.words[INDEX] = now.index
 
         return samples, turn
 

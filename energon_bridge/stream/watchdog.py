@@ -3,6 +3,9 @@
 One daemon thread in each process that makes microbatches. It is armed while a microbatch is being made; when that takes
 too long it logs rank, worker and unit (a lane, or a microbatch of a pass), the hook that runs, the sample it was given,
 and where in the code its thread is, as file, line and function. Further messages come at doubling intervals.
+
+A call that keeps the interpreter lock, or SIGSTOP, silences this thread. Then the training process, which waits for the
+worker, speaks in its place (`loader.pool`).
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
 
@@ -23,7 +27,8 @@ logger = logging.getLogger(__name__)
 
 EXIT_CODE = 86
 """How a process ends whose hook cannot be interrupted."""
-_GRACE_SECONDS = 10.0
+GRACE_SECONDS = 10.0
+"""Time for a hook that was interrupted to end."""
 _FRAMES = 30
 
 
@@ -35,17 +40,30 @@ class WatchdogSettings:
         timeout: Seconds for a microbatch.
         initial_timeout: Seconds for the first one of a process; None: as for the others.
         fail: End the process with HookTimeoutError instead of waiting on.
+        replace: Kill a worker process that takes longer, and start it again; without workers of no effect.
     """
 
     timeout: float
     initial_timeout: float | None = None
     fail: bool = False
+    replace: bool = False
 
     def __post_init__(self) -> None:
         for name in ("timeout", "initial_timeout"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ConfigurationError(f"watchdog: {name} must be a number of seconds above 0, got {value!r}")
+        if self.fail and self.replace:
+            raise ConfigurationError("watchdog: fail_on_timeout ends the run, on_hang='replace' goes on: give only one")
+
+    @property
+    def interval(self) -> float:
+        """Seconds between two looks."""
+        return min(1.0, min(self.timeout, self.initial_timeout or self.timeout) / 4)
+
+    def allowed(self, made: int) -> float:
+        """Return the seconds for a microbatch of a process that has made so many."""
+        return self.timeout if made or self.initial_timeout is None else self.initial_timeout
 
 
 class Watchdog:
@@ -56,10 +74,19 @@ class Watchdog:
         now: What the thread that makes microbatches does.
         activities: What threads do that load.
         where: Names the process, such as "rank 0, worker 1".
+        said: Called when a message has been logged.
     """
 
-    def __init__(self, settings: WatchdogSettings, now: Activity, activities: Activities, where: str) -> None:
+    def __init__(
+        self,
+        settings: WatchdogSettings,
+        now: Activity,
+        activities: Activities,
+        where: str,
+        said: Callable[[], None] = lambda: None,
+    ) -> None:
         self.message = ""
+        self._said = said
         self._settings = settings
         self._now = now
         self._activities = activities
@@ -96,16 +123,15 @@ class Watchdog:
 
     def _watch(self) -> None:
         settings = self._settings
-        shortest = min(settings.timeout, settings.initial_timeout or settings.timeout)
         watched, reported = -1, 0
-        while not self._stopped.wait(min(1.0, shortest / 4)):
+        while not self._stopped.wait(settings.interval):
             with self._lock:
                 since, made = self._since, self._made
                 if made != watched:
                     watched, reported = made, 0
                 if since is None:
                     continue
-                allowed = settings.timeout if made or settings.initial_timeout is None else settings.initial_timeout
+                allowed = settings.allowed(made)
                 took = time.monotonic() - since
                 if took < allowed * 2**reported:
                     continue
@@ -115,13 +141,14 @@ class Watchdog:
                     # Under the lock, so that it arrives before the microbatch counts as made.
                     _raise_in(self._maker, HookTimeoutError)
             logger.error("%s", self.message)
+            self._said()
             if settings.fail:
                 self._end(made)
                 return
 
     def _end(self, made: int) -> None:
         """Wait until the hook has been interrupted; end the process if it cannot be, as in a blocking call."""
-        deadline = time.monotonic() + min(_GRACE_SECONDS, self._settings.timeout)
+        deadline = time.monotonic() + min(GRACE_SECONDS, self._settings.timeout)
         while time.monotonic() < deadline:
             if self._stopped.wait(0.01) or self._made != made:
                 return

@@ -1,0 +1,437 @@
+"""The worker processes of a loader: asked in the order of delivery, watched over while they are waited for, replaced.
+
+The schedule says whose microbatch is due, so the training process reads the link of exactly that worker. A worker makes
+`prefetch_factor` microbatches ahead: it begins with that many credits and gets one for each microbatch that is taken.
+
+A worker holds nothing that is needed to go on. One that is gone while a microbatch of it is due, however it ended, is
+replaced by one that starts from what was delivered; what the others have made stays. The training process notices:
+
+- a worker that ended, because its end of the link is closed (or, where a fork of this process has that end too, because
+  it is looked for every now and then);
+- one that never begins: a fork can catch a lock that another thread holds at that moment, for which it waits in vain;
+- one that takes longer than its watchdog allows without a word of that watchdog, which is a thread of the worker: it is
+  stopped, or a call keeps its interpreter lock. What it does stands in its `Board`, and faulthandler says where.
+
+A sample that ends its worker three times in a row, with no microbatch in between, is barred: it counts as one that
+failed, and the error policy decides. The third attempt is made by a worker that does one thing at a time, so that what
+is barred is the sample and not its neighbour.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import pickle
+import select
+import socket
+import struct
+import time
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from torch.autograd.profiler import record_function
+
+from energon_bridge.errors import HookTimeoutError, WorkerDiedError
+from energon_bridge.loader.board import Board, StackFile
+from energon_bridge.loader.starting import StartMethod, start_process
+from energon_bridge.loader.transport import Arena, Message, unpack
+from energon_bridge.loader.workers import (
+    AGAIN,
+    CREDIT,
+    DUMP_SIGNAL,
+    MESSAGE_BYTES,
+    Work,
+    raised_by_worker,
+    run_worker,
+)
+from energon_bridge.stream.activity import Activity
+from energon_bridge.stream.leaf import Leaf, user_key_of
+from energon_bridge.stream.state import Produced
+from energon_bridge.stream.watchdog import EXIT_CODE, GRACE_SECONDS, WatchdogSettings
+
+logger = logging.getLogger(__name__)
+
+_LOOK_SECONDS = 0.5
+"""Between two looks at a worker that is waited for."""
+_BEGIN_SECONDS = 30.0
+_END_SECONDS = 5.0
+_STACK_SECONDS = 1.0
+_RESTARTS_WITHOUT_A_BATCH = 3
+_DEATHS_OF_A_SAMPLE = 3
+_SHORT_WAIT_MILLISECONDS = 1
+"""Waiting that profilers are not told of: telling them costs 15 us, whether there are any or not."""
+_RANGE = "enumerate(DataLoader)#SavableDataLoader.__next__"
+"""What profilers call the time spent waiting for any DataLoader."""
+
+
+class Source(Protocol):
+    """Says what the workers are to do: the loader."""
+
+    def work(self, worker: int, barred: frozenset[tuple[int, int]], careful: bool) -> Work:
+        """Return what a worker does from the delivered position on."""
+        ...
+
+    def leaves(self) -> Sequence[Leaf]:
+        """Return the leaves, to name samples."""
+        ...
+
+
+class Worker:
+    """One worker process, as the training process sees it.
+
+    Attributes:
+        number: Which of the workers of its rank it is.
+        current: The pass that it has been asked for.
+        taken: Microbatches that it sent in this pass and that were taken.
+        started: When it was started.
+    """
+
+    __slots__ = ("_link", "_poll", "_process", "_stacks", "arena", "board", "current", "number", "started", "taken")
+
+    def __init__(self, work: Work, method: StartMethod, arena: Arena | None, look_seconds: float) -> None:
+        self.number = work.number
+        self.current = self.taken = 0
+        self.arena = arena
+        forked = method == "fork"
+        self.board = Board(sendable=not forked)
+        self._stacks = StackFile()
+        self._link, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        seconds, rest = divmod(look_seconds, 1)
+        # Reading is one system call, which returns after some seconds.
+        self._link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(seconds), int(rest * 1e6)))
+        self._poll = select.poll()
+        self._poll.register(self._link, select.POLLIN)
+        self.started = time.monotonic()
+        with other:
+            arguments = work, other, arena, self.board, self._stacks, os.getpid() if forked else 0
+            self._process = start_process(method, f"energon-worker-{self.number}", run_worker, arguments)
+
+    def has_sent(self, milliseconds: int) -> bool:
+        """Wait some time for a message, or the end of the worker; say whether there is any."""
+        return bool(self._poll.poll(milliseconds))
+
+    def receive(self, flags: int = 0) -> bytes | None:
+        """Return the next message; b"" if the worker is gone, None if there is none for a while."""
+        try:
+            return self._link.recv(MESSAGE_BYTES, flags)
+        except BlockingIOError:
+            return None
+        except ConnectionError:
+            return b""
+
+    def send(self, command: bytes) -> None:
+        """Send a command, which one that is gone does not get."""
+        with contextlib.suppress(ConnectionError):
+            self._link.send(command)
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the process has ended."""
+        return not self._process.is_alive()
+
+    def ends_within(self, seconds: float) -> bool:
+        """Wait some seconds for the end of the process; say whether it came."""
+        self._process.join(seconds)
+        return self.is_gone
+
+    def ask_to_end(self) -> None:
+        """Close the link, for every process that has this end of it."""
+        with contextlib.suppress(OSError):
+            self._link.shutdown(socket.SHUT_RDWR)
+        self._link.close()
+
+    def kill(self) -> None:
+        """End the process, also one that is stopped."""
+        self._process.kill()
+
+    def end(self, seconds: float) -> int | None:
+        """Wait for the process, kill it after some seconds, and return its exit code."""
+        self.ask_to_end()
+        self._process.join(seconds)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+        code: int | None = self._process.exitcode
+        return code
+
+    def close(self) -> None:
+        """Give back what there is in this process of a worker that has ended."""
+        self._process.close()
+        self._stacks.close()
+
+    def state(self) -> str:
+        """Return where the process is: the stacks of its threads, or that it is stopped."""
+        pid = self._process.pid
+        with contextlib.suppress(OSError):
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "tT":
+                return "  the process is stopped (SIGSTOP, a debugger): its stack cannot be had"
+        before, deadline = len(self._stacks.read()), time.monotonic() + _STACK_SECONDS
+        with contextlib.suppress(OSError):
+            os.kill(pid, DUMP_SIGNAL)
+        while time.monotonic() < deadline:
+            time.sleep(0.05)
+            text = self._stacks.read()[before:]
+            if text and text == self._stacks.read()[before:]:
+                return "\n".join(f"    {line}" for line in text.splitlines())
+        return "  its stack cannot be had: it does not take signals"
+
+
+class WorkerPool:
+    """The workers of one loader.
+
+    Args:
+        source: What they are to do; referred to weakly, so that a loader that is dropped takes its workers along.
+        number: How many there are.
+        method: How they are started.
+        max_restarts: How often workers are replaced in all.
+        watchdog: How long a microbatch may take.
+        where: Names the training process, such as "rank 0".
+
+    Attributes:
+        restarts: How often workers were replaced.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        number: int,
+        *,
+        method: StartMethod = "fork",
+        max_restarts: int,
+        watchdog: WatchdogSettings | None,
+        where: str,
+    ) -> None:
+        self._source = weakref.ref(source)
+        self._number = number
+        self._method: StartMethod = method
+        self._left = max_restarts
+        self._watchdog = watchdog
+        self._where = where
+        self._look = min(_LOOK_SECONDS, watchdog.interval) if watchdog is not None else _LOOK_SECONDS
+        self._workers: list[Worker] = []
+        self._due: Iterator[tuple[int, int]] = iter(())
+        self._barred: frozenset[tuple[int, int]] = frozenset()
+        # Of each worker, since it last sent a microbatch:
+        self._deaths = [0] * number
+        self._suspects = [Counter[tuple[int, int]]() for _ in range(number)]
+        self.restarts = 0
+        _pools.add(self)
+
+    # Delivering -------------------------------------------------------------------------------------------------------
+
+    def begin(self, due: Iterator[tuple[int, int]]) -> None:
+        """Start the workers; `due` has the units in the order of delivery, each with its worker."""
+        self._due = due
+        for number in range(self._number):
+            self._workers.append(self._started(number))
+
+    def again(self, due: Iterator[tuple[int, int]]) -> bool:
+        """Let running workers begin the next pass; say whether there are any."""
+        self._due = due
+        for worker in self._workers:
+            worker.current += 1
+            worker.taken = 0
+            worker.send(AGAIN)
+        return bool(self._workers)
+
+    def __iter__(self) -> Iterator[Produced]:
+        return self
+
+    def __next__(self) -> Produced:
+        unit, number = next(self._due)
+        while True:
+            worker = self._workers[number]
+            if worker.has_sent(_SHORT_WAIT_MILLISECONDS):
+                data = worker.receive() or b""
+            else:
+                with record_function(_RANGE):
+                    data = self._waited_for(worker, unit)
+            if not data:
+                self._replace(worker)
+                continue
+            current, failed, message = pickle.loads(data)
+            if current != worker.current:
+                continue  # of a pass that was broken off
+            try:
+                value = unpack(Message(*message), worker.arena)
+            except OSError:
+                if not worker.ends_within(_LOOK_SECONDS):
+                    raise
+                self._replace(worker)  # it took a memory file along
+                continue
+            if failed:
+                raise raised_by_worker(value)
+            worker.taken += 1
+            worker.send(CREDIT)
+            if self._deaths[number]:
+                self._deaths[number] = 0
+                self._suspects[number].clear()
+            return Produced.of_plain(value)
+
+    @property
+    def ready(self) -> int:
+        """Microbatches that workers have made and nobody has taken."""
+        return sum(max(0, worker.board.num_sent - worker.taken) for worker in list(self._workers))
+
+    # Watching over ----------------------------------------------------------------------------------------------------
+
+    def _waited_for(self, worker: Worker, unit: int) -> bytes:
+        """Return the next message of a worker, b"" if it is gone; end it if it takes too long and that is asked for.
+
+        Raises:
+            HookTimeoutError: It takes too long, and the run is to end then.
+        """
+        since, reported = time.monotonic(), 0
+        while True:
+            data = worker.receive()
+            if data is not None:
+                return data
+            if worker.is_gone:
+                last = worker.receive(socket.MSG_DONTWAIT)  # it may have sent something on its way out
+                return last or b""
+            now = time.monotonic()
+            if not worker.board.has_begun:
+                if now - worker.started > _BEGIN_SECONDS:
+                    logger.warning(
+                        "worker %d has not begun after %.0f seconds and is killed", worker.number, _BEGIN_SECONDS
+                    )
+                    worker.kill()
+                continue
+            if self._watchdog is not None:
+                reported = self._judge(worker, unit, self._watchdog, since, reported)
+
+    def _judge(self, worker: Worker, unit: int, settings: WatchdogSettings, since: float, reported: int) -> int:
+        """Say and do what is to be done about a worker that is waited for; return how often something was said."""
+        board = worker.board
+        making_since = board.making_since
+        took = time.monotonic() - (since if making_since is None else making_since)
+        allowed = settings.allowed(board.num_made)
+        # The worker's own watchdog goes first, where it can.
+        patience = allowed + 2 * settings.interval
+        if settings.fail and board.has_said:
+            patience += min(GRACE_SECONDS, settings.timeout) + 2 * settings.interval
+        if took < patience * 2**reported:
+            return reported
+        acts = settings.fail or settings.replace
+        if acts or not board.has_said:
+            message = self._description(worker, unit, took, allowed)
+            if settings.fail:
+                worker.kill()
+                raise HookTimeoutError(message)
+            logger.error("%s", message)
+        if settings.replace:
+            worker.kill()
+        return reported + 1
+
+    def _description(self, worker: Worker, unit: int, took: float, allowed: float) -> str:
+        lines = [
+            f"{self._where}, worker {worker.number}, unit {unit}: a microbatch has been in the making for {took:.1f} s "
+            f"(watchdog_timeout_seconds allows {allowed:g})"
+        ]
+        if not worker.board.has_said:
+            lines[0] += "; the worker cannot say so itself: it is stopped, or a call keeps its interpreter lock"
+        lines += [f"  {what}" for what in self._running(worker)]
+        return "\n".join([*lines, worker.state()])
+
+    def _running(self, worker: Worker) -> list[str]:
+        """Name the hooks that run in a worker, or ran when it ended, and their samples."""
+        source = self._source()
+        leaves = {} if source is None else {user_key_of(leaf): leaf for leaf in source.leaves()}
+        named = []
+        for hook, key, index in worker.board.running():
+            activity = Activity()
+            activity.hook, activity.index = hook, index
+            activity.dataset = leaves[key].dataset if key in leaves else None
+            named.append(str(activity))
+        return named
+
+    # Replacing --------------------------------------------------------------------------------------------------------
+
+    def _started(self, number: int) -> Worker:
+        source = self._source()
+        assert source is not None, "the loader is gone"
+        work = source.work(number, self._barred, self._deaths[number] >= _DEATHS_OF_A_SAMPLE - 1)
+        return Worker(work, self._method, new_arena(sendable=self._method != "fork"), self._look)
+
+    def _replace(self, worker: Worker) -> None:
+        """Start a worker again that is gone, from what was delivered.
+
+        Raises:
+            HookTimeoutError: Its watchdog ended it, to end the run.
+            WorkerDiedError: That has happened too often.
+        """
+        number, running = worker.number, self._running(worker)
+        samples = {(key, index) for _, key, index in worker.board.running() if key}
+        code = worker.end(_END_SECONDS)
+        what = f"worker {number} ({_how(code)})"
+        if code == EXIT_CODE:
+            raise HookTimeoutError(
+                f"{what} was ended by its watchdog (fail_on_timeout): a microbatch took too long, in a call that "
+                "nothing interrupts. What the watchdog logged names the hook, the sample and the place in the code"
+            )
+        during = f" during {', '.join(running)}" if running else ""
+        if self._left <= 0 or self._deaths[number] >= _RESTARTS_WITHOUT_A_BATCH:
+            raise WorkerDiedError(
+                f"{what} died{during} and is not started again: {self._deaths[number]} restarts in a row gave no "
+                f"batch, {self._left} of max_worker_restarts are left. Out of memory? Lower num_workers, "
+                "prefetch_factor or the batch size. A crash in a decoder or hook shows itself with num_workers=0"
+            )
+        self._left -= 1
+        self.restarts += 1
+        self._deaths[number] += 1
+        self._suspects[number].update(samples)
+        logger.warning("%s died%s; it starts again from the last delivered batch, no sample is lost", what, during)
+        guilty = {sample for sample in samples if self._suspects[number][sample] >= _DEATHS_OF_A_SAMPLE}
+        if guilty - self._barred:
+            self._barred |= guilty
+            logger.error(
+                "%s ended its worker %d times in a row and is not tried again", ", ".join(running), _DEATHS_OF_A_SAMPLE
+            )
+        self._workers[number] = self._started(number)
+        worker.close()
+
+    def stop(self) -> None:
+        """Stop the workers. One that makes something is given some seconds to end it."""
+        workers, self._workers = self._workers, []
+        for worker in workers:
+            worker.ask_to_end()
+        deadline = time.monotonic() + _END_SECONDS
+        for worker in workers:
+            worker.end(max(0.0, deadline - time.monotonic()))
+            worker.close()
+        self._deaths = [0] * self._number
+        for suspects in self._suspects:
+            suspects.clear()
+
+    def forget(self) -> None:
+        """Let go of workers that another process started, of which this one is a fork."""
+        self._workers = []
+
+
+def new_arena(*, sendable: bool = False) -> Arena | None:
+    """Return shared memory for a worker, or None if there is no address space to spare: batches cross as files."""
+    try:
+        return Arena(sendable=sendable)
+    except OSError:
+        return None
+
+
+def _how(code: int | None) -> str:
+    return f"killed by signal {-code}" if code is not None and code < 0 else f"exit code {code}"
+
+
+_pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
+
+
+@atexit.register
+def _stop_all() -> None:
+    """Stop what is left when the interpreter ends; multiprocessing would wait for ever for a worker that is stopped."""
+    for pool in list(_pools):
+        for worker in pool._workers:
+            if worker._process._started_by == os.getpid():
+                worker.kill()

@@ -1,0 +1,114 @@
+"""Starting worker processes so that they end with the training process, and with nobody else.
+
+Workers are bound to whoever starts them by PR_SET_PDEATHSIG, which is to say to the *thread* that does. So they are
+started by the main thread, or by one thread of this module that lives as long as the process.
+
+A fork of the training process has copies of its workers' process objects. Multiprocessing would end their processes
+when such a fork ends; here they are what they are in the process that started them only.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import os
+import queue
+import signal
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from multiprocessing.context import ForkProcess, ForkServerProcess, SpawnProcess
+from multiprocessing.process import BaseProcess
+from typing import Any, Literal
+
+StartMethod = Literal["fork", "forkserver", "spawn"]
+
+
+class _OfThisProcess:
+    """Makes a process object of multiprocessing one that has no effect in forks of the process that started it."""
+
+    _started_by = 0
+
+    def start(self) -> None:
+        self._started_by = os.getpid()
+        super().start()  # type: ignore[misc]
+
+    @property
+    def daemon(self) -> bool:
+        """Whether it is to be terminated when this process ends."""
+        return self._started_by in (0, os.getpid()) and bool(super().daemon)  # type: ignore[misc]
+
+    @daemon.setter
+    def daemon(self, value: bool) -> None:
+        BaseProcess.daemon.fset(self, value)  # type: ignore[attr-defined]
+
+    def join(self, timeout: float | None = None) -> None:
+        if self._started_by == os.getpid():
+            super().join(timeout)  # type: ignore[misc]
+
+
+class ForkedWorker(_OfThisProcess, ForkProcess):
+    """A worker that is a copy of this process."""
+
+
+class ServedWorker(_OfThisProcess, ForkServerProcess):
+    """A worker that a process without threads has forked."""
+
+
+class SpawnedWorker(_OfThisProcess, SpawnProcess):
+    """A worker that is an interpreter of its own."""
+
+
+_KINDS: dict[str, Any] = {"fork": ForkedWorker, "forkserver": ServedWorker, "spawn": SpawnedWorker}
+_starting = threading.Lock()
+_calls: queue.SimpleQueue[tuple[contextvars.Context, Callable[[], None], Future[None]]] | None = None
+
+
+def start_process(method: StartMethod, name: str, target: Callable[..., None], arguments: tuple[Any, ...]) -> Any:
+    """Start a process that runs a function, and return what multiprocessing knows of it."""
+    process = _KINDS[method](target=target, args=arguments, name=name, daemon=True)
+
+    def start() -> None:
+        # An interrupt while it starts must not reach it before it ignores it; this process gets it afterwards.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    if threading.current_thread() is threading.main_thread():
+        start()
+    else:
+        _by_the_lasting_thread(start)
+    return process
+
+
+def _by_the_lasting_thread(call: Callable[[], None]) -> None:
+    """Have a function called by a thread that ends with the process only; raise what it raises."""
+    global _calls
+    with _starting:
+        if _calls is None:
+            _calls = queue.SimpleQueue()
+            threading.Thread(target=_serve, args=(_calls,), name="energon-starter", daemon=True).start()
+    done: Future[None] = Future()
+    _calls.put((contextvars.copy_context(), call, done))
+    done.result()
+
+
+def _serve(calls: queue.SimpleQueue[tuple[contextvars.Context, Callable[[], None], Future[None]]]) -> None:
+    while True:
+        context, call, done = calls.get()
+        try:
+            context.run(call)
+        except BaseException as error:
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+        del context, call, done
+
+
+def _forget_the_thread() -> None:
+    global _calls, _starting
+    _calls, _starting = None, threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_the_thread)
