@@ -317,9 +317,11 @@ def fits(size: int, subsets: tuple[SubsetRange, ...]) -> bool:
     return start < stop
 
 
-def drawn_leaf(rng: random.Random, outer: tuple[SubsetRange, ...], finite: bool) -> dict[str, Any]:
-    """Draw a dataset, a file or a join within the ranges around it."""
-    size, described = LEAVES[rng.choice([name for name, (size, _) in LEAVES.items() if fits(size, outer)])]
+def drawn_leaf(rng: random.Random, outer: tuple[SubsetRange, ...], finite: bool, most: int) -> dict[str, Any]:
+    """Draw a dataset, a file or a join of at most so many samples within the ranges around it."""
+    size, described = LEAVES[
+        rng.choice([name for name, (size, _) in LEAVES.items() if size <= most and fits(size, outer)])
+    ]
     tree = dict(described)
     ranges = [bounds for bounds in PERCENT + ABSOLUTE if fits(size, (range_of(bounds), *outer))]
     if ranges and rng.random() < 0.3:
@@ -342,18 +344,23 @@ def drawn_weight(rng: random.Random, positive: bool) -> Any:
 
 
 def drawn_tree(
-    rng: random.Random, kinds: Sequence[str], finite: bool, depth: int = 3, outer: tuple[SubsetRange, ...] = ()
+    rng: random.Random,
+    kinds: Sequence[str],
+    finite: bool,
+    most: int,
+    depth: int = 3,
+    outer: tuple[SubsetRange, ...] = (),
 ) -> dict[str, Any]:
     """Draw a mix, of legal nestings only; nothing in it is empty."""
     kind = rng.choice(list(kinds)) if depth else "leaf"
     if kind == "leaf":
-        return drawn_leaf(rng, outer, finite)
+        return drawn_leaf(rng, outer, finite, most)
     bounds = None
     if len(outer) < 2 and rng.random() < 0.3:
         bounds = rng.choice([bounds for bounds in PERCENT if fits(60, (range_of(bounds), *outer))] or [None])
     inner = outer if bounds is None else (range_of(bounds), *outer)
     count = rng.randint(1, 4 if depth == 3 else 3)
-    children = [drawn_tree(rng, CHILDREN[kind], finite, depth - 1, inner) for _ in range(count)]
+    children = [drawn_tree(rng, CHILDREN[kind], finite, most, depth - 1, inner) for _ in range(count)]
     sure = rng.randrange(count)
     for number, child in enumerate(children):
         if kind == "blend":
@@ -370,7 +377,7 @@ def num_leaves(tree: dict[str, Any]) -> int:
 def drawn_legs(rng: random.Random, run: dict[str, Any], budget: int, changeable: int) -> Iterator[Leg]:
     """Draw the legs of a chain, of about `budget` microbatches; `changeable` weights may be set, 0 if none."""
     most = run["num_lanes"] or 24
-    count, ranks = rng.randint(2, 6), 1
+    count, ranks = rng.choice([2, 2, 3, 3, 4, 5, 6]), 1
     for _ in range(count):
         if rng.random() < 0.75:
             ranks = rng.choice([ranks for ranks in RANKS if ranks <= most])
@@ -404,10 +411,11 @@ def drawn_chain(seed: int, number: int) -> Chain:
     features: list[str] = [] if pictures else [name for name in ("refuses", "many") if rng.random() < 0.15]
     if not pictures and rng.random() < 0.2:
         features.insert(0, rng.choice(["groups", "equal"]))
-    batched = any(name in BATCHED for name in features)
+    grouped = "groups" in features
+    batched = not grouped and any(name in BATCHED for name in features)
     rows = rng.choice([1, 2, 2, 3, 4, 7, 16, *[None] * (2 * (not batched))])
     settings: dict[str, Any] = {
-        "batch_size": None if "groups" in features and not batched else rows,
+        "batch_size": None if grouped else rows,
         "max_samples_per_sequence": rng.choice([None, None, 1, 2, 4, 10, 100]),
         "shuffle_buffer_size": rng.choice([100, 0, 2, 5, 30, None]),
         "parallel_shard_iters": rng.choice([None, 1, 3, 16]),
@@ -425,7 +433,9 @@ def drawn_chain(seed: int, number: int) -> Chain:
         "microbatches_per_global_batch": rng.choice([None, None, 4, 8, 12, 30]),
     }
     kinds = ("leaf", "concat", "blend_epochized") if finite else ("leaf", "concat", "blend", "blend", "blend_epochized")
-    tree = dict(PICTURE_LEAF) if pictures else drawn_tree(rng, kinds, finite)
+    # A pass that is packed or grouped is made once by every rank before it begins.
+    listed = finite and (base in PACKING or bool({"groups", "equal"} & {*features}))
+    tree = dict(PICTURE_LEAF) if pictures else drawn_tree(rng, kinds, finite, 100 if listed else 1 << 30)
     changeable = num_leaves(tree) if "blend" in tree and num_leaves(tree) > 1 else 0
     legs = tuple(drawn_legs(rng, run, min(90, 240 // (rows or 1)), changeable))
     return Chain(tree=tree, base=base, features=tuple(features), settings=settings, run=run, legs=legs)
@@ -434,13 +444,13 @@ def drawn_chain(seed: int, number: int) -> Chain:
 # Running one ---------------------------------------------------------------------------------------------------------
 
 
-class Difference(Exception):
+class DifferenceError(Exception):
     """A chain is not what the uninterrupted run is."""
 
 
 def check(condition: bool, message: str) -> None:
     if not condition:
-        raise Difference(message)
+        raise DifferenceError(message)
 
 
 def stepped(streams: Sequence[Iterator[Any]], loaders: Sequence[SavableDataLoader], leg: Leg, steps: int) -> list[str]:
@@ -567,7 +577,7 @@ def run_chain(data: Path, chain: Chain) -> str:
     """Run a chain and its reference; return what became of it: "same", or the class of the error that both raise.
 
     Raises:
-        Difference: They differ.
+        DifferenceError: They differ.
     """
     dataset = chain.open(data)
     found: list[str] = []
@@ -592,7 +602,7 @@ def run_chain(data: Path, chain: Chain) -> str:
         pairs = enumerate(itertools.zip_longest(found, expected))
         first = next(number for number, (one, other) in pairs if one != other)
         leg_number = next((number for number, end in enumerate(ends) if first < end), len(ends) - 1)
-        raise Difference(
+        raise DifferenceError(
             f"microbatch {first} (in leg {leg_number}; legs end at {ends}) differs; {len(found)} delivered, "
             f"{len(expected)} expected"
         )
@@ -612,7 +622,7 @@ def check_same_error(dataset: DatasetSpec, chain: Chain, leg: int, states: list[
             return type(error).__name__
     finally:
         loader.close()
-    raise Difference(f"leg {leg} raised {type(error).__name__}: {error}") from error
+    raise DifferenceError(f"leg {leg} raised {type(error).__name__}: {error}") from error
 
 
 # Making one that differs smaller -------------------------------------------------------------------------------------
@@ -654,7 +664,7 @@ def failure_of(data: Path, chain: Chain) -> str | None:
     """Return what is wrong with a chain, None if nothing is."""
     try:
         run_chain(data, chain)
-    except Difference as error:
+    except DifferenceError as error:
         return str(error)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
