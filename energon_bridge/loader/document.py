@@ -6,6 +6,7 @@ Built-in types only, so that it loads with `torch.load` and its defaults, as JSO
      "kind": "train" | "passes" | "finite", "num_lanes": L, "microbatches": m0,
      "epoch": passes that are done,          # of a finite stream; m0 counts in the pass
      "epoch_steps": steps delivered of the virtual epoch,
+     "ranks": [R whose counts it has, R of the run],     # of a finite stream
      "settings": {name: value, ...},         # all that the stream depends on but the leaves
      "weights": [[global draw, [weight, ...]], ...],     # what `set_weights` changed
      "leaves": {"identities": [str, ...], "paths": text, "split_parts": text, "shares": text, "num_samples": column,
@@ -19,8 +20,9 @@ Built-in types only, so that it loads with `torch.load` and its defaults, as JSO
 *held* says how many rows of each lane wait to be packed or batched; the columns of their arrays follow, all lanes one
 after the other (`stream/state.py`); they are left out where none wait. Columns and texts are those of `columns.py`. The
 state of a rank holds the lanes of that rank; several such states merge into one as long as they stand at the same
-microbatch. Counts of a rank's state are that rank's own; they add up in a merge. *Parked* leaves were in the mix once
-and were taken out on a resume; where they stood is kept.
+microbatch. Counts of a rank's state are that rank's own; they add up in a merge. Lanes tell which ranks a state is of;
+a finite stream has none, so its states say it (but for early ones of format version 4). *Parked* leaves were in the mix
+once and were taken out on a resume; where they stood is kept.
 
 The checksum is a hash of the rest, written as JSON with sorted keys. States of format version 3 have none.
 
@@ -91,6 +93,7 @@ class SavedRun:
         leaves: Rows with identity, path, split_part, share, subset, num_samples, block (`LeafOrder.block`), counts (a
             dict) and parked; parked ones last.
         lanes: By number.
+        ranks: Of a finite stream: how many ranks' counts these are, and how many ranks the run had; None: not known.
 
     The others are those of the document.
     """
@@ -105,6 +108,7 @@ class SavedRun:
     changes: ChangedWeights
     leaves: list[State]
     lanes: dict[int, LaneState]
+    ranks: tuple[int, int] | None = None
 
 
 # Writing -------------------------------------------------------------------------------------------------------------
@@ -125,6 +129,7 @@ def write(saved: SavedRun) -> State:
     """Return the document that says so."""
     document = {name: getattr(saved, name) for name in _OF_THE_RUN}
     document |= {"format": FORMAT, "format_version": FORMAT_VERSION, "order_version": ORDER_VERSION}
+    document |= {} if saved.ranks is None else {"ranks": list(saved.ranks)}
     return sign(document | {"leaves": _write_leaves(saved.leaves), "lanes": write_lanes(saved.lanes)})
 
 
@@ -227,8 +232,24 @@ def read(state: Any) -> SavedRun:
     lanes = _read_lanes(_entries(document["lanes"], "lanes"), leaves, numbers["num_lanes"])
     weights = document["weights"]
     return SavedRun(
-        kind=kind, **numbers, settings=settings, weights=weights, changes=changes, leaves=leaves, lanes=lanes
+        kind=kind,
+        **numbers,
+        settings=settings,
+        weights=weights,
+        changes=changes,
+        leaves=leaves,
+        lanes=lanes,
+        ranks=_read_ranks(document.get("ranks")),
     )
+
+
+def _read_ranks(value: Any) -> tuple[int, int] | None:
+    if value is None:
+        return None
+    if not isinstance(value, list) or len(value) != 2:
+        raise damaged("ranks", f"should be two numbers, found {_shown(value)}")
+    size = _number(value[1], "ranks", 1, LARGEST)
+    return _number(value[0], "ranks", 1, size), size
 
 
 def read_lanes(document: State) -> dict[int, LaneState]:
@@ -446,7 +467,15 @@ def read_all(states: Sequence[Any]) -> SavedRun:
                 for name in COUNTERS:
                     total[name] += leaf["counts"][name]
     leaves = [leaf | {"counts": counted} for leaf, counted in zip(first.leaves, counts, strict=True)]
-    return replace(first, leaves=leaves, lanes=lanes)
+    return replace(first, leaves=leaves, lanes=lanes, ranks=_ranks_of(runs))
+
+
+def _ranks_of(runs: Sequence[SavedRun]) -> tuple[int, int] | None:
+    known = [run.ranks for run in runs if run.ranks is not None]
+    if len(known) < len(runs):
+        return None
+    size = max(size for _, size in known)
+    return min(size, sum(count for count, _ in known)), size
 
 
 def merge(states: Sequence[Any]) -> State:

@@ -260,6 +260,7 @@ class Position:
             changes=self._changes,
             leaves=[*leaves, *self._parked],
             lanes=lanes,
+            ranks=(1, self._config.dp_size) if self._spec.finite else None,
         )
 
     def restore(self, saved: doc.SavedRun, on_mismatch: OnMismatch) -> None:
@@ -295,8 +296,8 @@ class Position:
         self.microbatches, self.epoch = microbatches, saved.epoch
         self.epoch_steps = saved.epoch_steps
         # Counts belong to the run: one rank carries what several had counted.
-        whole = len(lanes) == len(self.own_lanes)
-        self._take_over(saved.leaves, lanes, counts=whole or config.dp_rank == 0, changed=bool(difference))
+        own = saved.ranks == (1, config.dp_size) if spec.finite else len(lanes) == len(self.own_lanes)
+        self._take_over(saved.leaves, lanes, counts=own or config.dp_rank == 0, changed=bool(difference))
 
     def _take_over(self, saved: list[doc.State], lanes: dict[int, LaneState], *, counts: bool, changed: bool) -> None:
         """Give each leaf where it stood in the saved state; new ones start, and those that are gone are parked."""

@@ -1,0 +1,768 @@
+"""Chains: any mix, encoder and settings, stopped and resumed on any topologies, against an uninterrupted run.
+
+A chain is drawn from a seed and a number, so a failure is repeated by both. The reference is a run on one rank without
+workers; the same run then goes over several stops, each with its own number of ranks, workers, threads and microbatches
+ahead, the state passing through files of several kinds. Every real microbatch must have the digest that the reference
+has, and the counters of the last state must be those of the reference.
+
+Runs without pytest too, on all cores, with nothing but what the package itself needs:
+
+    python tests/chains.py --chains 2000 --processes 16 --seed 7
+    python tests/chains.py --seed 7 --first 123 --chains 1      # chain 123 of that run again
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import faulthandler
+import io
+import itertools
+import json
+import logging
+import multiprocessing
+import os
+import pickle
+import pprint
+import random
+import sys
+import tempfile
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path.insert(1, str(Path(__file__).parent.parent))  # the package, where it is not installed
+    for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        os.environ.setdefault(variable, "1")
+
+import torch
+from crude import crude_mix
+from engine import ENCODERS, config_of, digest, is_masked, loaders_of, text_dataset
+from keyed import BOTH, CRUDE, keyed_dataset, shards, shuffled
+from mixing import metadataset
+
+from energon_bridge import (
+    Cooker,
+    DefaultTaskEncoder,
+    EnergonError,
+    MetadataError,
+    SkipSample,
+    TextSample,
+    basic_sample_keys,
+    cooker,
+    cyclic_iter,
+    get_train_dataset,
+    register_joiner,
+)
+from energon_bridge.loader.document import merge, read_lanes, read_leaves
+from energon_bridge.loader.savable import SavableDataLoader
+from energon_bridge.loader.spec import DatasetSpec
+from energon_bridge.mix import evaluate_subset
+from energon_bridge.mix.subset import SubsetRange, parse_subset
+from energon_bridge.testing import create_captioning_test_dataset
+
+SECONDS = 300
+"""After which a chain is a hang."""
+
+# Data ----------------------------------------------------------------------------------------------------------------
+
+SHARDS = {"one": [1], "three": [2, 1], "few": [5, 7], "odd": [9, 1, 14], "some": [40, 23], "mid": [120, 77, 3]}
+SHARDS |= {"large": [500, 1, 299]}
+LINES = {"lines": 60, "long": 6500}
+"""The second is long enough for slices of several samples on any number of lanes, and in passes."""
+KEYS = [f"{number:05d}" for number in range(40)]
+MATCHED, TALK, PICTURES = 26, (13, 8, 16), 37
+LEAVES: dict[str, tuple[int, dict[str, Any]]] = {
+    **{name: (sum(counts), {"path": f"./{name}"}) for name, counts in SHARDS.items()},
+    **{name: (count, {"path": f"./{name}.jsonl", "subflavors": {"of": name}}) for name, count in LINES.items()},
+    "talk": (
+        sum(TALK),
+        {"path": "./talk", "subflavors": {"of": "talk"}, "aux": {"blobs": "./blobs", "notes": "filesystem://./notes"}},
+    ),
+    "join": (MATCHED, {"join": [{"path": "./left"}, {"path": "./right", "nonmatch": "skip"}], "joiner": BOTH}),
+    "join none": (
+        len(KEYS),
+        {"join": {"first": {"path": "./left"}, "second": {"path": "./right", "nonmatch": "none"}}, "joiner": BOTH},
+    ),
+    "join crude": (
+        len(KEYS),
+        {
+            "join": [{"path": "./raw", "subflavors": {"of": "raw"}}, {"path": "./other", "nonmatch": "none"}],
+            "joiner": {"__module__": __name__, "__function__": "pick"},
+        },
+    ),
+}
+"""What is at the ends of trees: number of samples and how a metadataset names it."""
+PICTURE_LEAF = {"path": "./pictures"}
+
+
+def write_data(folder: Path) -> Path:
+    """Write the datasets that chains are over."""
+    for name, counts in SHARDS.items():
+        text_dataset(folder / name, train=counts)
+    for name, count in LINES.items():
+        lines = "".join(f'{{"text": "line {number}"}}\n' for number in range(count))
+        (folder / f"{name}.jsonl").write_text(lines)
+    crude_mix(folder, TALK)
+    for names, kind in ((("left", "right"), None), (("raw", "other"), CRUDE)):
+        settings = {} if kind is None else {"dataset_yaml": kind}
+        keyed_dataset(folder / names[0], train=shards(KEYS, 17, 8, 15), **settings)
+        keyed_dataset(folder / names[1], train=shards([*shuffled(KEYS[-MATCHED:]), "77777"], 4, 23), **settings)
+    create_captioning_test_dataset(folder / "pictures", num_train=PICTURES, num_val=0, image_size=4)
+    return folder
+
+
+@register_joiner
+def pick(first: Any, second: Any) -> dict[str, Any]:
+    """Leave a joined sample crude."""
+    return {"own": first["txt"], "other": "none" if second is None else second["txt"], "chance": random.random()}
+
+
+@cooker(need_primary=True)
+def cook_talk(sample: dict[str, Any], blobs: Any, notes: Any, primary: Any) -> TextSample:
+    """Cook with all stores and some chance; skips some."""
+    if random.random() < 0.1:
+        raise SkipSample
+    blob = blobs.get(sample["json"]["blob"], sample)
+    note = notes.get(sample["json"]["note"], sample)
+    return TextSample(**basic_sample_keys(sample), text=f"{note}; {primary.get('.txt', sample)}; {blob.tolist()}")
+
+
+def cook_others(sample: dict[str, Any]) -> TextSample:
+    content = sample["json"] if "json" in sample else (sample["own"], sample["other"], sample["chance"])
+    return TextSample(**basic_sample_keys(sample), text=f"{content} {torch.rand(())}")
+
+
+COOKERS = (Cooker(cook_talk, has_subflavors={"of": "talk"}), Cooker(cook_others))
+
+# Encoders ------------------------------------------------------------------------------------------------------------
+
+
+class Groups:
+    """Groups by the text, with a size of its own for each group, or that of the batches."""
+
+    sized = True
+
+    def batch_group_criterion(self, sample: Any) -> tuple[Any, int | None]:
+        kind = len(str(sample.text)) % 3
+        return kind, 1 + kind if self.sized else None
+
+
+class EqualGroups(Groups):
+    """Groups of `batch_size`, and refuses some rows."""
+
+    sized = False
+
+    def batch_group_criterion(self, sample: Any) -> tuple[Any, int | None]:
+        if random.random() < 0.05:
+            raise SkipSample
+        return super().batch_group_criterion(sample)
+
+
+class Refuses:
+    """Leaves out whole microbatches by chance."""
+
+    def batch(self, samples: list[Any]) -> Any:
+        if random.random() < 0.25:
+            raise SkipSample
+        return super().batch(samples)  # type: ignore[misc]
+
+
+class ManyBatches:
+    """Makes nought to three microbatches of each."""
+
+    def encode_batch(self, batch: Any) -> Iterator[Any]:
+        for _ in range(random.randrange(4)):
+            yield replace(batch, text=[f"{text} {torch.rand(())}" for text in batch.text])
+
+
+FEATURES: dict[str, type] = {"groups": Groups, "equal": EqualGroups, "refuses": Refuses, "many": ManyBatches}
+BASES = ("default", "tensors", "skipping", "several", "packing", "prepost")
+PACKING = ("packing", "prepost")
+BATCHED = ("equal", "refuses", "many")
+"""Features that need a batch size."""
+
+
+@cache
+def encoder_of(base: str, features: tuple[str, ...]) -> DefaultTaskEncoder:
+    """Return an encoder with some features that also cooks."""
+    bases = (*(FEATURES[name] for name in features), ENCODERS[base])
+    encoder: DefaultTaskEncoder = type("_".join((*features, base)), bases, {"cookers": COOKERS})()
+    return encoder
+
+
+# A chain -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """Weights that are set `after` steps of a leg: numbers or schedules in order of the mix, from `later` draws on."""
+
+    after: int
+    weights: list[Any]
+    later: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leg:
+    """Some steps on one topology, and how the state goes on from there.
+
+    Args:
+        ranks, workers, threads, prefetch, held_bytes: Of the configuration.
+        steps: Of each rank.
+        peeks: States are saved after each step.
+        passing: "list": of the states of all ranks, shuffled; "merged": into one; "parts": into two; "own": each rank
+            has its own, where there are as many ranks in the next leg and the stream has no end, else as "list".
+        codec: What the state goes through.
+        order: Seeds the shuffling.
+        change: Of weights.
+    """
+
+    ranks: int
+    workers: int
+    threads: int
+    prefetch: int
+    held_bytes: int
+    steps: int
+    peeks: bool
+    passing: str
+    codec: str
+    order: int
+    change: Change | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chain:
+    """Data, encoder and settings of a run, and the topologies that deliver it.
+
+    Args:
+        tree: What the split of a metadataset says.
+        base, features: Of the encoder.
+        settings: Of `get_train_dataset`.
+        run: Of the worker configuration: what holds for the whole run.
+        legs: The topologies, one after the other.
+    """
+
+    tree: dict[str, Any]
+    base: str
+    features: tuple[str, ...]
+    settings: dict[str, Any]
+    run: dict[str, Any]
+    legs: tuple[Leg, ...]
+
+    @property
+    def packs(self) -> bool:
+        return self.base in PACKING
+
+    @property
+    def finite(self) -> bool:
+        return not self.settings.get("repeat", True)
+
+    def open(self, data: Path) -> DatasetSpec:
+        """Open the mix."""
+        return get_train_dataset(
+            metadataset(data, train=self.tree),
+            worker_config=config_of(1, 0, **self.run),
+            task_encoder=encoder_of(self.base, self.features),
+            **self.settings,
+        )
+
+
+# Drawing one ---------------------------------------------------------------------------------------------------------
+
+CHILDREN: dict[str, tuple[str, ...]] = {
+    "concat": ("leaf", "concat"),
+    "blend": ("leaf", "concat", "blend"),
+    "blend_epochized": ("leaf", "concat", "blend_epochized"),
+}
+NUMBERS = {"blend": "weight", "blend_epochized": "repetitions"}
+PERCENT = [["0%", "50%"], ["25%", "75%"], ["40%", "end"], ["87.5%", "100%"], ["0%", "100%"]]
+ABSOLUTE: list[list[Any]] = [[0, 1], [3, 5], [2, "end"], [1, 11], [100, 300]]
+RANKS = [1, 1, 2, 2, 3, 4, 4, 5, 6, 7, 8, 9, 12, 16, 23]
+LANES = [None, None, 1, 2, 3, 4, 6, 10, 24]
+CODECS: dict[str, Callable[[Any], Any]] = {
+    "plain": lambda state: state,
+    "json": lambda state: json.loads(json.dumps(state)),
+    "pickle": lambda state: pickle.loads(pickle.dumps(state)),
+    "torch": lambda state: _through_torch(state),
+}
+
+
+def _through_torch(state: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def range_of(bounds: list[Any]) -> SubsetRange:
+    found = parse_subset({"range": bounds}, where="", field="", allow_absolute=True)
+    assert found is not None
+    return found
+
+
+def fits(size: int, subsets: tuple[SubsetRange, ...]) -> bool:
+    """Return whether subsets, innermost first, leave anything of so many samples."""
+    try:
+        start, stop = evaluate_subset(subsets, size)
+    except MetadataError:
+        return False
+    return start < stop
+
+
+def drawn_leaf(rng: random.Random, outer: tuple[SubsetRange, ...], finite: bool, most: int) -> dict[str, Any]:
+    """Draw a dataset, a file or a join of at most so many samples within the ranges around it."""
+    size, described = LEAVES[
+        rng.choice([name for name, (size, _) in LEAVES.items() if size <= most and fits(size, outer)])
+    ]
+    tree = dict(described)
+    ranges = [bounds for bounds in PERCENT + ABSOLUTE if fits(size, (range_of(bounds), *outer))]
+    if ranges and rng.random() < 0.3:
+        tree["subset"] = {"range": rng.choice(ranges)}
+    multiplier = rng.choice([1, 1, 1, 1, None] if finite else [1, 1, 1, 1, None, 2, 3, -1])
+    return tree if multiplier == 1 else tree | {"shuffle_over_epochs_multiplier": multiplier}
+
+
+def drawn_weight(rng: random.Random, positive: bool) -> Any:
+    """Draw a weight, as a file has it: a number or a schedule."""
+
+    def number() -> Any:
+        return rng.choice([*range(int(positive), 10), 0.1, 0.25, 1.5, 2.75])
+
+    kind = rng.choice([None, None, None, "steps", "linear", "cosine"])
+    if kind is None:
+        return number()
+    draws = sorted(rng.sample([0, 1, 24, 50, 75, 100, 300, 2000], rng.randint(1, 3)))
+    return {"schedule": kind, "points": [[at, number()] for at in draws]}
+
+
+def drawn_tree(
+    rng: random.Random,
+    kinds: Sequence[str],
+    finite: bool,
+    most: int,
+    depth: int = 3,
+    outer: tuple[SubsetRange, ...] = (),
+) -> dict[str, Any]:
+    """Draw a mix, of legal nestings only; nothing in it is empty."""
+    kind = rng.choice(list(kinds)) if depth else "leaf"
+    if kind == "leaf":
+        return drawn_leaf(rng, outer, finite, most)
+    bounds = None
+    if len(outer) < 2 and rng.random() < 0.3:
+        bounds = rng.choice([bounds for bounds in PERCENT if fits(60, (range_of(bounds), *outer))] or [None])
+    inner = outer if bounds is None else (range_of(bounds), *outer)
+    count = rng.randint(1, 4 if depth == 3 else 3)
+    children = [drawn_tree(rng, CHILDREN[kind], finite, most, depth - 1, inner) for _ in range(count)]
+    sure = rng.randrange(count)
+    for number, child in enumerate(children):
+        if kind == "blend":
+            child["weight"] = drawn_weight(rng, number == sure)
+        elif kind == "blend_epochized":
+            child["repetitions"] = rng.choice([1, 2, 3, 0.5, 0.25, 1.25, 0.3, 1.7, *[0] * (number != sure)])
+    return {kind: children} if bounds is None else {kind: children, "subset": {"range": bounds}}
+
+
+def num_leaves(tree: dict[str, Any]) -> int:
+    return next((sum(map(num_leaves, tree[kind])) for kind in CHILDREN if kind in tree), 1)
+
+
+def drawn_legs(rng: random.Random, run: dict[str, Any], budget: int, changeable: int) -> Iterator[Leg]:
+    """Draw the legs of a chain, of about `budget` microbatches; `changeable` weights may be set, 0 if none."""
+    most = run["num_lanes"] or 24
+    count, ranks = rng.choice([2, 2, 3, 3, 4, 5, 6]), 1
+    for _ in range(count):
+        if rng.random() < 0.75:
+            ranks = rng.choice([ranks for ranks in RANKS if ranks <= most])
+        steps = rng.choice([0, *range(1, 3 + 2 * budget // (count * ranks))])
+        change = None
+        if changeable and rng.random() < 0.2:
+            sure = rng.randrange(changeable)
+            weights = [drawn_weight(rng, number == sure) for number in range(changeable)]
+            change = Change(after=rng.randint(0, steps), weights=weights, later=rng.choice([0, rng.randint(0, 60)]))
+        yield Leg(
+            ranks=ranks,
+            workers=rng.choice([0, 0, 1, 2, 3]),
+            threads=rng.choice([1, 1, 1, 2, 3]),
+            prefetch=rng.choice([1, 1, 2, 3, 5]),
+            held_bytes=rng.choice([1 << 30, 1 << 30, 1 << 30, 3000, 0]),
+            steps=steps,
+            peeks=rng.random() < 0.1,
+            passing=rng.choice(["list", "list", "merged", "parts", "own"]),
+            codec=rng.choice(list(CODECS)),
+            order=rng.randrange(1000),
+            change=change,
+        )
+
+
+def drawn_chain(seed: int, number: int) -> Chain:
+    """Draw chain `number` of a seed."""
+    rng = random.Random(f"{seed} {number}")
+    finite = rng.random() < 0.2
+    pictures = rng.random() < 0.03
+    base = "default" if pictures else rng.choice(BASES)
+    features: list[str] = [] if pictures else [name for name in ("refuses", "many") if rng.random() < 0.15]
+    if not pictures and rng.random() < 0.2:
+        features.insert(0, rng.choice(["groups", "equal"]))
+    grouped = "groups" in features
+    batched = not grouped and any(name in BATCHED for name in features)
+    rows = rng.choice([1, 2, 2, 3, 4, 7, 16, *[None] * (2 * (not batched))])
+    settings: dict[str, Any] = {
+        "batch_size": None if grouped else rows,
+        "max_samples_per_sequence": rng.choice([None, None, 1, 2, 4, 10, 100]),
+        "shuffle_buffer_size": rng.choice([100, 0, 2, 5, 30, None]),
+        "parallel_shard_iters": rng.choice([None, 1, 3, 16]),
+        "shuffle_over_epochs_multiplier": rng.choice([1, 1, 1, None] if finite else [1, 1, 1, None, 3, -1]),
+    }
+    if base in PACKING:
+        settings["packing_buffer_size"] = rng.choice([3, 5, 11, 20, 40])
+    if finite:
+        settings |= {"repeat": False, "batch_drop_last": rng.random() < 0.3}
+    if rng.random() < 0.1:
+        settings["virtual_epoch_length"] = rng.randint(1, 20)
+    run: dict[str, Any] = {
+        "seed": rng.randrange(1 << 30),
+        "num_lanes": rng.choice(LANES),
+        "microbatches_per_global_batch": rng.choice([None, None, 4, 8, 12, 30]),
+    }
+    kinds = ("leaf", "concat", "blend_epochized") if finite else ("leaf", "concat", "blend", "blend", "blend_epochized")
+    # A pass that is packed or grouped is made once by every rank before it begins.
+    listed = finite and (base in PACKING or bool({"groups", "equal"} & {*features}))
+    tree = dict(PICTURE_LEAF) if pictures else drawn_tree(rng, kinds, finite, 100 if listed else 1 << 30)
+    changeable = num_leaves(tree) if "blend" in tree and num_leaves(tree) > 1 else 0
+    legs = tuple(drawn_legs(rng, run, min(90, 240 // (rows or 1)), changeable))
+    return Chain(tree=tree, base=base, features=tuple(features), settings=settings, run=run, legs=legs)
+
+
+# Running one ---------------------------------------------------------------------------------------------------------
+
+
+class DifferenceError(Exception):
+    """A chain is not what the uninterrupted run is."""
+
+
+def check(condition: bool, message: str) -> None:
+    if not condition:
+        raise DifferenceError(message)
+
+
+def stepped(streams: Sequence[Iterator[Any]], loaders: Sequence[SavableDataLoader], leg: Leg, steps: int) -> list[str]:
+    """Let all ranks deliver some steps, rank after rank; return the digests of the real microbatches, in order."""
+    columns = []
+    for loader, stream in zip(loaders, streams, strict=True):
+        column = []
+        for _ in range(steps):
+            batch = next(stream)
+            column.append(None if is_masked(batch) else digest(batch))
+            if leg.peeks:
+                loader.save_state_rank()
+        columns.append(column)
+    return [found for row in zip(*columns, strict=True) for found in row if found is not None]
+
+
+def set_weights(loaders: list[SavableDataLoader], change: Change) -> int:
+    """Set weights on all ranks; return the global draw from which they hold."""
+    states = [loader.save_state_rank() for loader in loaders]
+    drawn = max(lane.draw + (lane.taken > 0) for state in states for lane in read_lanes(state).values())
+    start = drawn * states[0]["num_lanes"] + change.later
+    for loader in loaders:
+        loader.set_weights(change.weights, from_draw=start)
+    return start
+
+
+def run_leg(
+    dataset: DatasetSpec, chain: Chain, leg: Leg, states: list[Any], own: bool, changes: list[tuple[int, list[Any]]]
+) -> tuple[list[str], list[Any]]:
+    """Run one leg from the states before it; return digests and the states after it."""
+    config = chain.run | {"prefetch_factor": leg.prefetch, "decode_threads": leg.threads, "held_bytes": leg.held_bytes}
+    loaders = loaders_of(dataset, leg.ranks, leg.workers, **config)
+    try:
+        for rank, loader in enumerate(loaders if states else ()):
+            loader.restore_state_rank(states[rank] if own else states)
+        streams = [cyclic_iter(loader) for loader in loaders]
+        found, rest = [], leg.steps
+        if leg.change is not None:
+            found, rest = stepped(streams, loaders, leg, leg.change.after), leg.steps - leg.change.after
+            changes.append((set_weights(loaders, leg.change), leg.change.weights))
+        found += stepped(streams, loaders, leg, rest)
+        return found, [loader.save_state_rank() for loader in loaders]
+    finally:
+        for loader in loaders:
+            loader.close()
+
+
+def passed_on(leg: Leg, states: list[Any], own: bool) -> list[Any]:
+    """Return states as the next leg gets them."""
+    if not own:
+        states = random.Random(leg.order).sample(states, len(states))
+        half = len(states) // 2
+        if leg.passing == "merged":
+            states = [merge(states)]
+        elif leg.passing == "parts" and half:
+            states = [merge(states[half:]), merge(states[:half])]
+    through = CODECS[leg.codec]
+    return [through(state) for state in states]
+
+
+def place_of(state: Any) -> tuple[int, int]:
+    return int(state["epoch"]), int(state["microbatches"])
+
+
+def reference_of(
+    dataset: DatasetSpec, chain: Chain, last: Any, changes: Sequence[tuple[int, list[Any]]]
+) -> tuple[list[str], Any]:
+    """Return the digests of an uninterrupted run up to where the last state of a chain stands, and its state there."""
+    config = dict(chain.run)
+    if not chain.finite and not same_by_default(chain):
+        config["num_lanes"] = last["num_lanes"]
+    if chain.finite:  # so that its length is that of a pass
+        dataset = replace(dataset, virtual_epoch_length=None)
+    (loader,) = loaders_of(dataset, 1, 0, **config)
+    try:
+        for start, weights in changes:
+            loader.set_weights(weights, from_draw=start)
+        stream, found = cyclic_iter(loader), []
+        if not chain.finite:
+            batches: Iterator[Any] = itertools.islice(stream, last["microbatches"])
+            found = [digest(batch) for batch in batches]
+        epoch, microbatches = place_of(last)
+        while chain.finite and not reached(loader, epoch, microbatches):
+            batch = next(stream)
+            if not is_masked(batch):
+                found.append(digest(batch))
+        return found, loader.save_state_rank()
+    finally:
+        loader.close()
+
+
+def reached(loader: SavableDataLoader, epoch: int, microbatches: int) -> bool:
+    """Whether a loader on one rank stands where several do, whose last step of a pass may have gone beyond its end."""
+    state = loader.save_state_rank()
+    if state["epoch"] != epoch or state["microbatches"] >= microbatches:
+        return place_of(state) >= (epoch, microbatches)
+    return microbatches > 0 and state["microbatches"] > 0 and state["microbatches"] >= len(loader)
+
+
+def same_by_default(chain: Chain) -> bool:
+    """Whether a run has as many lanes by default as one on one rank."""
+    group, ranks = chain.run["microbatches_per_global_batch"], chain.legs[0].ranks
+    return chain.run["num_lanes"] is not None or group is not None or 24 % ranks == 0
+
+
+def counted(states: list[Any]) -> dict[str, dict[str, int]]:
+    return {row["identity"]: row["counts"] for row in read_leaves(merge(states))}
+
+
+def check_counts(dataset: DatasetSpec, chain: Chain, states: list[Any], expected: Any) -> None:
+    """Compare the counters of a chain with those of an uninterrupted run."""
+    found, uninterrupted = counted(states), counted([expected])
+    if not chain.packs and not dataset.listed:
+        check(found == uninterrupted, f"counters {found}, uninterrupted {uninterrupted}")
+        return
+    # How far a packing buffer is filled, and so what has been drawn and skipped, depends on where a chain is cut; the
+    # ranks of a pass that is listed beforehand each count what they list.
+    for identity, counts in found.items():
+        pair = counts["samples"], uninterrupted[identity]["samples"]
+        check(pair[0] == pair[1], f"samples of {identity} {pair[0]}, uninterrupted {pair[1]}")
+
+
+def run_chain(data: Path, chain: Chain) -> str:
+    """Run a chain and its reference; return what became of it: "same", or the class of the error that both raise.
+
+    Raises:
+        DifferenceError: They differ.
+    """
+    dataset = chain.open(data)
+    found: list[str] = []
+    ends: list[int] = []
+    changes: list[tuple[int, list[Any]]] = []
+    states: list[Any] = []
+    own = False
+    for number, leg in enumerate(chain.legs):
+        try:
+            digests, after = run_leg(dataset, chain, leg, states, own, changes)
+        except EnergonError as error:
+            return check_same_error(dataset, chain, number, states, error)
+        found += digests
+        ends.append(len(found))
+        check(len({place_of(state) for state in after}) == 1, f"leg {number}: ranks at {[*map(place_of, after)]}")
+        later = chain.legs[number + 1 : number + 2]
+        own = leg.passing == "own" and not chain.finite and [leg.ranks] == [one.ranks for one in later]
+        states = passed_on(leg, after, own)
+    last = after[0]
+    expected, state = reference_of(dataset, chain, last, changes)
+    if found != expected:
+        pairs = enumerate(itertools.zip_longest(found, expected))
+        first = next(number for number, (one, other) in pairs if one != other)
+        leg_number = next((number for number, end in enumerate(ends) if first < end), len(ends) - 1)
+        raise DifferenceError(
+            f"microbatch {first} (in leg {leg_number}; legs end at {ends}) differs; {len(found)} delivered, "
+            f"{len(expected)} expected"
+        )
+    check_counts(dataset, chain, after, state)
+    return "same"
+
+
+def check_same_error(dataset: DatasetSpec, chain: Chain, leg: int, states: list[Any], error: EnergonError) -> str:
+    """An uninterrupted run must raise the same error, where a chain raises one: not all that is drawn can be run."""
+    (loader,) = loaders_of(dataset, 1, 0, **chain.run)
+    steps = 3 * sum(leg.ranks * leg.steps for leg in chain.legs) + 50
+    try:
+        for _ in itertools.islice(cyclic_iter(loader), steps):
+            pass
+    except EnergonError as same:
+        if type(same) is type(error):
+            return type(error).__name__
+    finally:
+        loader.close()
+    raise DifferenceError(f"leg {leg} raised {type(error).__name__}: {error}") from error
+
+
+# Making one that differs smaller -------------------------------------------------------------------------------------
+
+
+def smaller(chain: Chain) -> Iterator[Chain]:
+    """Give chains that are a little simpler."""
+    legs = chain.legs
+    for number in range(len(legs) if len(legs) > 1 else 0):
+        yield replace(chain, legs=legs[:number] + legs[number + 1 :])
+    for kind in CHILDREN:
+        for number, child in enumerate(chain.tree.get(kind, ())):
+            rest = [one for place, one in enumerate(chain.tree[kind]) if place != number]
+            yield replace(chain, tree={name: value for name, value in child.items() if name not in NUMBERS.values()})
+            yield replace(chain, tree=chain.tree | {kind: rest})
+    for name in ("subset", "shuffle_over_epochs_multiplier"):
+        yield replace(chain, tree={key: value for key, value in chain.tree.items() if key != name})
+    for feature in chain.features:
+        yield replace(chain, features=tuple(name for name in chain.features if name != feature))
+    for base in ("default", "tensors"):
+        if not chain.packs:
+            yield replace(chain, base=base)
+    plain: dict[str, Any] = {"max_samples_per_sequence": None, "shuffle_buffer_size": 0, "parallel_shard_iters": None}
+    plain |= {"shuffle_over_epochs_multiplier": 1, "virtual_epoch_length": None, "batch_size": 1}
+    for name, value in plain.items():
+        if chain.settings.get(name, value) != value:
+            yield replace(chain, settings=chain.settings | {name: value})
+    easy: dict[str, Any] = {"workers": 0, "threads": 1, "prefetch": 1, "held_bytes": 1 << 30, "peeks": False}
+    easy |= {"passing": "list", "codec": "plain", "order": 0, "change": None, "ranks": 1}
+    for number, leg in enumerate(legs):
+        changes = [{name: value} for name, value in easy.items() if getattr(leg, name) != value]
+        changes += [{"steps": leg.steps // 2}, {"steps": leg.steps - 1}] if leg.steps else []
+        for change in changes:
+            if leg.change is None or "steps" not in change:
+                yield replace(chain, legs=(*legs[:number], replace(leg, **change), *legs[number + 1 :]))
+
+
+def failure_of(data: Path, chain: Chain) -> str | None:
+    """Return what is wrong with a chain, None if nothing is."""
+    try:
+        run_chain(data, chain)
+    except DifferenceError as error:
+        return str(error)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def minimised(data: Path, chain: Chain, tries: int = 400) -> tuple[Chain, str]:
+    """Return the simplest chain found that still differs, and how."""
+    why = failure_of(data, chain) or "it does not differ a second time"
+    best, going = chain, True
+    while going:
+        going = False
+        for candidate in smaller(best):
+            tries -= 1
+            found = failure_of(data, candidate) if candidate != best and tries > 0 else None
+            # An error of another kind would be another failure, most likely of the candidate itself.
+            if found is not None and found.split()[0] == why.split()[0]:
+                best, why, going = candidate, found, True
+                break
+    return best, why
+
+
+def shown(chain: Chain) -> str:
+    return pprint.pformat(dataclasses.asdict(chain), sort_dicts=False, width=120, compact=True)
+
+
+# Many ----------------------------------------------------------------------------------------------------------------
+
+
+def tried(data: Path, seed: int, number: int, minimise: bool = True) -> tuple[int, str, str]:
+    """Run a chain; return its number, what became of it ("differs" if it does), and a report if it differs."""
+    chain = drawn_chain(seed, number)
+    try:
+        return number, run_chain(data, chain), ""
+    except Exception as error:
+        report = f"--seed {seed} --first {number}: {type(error).__name__}: {error}\n{shown(chain)}"
+    if minimise:
+        small, why = minimised(data, chain)
+        report += f"\nminimised: {why}\n{shown(small)}"
+    return number, "differs", report
+
+
+def quietly() -> None:
+    """Say nothing of uneven ranks and idle workers, which are the point here."""
+    logging.getLogger("energon_bridge").setLevel(logging.CRITICAL)
+    warnings.filterwarnings("ignore", message="This DataLoader will create", category=UserWarning)
+    torch.set_num_threads(1)
+
+
+def _in_process(data: str, seed: int, number: int) -> tuple[int, str, str]:
+    faulthandler.dump_traceback_later(SECONDS, exit=True)  # of all threads; the parent names the chain
+    try:
+        return tried(Path(data), seed, number)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run many chains on many processes; return 1 if one differs."""
+    parser = argparse.ArgumentParser(description="Runs random chains of stops against uninterrupted runs.")
+    parser.add_argument("--chains", type=int, default=200, help="how many")
+    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="default: as many as there are cores")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--first", type=int, default=0, help="number of the first chain")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="start no more chains after so many")
+    given = parser.parse_args(arguments)
+    outcomes: Counter[str] = Counter()
+    started = time.monotonic()
+    numbers = iter(range(given.first, given.first + given.chains))
+    with tempfile.TemporaryDirectory(prefix="chains-") as folder:
+        os.environ["XDG_CACHE_HOME"] = str(Path(folder) / "cache")  # of joins
+        data = str(write_data(Path(folder) / "data"))
+        pending: dict[Future[tuple[int, str, str]], int] = {}
+        context = multiprocessing.get_context("fork")
+        with ProcessPoolExecutor(given.processes, mp_context=context, initializer=quietly) as pool:
+            while True:
+                late = time.monotonic() - started > 60 * given.minutes
+                for number in itertools.islice(numbers, 0 if late else 2 * given.processes - len(pending)):
+                    pending[pool.submit(_in_process, data, given.seed, number)] = number
+                if not pending:
+                    break
+                done, _ = wait(pending, return_when=FIRST_COMPLETED)
+                for future in done:
+                    number = pending.pop(future)
+                    try:
+                        _, outcome, report = future.result()
+                    except Exception as error:
+                        still = sorted([number, *pending.values()])
+                        print(f"--seed {given.seed}: a process died or hung in one of the chains {still}: {error!r}")
+                        return 1
+                    outcomes[outcome] += 1
+                    if report:
+                        print(report, flush=True)
+    total, minutes = sum(outcomes.values()), (time.monotonic() - started) / 60
+    rest = ", ".join(f"{count} {name}" for name, count in sorted(outcomes.items()))
+    print(f"{total} chains of seed {given.seed} from {given.first} on, in {minutes:.1f} minutes: {rest}")
+    return int(outcomes["differs"] > 0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,77 @@
+"""Random chains of stops against uninterrupted runs (`chains.py`): a few here, any number by `ENERGON_CHAINS`."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chains import DifferenceError, Leg, drawn_chain, run_chain, tried, write_data
+from engine import deliver, loaders_of
+from mixing import mix_data, mixed
+
+from energon_bridge.loader.document import merge, read_leaves
+
+CHAINS = int(os.environ.get("ENERGON_CHAINS") or (300 if os.environ.get("ENERGON_LONG_TESTS") else 24))
+SEED = int(os.environ.get("ENERGON_CHAIN_SEED", "0"))
+PARTS = 8
+
+# DataLoader counts the cores and warns of more workers than these; here their number is the point.
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("chains")
+    logger = logging.getLogger("energon_bridge")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)  # each of hundreds of loaders would warn of uneven ranks and idle workers
+    yield write_data(folder)
+    logger.setLevel(level)
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_a_chain_of_stops_is_the_uninterrupted_run(data: Path, part: int) -> None:
+    reports = [report for number in range(part, CHAINS, PARTS) if (report := tried(data, SEED, number)[2])]
+    assert not reports, "\n\n".join(reports)
+
+
+def test_a_chain_that_differs_is_found(data: Path) -> None:
+    """A stop that loses a microbatch, a state that is of another run, and counters that are wrong."""
+    chain = next(chain for chain in (drawn_chain(1, n) for n in range(100)) if not chain.finite and chain.run["seed"])
+    plain: dict[str, Any] = {"threads": 1, "prefetch": 1, "held_bytes": 1 << 30, "peeks": False, "order": 0}
+    legs = tuple(Leg(ranks=2, workers=0, steps=3, passing="list", codec="plain", **plain) for _ in range(2))
+    chain = dataclasses.replace(chain, legs=legs)
+    assert run_chain(data, chain) == "same"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("chains.passed_on", lambda leg, states, own: [])
+        with pytest.raises(DifferenceError, match=r"microbatch 6 .* 12 delivered, 6 expected"):
+            run_chain(data, chain)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("chains.counted", lambda states: {"leaf": {"samples": len(states)}})
+        with pytest.raises(DifferenceError, match="samples"):
+            run_chain(data, chain)
+
+
+# Found by chains -----------------------------------------------------------------------------------------------------
+
+
+def counts(states: list[Any]) -> list[Any]:
+    return [row["counts"] for row in read_leaves(merge(states))]
+
+
+@pytest.mark.parametrize("passing", ["list", "merged", "own"])
+def test_counters_of_passes_are_not_multiplied_by_ranks(tmp_path: Path, passing: str) -> None:
+    """Each rank took over the counters of all of them, since a pass has no lanes that say whose they are."""
+    dataset = mixed(mix_data(tmp_path), tmp_path / "b", repeat=False)
+    (expected,) = deliver(loaders_of(dataset, 1, 0), 12, [12]).states[12]
+    states = deliver(loaders_of(dataset, 3, 0), 2, [2]).states[2]
+    resumed = loaders_of(dataset, 3, 0)
+    for loader, own in zip(resumed, states, strict=True):
+        loader.restore_state_rank({"list": states, "merged": merge(states), "own": own}[passing])
+    assert counts([loader.save_state_rank() for loader in resumed]) == counts(states)
+    assert counts(deliver(resumed, 2, [2]).states[2]) == counts([expected])
