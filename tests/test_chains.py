@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chains import DifferenceError, Leg, drawn_chain, run_chain, tried, write_data
+from chain_cases import Leg, drawn_chain, write_data
+from chains import DifferenceError, run_chain, tried
 from engine import deliver, loaders_of
 from mixing import mix_data, mixed
 

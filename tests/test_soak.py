@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chains import encoder_of, write_data
+from chain_cases import encoder_of, write_data
 from conftest import descendants
 from engine import config_of
 from mixing import metadataset

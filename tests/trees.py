@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from chain_cases import fits, range_of
 from engine import ENCODERS, NEEDED, text_dataset
 from hypothesis import strategies as st
 from keyed import BOTH, keyed_dataset, shards, shuffled
 from mixing import metadataset, mixed
 
-from energon_bridge import MetadataError
 from energon_bridge.loader.spec import DatasetSpec
-from energon_bridge.mix import Blender, evaluate_subset
-from energon_bridge.mix.subset import SubsetRange, parse_subset
+from energon_bridge.mix import Blender
+from energon_bridge.mix.subset import SubsetRange
 
 SHARDS = {"one": [1], "few": [3, 2], "some": [5, 7], "odd": [9, 1, 14], "many": [20, 3, 17, 8]}
 KEYS = [f"{number:05d}" for number in range(20)]
@@ -51,25 +51,10 @@ def write_datasets(folder: Path) -> Path:
 # Trees ---------------------------------------------------------------------------------------------------------------
 
 
-def range_of(bounds: list[Any]) -> SubsetRange:
-    found = parse_subset({"range": bounds}, where="", field="", allow_absolute=True)
-    assert found is not None
-    return found
-
-
-def fits(name: str, subsets: tuple[SubsetRange, ...]) -> bool:
-    """Return whether subsets, innermost first, leave anything of a dataset."""
-    try:
-        start, stop = evaluate_subset(subsets, SIZES[name])
-    except MetadataError:
-        return False
-    return start < stop
-
-
 @st.composite
 def leaves(draw: st.DrawFn, outer: tuple[SubsetRange, ...]) -> Tree:
     """Draw a dataset or a join within the ranges around it."""
-    name = draw(st.sampled_from([name for name in SIZES if fits(name, outer)]))
+    name = draw(st.sampled_from([name for name in SIZES if fits(SIZES[name], outer)]))
     if name in JOINS:
         entries = [{"path": "./left"}, {"path": "./right", "nonmatch": name.split()[1]}]
         named = draw(st.booleans())
@@ -77,7 +62,7 @@ def leaves(draw: st.DrawFn, outer: tuple[SubsetRange, ...]) -> Tree:
         tree["joiner"] = BOTH
     else:
         tree = {"path": f"./{name}"}
-    ranges = [bounds for bounds in PERCENT + ABSOLUTE if fits(name, (range_of(bounds), *outer))]
+    ranges = [bounds for bounds in PERCENT + ABSOLUTE if fits(SIZES[name], (range_of(bounds), *outer))]
     bounds = draw(st.none() | st.sampled_from(ranges)) if ranges else None
     if bounds is not None:
         tree["subset"] = {"range": bounds}
@@ -109,7 +94,7 @@ def trees(draw: st.DrawFn, kinds: tuple[Kind, ...], depth: int = 3, outer: tuple
         return draw(leaves(outer))
     bounds = None
     if len(outer) < 2:
-        ranges = [bounds for bounds in PERCENT if fits("many", (*([range_of(bounds)]), *outer))]
+        ranges = [bounds for bounds in PERCENT if fits(SIZES["many"], (*([range_of(bounds)]), *outer))]
         bounds = draw(st.sampled_from([None, None, *ranges]))
     inner = outer if bounds is None else (range_of(bounds), *outer)
     count = draw(st.integers(1, 4 if depth == 3 else 3))
