@@ -263,6 +263,6 @@ def test_restoring_unpacks_each_column_once(data: Path, state: Any, monkeypatch:
     monkeypatch.setattr(document, "decode_column", counting)
     loader.restore_state_rank(state)
     counts, lanes = state["leaves"]["counts"].values(), state["lanes"].values()
-    columns = [state["leaves"]["num_samples"], *counts]
+    columns = [state["leaves"]["num_samples"], state["leaves"]["blocks"], *counts]
     columns += [one for entry in lanes for one in (entry if isinstance(entry, list) else [entry])]
     assert sorted(seen) == sorted(columns)

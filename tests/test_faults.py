@@ -458,5 +458,5 @@ def test_a_loader_is_a_dataloader_for_those_who_ask(data: Path) -> None:
     assert isinstance(loader, torch.utils.data.DataLoader)
     assert isinstance(loader.dataset, torch.utils.data.IterableDataset)  # no sampler is put in its place
     assert (loader.num_workers, loader.prefetch_factor, loader.batch_size) == (2, 3, None)
-    with pytest.raises(ConfigurationError, match="give it to get_savable_loader"):
+    with pytest.raises(ConfigurationError, match=r"for batch in get_loader\(dataset\)"):
         iter(loader.dataset)

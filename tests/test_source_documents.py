@@ -265,9 +265,8 @@ def test_tutorial_2_prints_a_captioning_sample(
         break
     printed = capsys.readouterr().out
     assert type(batch) is CaptioningSample
-    assert printed.startswith(f"CaptioningSample(__key__='{batch.__key__}', ")
-    assert "image=tensor([[[0." in printed
-    assert printed.endswith(f"caption='{batch.caption}')\n")
+    # The tutorial's own text has all numbers of the image; here it is a line.
+    assert printed == f"CaptioningSample({batch.__key__!r}: image float32[3, 16, 16], caption {batch.caption!r})\n"
     assert batch.image.shape == (3, 16, 16)
 
 

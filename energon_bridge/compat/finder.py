@@ -15,7 +15,6 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
-import energon_bridge
 from energon_bridge.compat import table
 from energon_bridge.compat.refused import PACKAGE
 from energon_bridge.compat.surface import VERSION, modules
@@ -84,7 +83,7 @@ class _Maker(Loader):
         public = set(self._modules[name])
         known = set(public)
         if not name:  # names that are only ours are found as well, for code that uses both
-            known |= set(energon_bridge.__all__)
+            known |= table.OURS
         below = f"{name}." if name else ""
         children = {other.removeprefix(below) for other in self._modules if other.startswith(below) and other != name}
 

@@ -18,6 +18,8 @@ from energon_bridge.compat.surface import VERSION, modules
 
 Kind = Literal["ours", "adapter", "value", "state", "refused", "type variable"]
 
+OURS = {*energon_bridge.__all__, "EnergonMultiModalDataModule"}
+"""Our public names; a star import leaves the data module out, because it brings Lightning."""
 _OURS = "energon_bridge"
 _HERE = "energon_bridge.compat"
 
@@ -126,7 +128,7 @@ def describe(name: str, module: str) -> Entry:
         return Entry(kind="state", advice=_STATE_ADVICE)
     if name in _ADAPTER_OF:
         return Entry(kind="adapter", target=_ADAPTER_OF[name])
-    if name in energon_bridge.__all__:
+    if name in OURS:
         return Entry(kind="ours", target=f"{_OURS}:{name}")
     if name in _ELSEWHERE:
         return Entry(kind="ours", target=_ELSEWHERE[name])

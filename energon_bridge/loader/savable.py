@@ -29,6 +29,7 @@ from energon_bridge.loader.budget import AT_ANY_TIME, AT_END, AT_EPOCH, check_ra
 from energon_bridge.loader.metrics import flat_metrics
 from energon_bridge.loader.pool import WorkerPool
 from energon_bridge.loader.position import OnMismatch, Position
+from energon_bridge.loader.spec import DATASET_IS_NO_LOADER
 from energon_bridge.loader.workers import Work, produced, schedule
 from energon_bridge.samples.base import pin_value
 from energon_bridge.samples.showing import counted, described
@@ -89,7 +90,7 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
             warnings.filterwarnings("ignore", message="This DataLoader will create .* worker processes")
             # Trainers ask whether a loader is a DataLoader, and of one for these. Nothing of DataLoader's ever runs.
             super().__init__(
-                dataset,
+                _NoSamples(),
                 batch_size=None,
                 num_workers=workers,
                 prefetch_factor=config.prefetch_factor if workers else None,
@@ -490,6 +491,13 @@ class _Iterator:
 def _name_losses(spec: DatasetSpec, position: Position, process: int) -> None:
     if os.getpid() == process:
         name_losses(position.units.leaves, position.counts, spec.journal, least=AT_END)
+
+
+class _NoSamples(torch.utils.data.IterableDataset[Any]):
+    """The `dataset` of a loader, for trainers that ask: no sampler can be put in its place, and it has no samples."""
+
+    def __iter__(self) -> NoReturn:
+        raise WrongUseError(DATASET_IS_NO_LOADER)
 
 
 @cache

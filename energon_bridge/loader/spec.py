@@ -8,8 +8,6 @@ from functools import cached_property, partial
 from types import GenericAlias
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
-import torch.utils.data
-
 from energon_bridge.errors import ConfigurationError, WrongUseError
 from energon_bridge.loader.leaves import OpenLeaf, check_types
 from energon_bridge.loader.weights import ChangedWeights, LeafWeights, MixWeights
@@ -73,7 +71,7 @@ class Units:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DatasetSpec(torch.utils.data.IterableDataset[Any]):
+class DatasetSpec:
     """A dataset as `get_train_dataset` and `get_val_dataset` return it, for `get_loader` and `get_savable_loader`.
 
     It is a description; nothing is read before a loader is iterated but the metadata of the datasets. `len()` is the
