@@ -10,9 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from engine import NEEDED, digest, text_dataset, train_dataset
+from engine import NEEDED, text_dataset, train_dataset
 from hostile import LONG, Note, damaged_value, limited, seed_of
 
 from energon_bridge import SavableDataLoader, get_savable_loader
@@ -183,31 +182,10 @@ def test_a_checksum_is_needed(state: Any) -> None:
         read({name: value for name, value in state.items() if name != "checksum"})
 
 
-def old_column(text: str) -> str:
-    """Return a column as format version 3 wrote it."""
-    numbers = decode_column(text, 1 << 20, at_most=True)
-    steps = np.diff(numbers, prepend=np.int64(0))
-    most = int(np.abs(steps).max(initial=0))
-    width = next((width for width in (1, 2, 4) if most < 1 << (8 * width - 1)), 8)
-    return f"{width}:{base64.b85encode(zlib.compress(steps.astype(f'<i{width}').tobytes(), 9)).decode()}"
-
-
-def test_states_of_format_version_3_are_read(data: Path, state: Any) -> None:
+def test_an_older_format_does_without_nothing(state: Any) -> None:
     old = {name: value for name, value in state.items() if name != "checksum"} | {"format_version": 3}
-    lanes = {"batches_taken": encode_column([0] * 24), "origins": encode_column([0] * 24)} | state["lanes"]
-    old["lanes"] = {
-        name: [old_column(part) for part in value] if isinstance(value, list) else old_column(value)
-        for name, value in lanes.items()
-    }
-    counts = {name: old_column(value) for name, value in state["leaves"]["counts"].items()}
-    old["leaves"] = state["leaves"] | {"counts": counts, "num_samples": old_column(state["leaves"]["num_samples"])}
-    found, expected = loader_of(data), loader_of(data)
-    found.restore_state_rank(old)
-    expected.restore_state_rank(state)
-    assert found.save_state_rank() == expected.save_state_rank() == state
-    assert [digest(b) for _, b in zip(range(5), found, strict=False)] == [
-        digest(b) for _, b in zip(range(5), expected, strict=False)
-    ]
+    with pytest.raises(StateFormatError, match="checksum is None"):
+        read(old)
 
 
 # At random -----------------------------------------------------------------------------------------------------------

@@ -21,10 +21,10 @@ Built-in types only, so that it loads with `torch.load` and its defaults, as JSO
 after the other (`stream/state.py`); they are left out where none wait. Columns and texts are those of `columns.py`. The
 state of a rank holds the lanes of that rank; several such states merge into one as long as they stand at the same
 microbatch. Counts of a rank's state are that rank's own; they add up in a merge. Lanes tell which ranks a state is of;
-a finite stream has none, so its states say it (but for early ones of format version 4). *Parked* leaves were in the mix
+a finite stream has none, so its states say it. *Parked* leaves were in the mix
 once and were taken out on a resume; where they stood is kept.
 
-The checksum is a hash of the rest, written as JSON with sorted keys. States of format version 3 have none.
+The checksum is a hash of the rest, written as JSON with sorted keys.
 
 `read` is the only way in. It checks everything: the checksum, that all fields are there, their types, lengths and
 ranges, and that what waits names samples that exist. Nothing that a state claims is trusted before, and nothing is
@@ -59,7 +59,6 @@ from energon_bridge.stream.state import COUNTERS, LANE_COLUMNS, LARGEST, NOTHING
 
 FORMAT = "energon_bridge.state"
 FORMAT_VERSION = 4
-_FIRST_WITH_CHECKSUM = 4
 
 State = dict[str, Any]
 
@@ -202,13 +201,12 @@ def check_format(state: Any) -> State:
     missing = _REQUIRED - state.keys()
     if missing:
         raise StateFormatError(f"the state is damaged: it has no {', '.join(sorted(missing))}")
-    if version >= _FIRST_WITH_CHECKSUM or "checksum" in state:
-        try:
-            expected = _checksum(state)
-        except (TypeError, ValueError, RecursionError) as error:
-            raise damaged("a field", f"holds what no state holds ({_shown(str(error))})") from error
-        if state.get("checksum") != expected:
-            raise damaged("checksum", f"is {_shown(state.get('checksum'))}, the content gives {expected!r}")
+    try:
+        expected = _checksum(state)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise damaged("a field", f"holds what no state holds ({_shown(str(error))})") from error
+    if state.get("checksum") != expected:
+        raise damaged("checksum", f"is {_shown(state.get('checksum'))}, the content gives {expected!r}")
     return state
 
 
