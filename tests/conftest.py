@@ -49,8 +49,8 @@ def rival_python() -> str:
     return path
 
 
-def descendants() -> dict[int, str]:
-    """Return the living processes that this one started, directly or not, with their command lines."""
+def descendants(root: int | None = None) -> dict[int, str]:
+    """Return the living processes that this one (or `root`) started, directly or not, with their command lines."""
     parents: dict[int, int] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -61,7 +61,7 @@ def descendants() -> dict[int, str]:
             if stat[0] != "Z":
                 parents[int(entry.name)] = int(stat[1])
     found: dict[int, str] = {}
-    waiting = [os.getpid()]
+    waiting = [os.getpid() if root is None else root]
     while waiting:
         parent = waiting.pop()
         for child in [pid for pid, its_parent in parents.items() if its_parent == parent]:

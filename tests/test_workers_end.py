@@ -95,7 +95,7 @@ def training(data: Path) -> Iterator[subprocess.Popen[str]]:
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGINT", "SIGTERM"])
 def test_workers_go_with_the_training_process(training: subprocess.Popen[str], how: str) -> None:
     before = shared_memory()
-    workers = [pid for pid, name in descendants().items() if pid != training.pid and "resource_tracker" not in name]
+    workers = [pid for pid, name in descendants(training.pid).items() if "resource_tracker" not in name]
     assert len(workers) >= 2
     if how == "SIGINT":
         os.killpg(training.pid, signal.SIGINT)  # as a terminal does: the workers get it too
