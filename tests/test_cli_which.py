@@ -171,7 +171,8 @@ def test_names_of_shards_and_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     batches = iter(get_savable_loader(dataset))
     expected = [list(next(batches).__key__) for _ in range(3)]
     # No byte of a shard or of its index is read.
-    monkeypatch.setattr("energon_bridge.storage.local.LocalStore.read_range", _refuse)
+    for name in ("read_range", "read_ranges"):
+        monkeypatch.setattr(f"energon_bridge.storage.local.LocalStore.{name}", _refuse)
     for step, keys in enumerate(expected):
         (one,) = answer("which", root, "--batch-size", 4, "--step", step)["microbatches"]
         assert [sample["key"] for sample in one["samples"]] == keys

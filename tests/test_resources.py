@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +159,9 @@ class FailingStore:
             raise StorageError(f"{self.url(rel)}: cannot read {length} bytes at offset {offset}: [Errno 5] I/O error")
         data: bytes = self._inner.read_range(rel, offset, length)
         return data
+
+    def read_ranges(self, rel: str, offsets: Sequence[int], lengths: Sequence[int]) -> list[bytes]:
+        return [self.read_range(rel, offset, length) for offset, length in zip(offsets, lengths, strict=True)]
 
 
 def test_a_bad_spot_on_the_disk_stops_the_run_by_name(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import copy
 import io
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +81,9 @@ class CountingStore:
 
     def read_range(self, rel: str, offset: int, length: int) -> bytes:
         return self._count(self._store.read_range(rel, offset, length))
+
+    def read_ranges(self, rel: str, offsets: Sequence[int], lengths: Sequence[int]) -> list[bytes]:
+        return [self._count(data) for data in self._store.read_ranges(rel, offsets, lengths)]
 
     def _count(self, data: bytes) -> bytes:
         self.bytes += len(data)

@@ -43,6 +43,18 @@ def test_reads_give_exactly_the_range(store: Store):
     assert store.size("a/first.bin") == 200
 
 
+def test_several_ranges_come_in_the_order_given(store: Store):
+    whole = store.read("a/first.bin")
+    assert store.read_ranges("a/first.bin", [150, 0, 7, 200], [50, 3, 100, 0]) == [
+        whole[150:],
+        whole[:3],
+        whole[7:107],
+        b"",
+    ]
+    with pytest.raises(ShortReadError, match=r"first\.bin: expected 20 bytes at offset 190, got 10"):
+        store.read_ranges("a/first.bin", [0, 190], [10, 20])
+
+
 def test_a_short_range_is_an_error_with_the_numbers(store: Store):
     with pytest.raises(ShortReadError, match=r"first\.bin: expected 20 bytes at offset 190, got 10"):
         store.read_range("a/first.bin", 190, 20)

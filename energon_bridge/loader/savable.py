@@ -30,7 +30,7 @@ from energon_bridge.loader.metrics import flat_metrics
 from energon_bridge.loader.pool import WorkerPool
 from energon_bridge.loader.position import OnMismatch, Position
 from energon_bridge.loader.spec import DATASET_IS_NO_LOADER
-from energon_bridge.loader.workers import Work, produced, schedule
+from energon_bridge.loader.workers import Work, keep_freed_memory, produced, schedule
 from energon_bridge.samples.base import pin_value
 from energon_bridge.samples.showing import counted, described
 from energon_bridge.stream.again import describe, restore
@@ -273,6 +273,7 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         if self.config.num_workers:
             self._pool.begin(self._due())
             return self._pool
+        keep_freed_memory()
         units = (unit for unit, _ in self._due())
         stream = self.spec.stream(self.config, self._position, self.watchdog)
         return produced(stream, units, self.config.prefetch_factor)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 _READ_BYTES = 256 << 20
 """Bytes that the rounds of all lanes of one process may take; beyond it draws are read one microbatch at a time."""
-_TOGETHER_BYTES, _TOGETHER = 64 << 20, 256
+_TOGETHER_BYTES, _TOGETHER = 64 << 20, 1024
 """Bytes and samples up to which a lane reads several rounds of a leaf together."""
 
 

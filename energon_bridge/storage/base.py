@@ -6,6 +6,7 @@ can be pickled and used after a fork.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from energon_bridge.errors import ShortReadError, StorageError
@@ -41,6 +42,10 @@ class Store(Protocol):
 
     def read_range(self, rel: str, offset: int, length: int) -> bytes:
         """Read exactly `length` bytes from byte `offset` of `rel`; raises ShortReadError if there are fewer."""
+        ...
+
+    def read_ranges(self, rel: str, offsets: Sequence[int], lengths: Sequence[int]) -> list[bytes]:
+        """Read several ranges of `rel`, each exactly, in the order given; raises what `read_range` raises."""
         ...
 
     def list(self, suffix: str | tuple[str, ...] = "") -> list[tuple[str, int]]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import fsspec
@@ -90,6 +90,10 @@ class FsspecStore:
         if len(data) != length:
             raise short_read(self.url(rel), offset=offset, expected=length, got=len(data))
         return data
+
+    def read_ranges(self, rel: str, offsets: Sequence[int], lengths: Sequence[int]) -> list[bytes]:
+        """Read several ranges of `rel`, each exactly, in the order given; raises what `read_range` raises."""
+        return [self.read_range(rel, offset, length) for offset, length in zip(offsets, lengths, strict=True)]
 
     def list(self, suffix: str | tuple[str, ...] = "") -> list[tuple[str, int]]:
         """List (name, bytes) of all files below the root whose name ends with `suffix` (or one of them), sorted."""

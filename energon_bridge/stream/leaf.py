@@ -106,7 +106,7 @@ class Cursor:
     def __init__(self, source: LeafSource, lane: int, together: int = 0) -> None:
         self._source = source
         self._lane = lane
-        self._together = together
+        self._together = 0 if source.leaf.order.is_dealt else together
         self.buffer: RoundBuffer | None = None
         self.next_buffer: RoundBuffer | None = None
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from operator import sub
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from energon_bridge.errors import CorruptShardError, ShardMissingError, ShortReadError
 from energon_bridge.format.dataset import PreparedDataset, read_index
@@ -136,52 +136,53 @@ class LeafReader:
         for low, high in itertools.pairwise([0, *new_shards.tolist(), ordered.size]):
             offsets = self._index(int(shards[low]))
             begins[low:high], ends[low:high] = offsets[local[low:high]], offsets[local[low:high] + 1]
-        breaks = np.flatnonzero((np.diff(ordered) != 1) | (np.diff(shards) != 0)) + 1
-        edges = [0, *breaks.tolist(), ordered.size]
+        large = self._large(ends - begins)
+        new_run = (np.diff(ordered) != 1) | (np.diff(shards) != 0) | large[1:] | large[:-1]
+        edges = np.concatenate(([0], np.flatnonzero(new_run) + 1, [ordered.size]))
+        firsts = edges[:-1]
+        starts = begins[firsts]
+        lengths = ends[edges[1:] - 1] - starts
         out: list[Any] = [memoryview(b"")] * ordered.size
-        limit = self._unread_from
+        places, begin_list, end_list, edge_list = by_place.tolist(), begins.tolist(), ends.tolist(), edges.tolist()
         total = 0
-        store, names = self.dataset.store, self.dataset.shard_names
-        places, shard_list = by_place.tolist(), shards.tolist()
-        begin_list, end_list = begins.tolist(), ends.tolist()
-        for low, high in itertools.pairwise(edges):
-            name, start = names[shard_list[low]], begin_list[low]
-            length = end_list[high - 1] - start
-            if (
-                self._in_vain < _MOST_IN_VAIN
-                and limit is not None
-                and length >= limit
-                and (high - low == 1 or max(map(sub, end_list[low:high], begin_list[low:high])) >= limit)
-            ):
-                ranges = zip(places[low:high], begin_list[low:high], end_list[low:high], strict=True)
-                total += self._read_unless(limit, name, ranges, out)
-                continue
-            data = memoryview(store.read_range(name, start, length))
-            total += length
-            if high - low == 1:
-                out[places[low]] = data
-                continue
-            for place, begin, end in zip(places[low:high], begin_list[low:high], end_list[low:high], strict=True):
-                out[place] = data[begin - start : end - start]
+        for name, runs in self._by_shard(shards[firsts], large[firsts]):
+            run_starts, run_lengths = starts[runs].tolist(), lengths[runs].tolist()
+            total += sum(run_lengths)
+            blocks = self.dataset.store.read_ranges(name, run_starts, run_lengths)
+            for run, start, block in zip(runs.tolist(), run_starts, blocks, strict=True):
+                data = memoryview(block)
+                low, high = edge_list[run], edge_list[run + 1]
+                if high - low == 1:
+                    out[places[low]] = data
+                    continue
+                for place, begin, end in zip(places[low:high], begin_list[low:high], end_list[low:high], strict=True):
+                    out[place] = data[begin - start : end - start]
+        for row in np.flatnonzero(large).tolist():
+            name = self.dataset.shard_names[shards[row]]
+            size = end_list[row] - begin_list[row]
+            sample = ByteRange(store=self.dataset.store, rel=name, offset=begin_list[row], size=size)
+            out[places[row]] = Unread(sample, self)
         self.slow = time.perf_counter() - started > _SLOW_READ_SECONDS
         with self._lock:
             self.bytes_read += total
         return out
 
+    def _large(self, sizes: IntArray) -> NDArray[np.bool_]:
+        """Tell which samples are left unread, by their bytes."""
+        if self._unread_from is None or self._in_vain >= _MOST_IN_VAIN:
+            return np.zeros(sizes.size, dtype=bool)
+        return sizes >= self._unread_from
+
+    def _by_shard(self, shards: IntArray, large: NDArray[np.bool_]) -> Iterator[tuple[str, IntArray]]:
+        """Give the runs to be read of each shard, by their numbers; `shards` and `large` have shape (runs,)."""
+        runs = np.flatnonzero(~large)
+        for of_shard in np.split(runs, np.flatnonzero(np.diff(shards[runs])) + 1):
+            if of_shard.size:
+                yield self.dataset.shard_names[shards[of_shard[0]]], of_shard
+
     def note_large(self, was_worth_it: bool) -> None:
         """Note whether a sample that was left unread has parts that stay so: where none has, all are read at once."""
         self._in_vain = 0 if was_worth_it else self._in_vain + 1
-
-    def _read_unless(self, limit: int, name: str, ranges: Iterable[tuple[int, int, int]], out: list[Any]) -> int:
-        """Read those of some samples of a shard, given as (place, begin, end), that are below a limit; count bytes."""
-        store, total = self.dataset.store, 0
-        for place, begin, end in ranges:
-            if end - begin >= limit:
-                out[place] = Unread(ByteRange(store=store, rel=name, offset=begin, size=end - begin), self)
-            else:
-                out[place] = memoryview(store.read_range(name, begin, end - begin))
-                total += end - begin
-        return total
 
     def _index(self, shard: int) -> UIntArray:
         index = self._indices.get(shard)
