@@ -20,10 +20,11 @@ from typing import Any
 import pytest
 import torch.utils.data
 from engine import Numbers, TensorEncoder, config_of, deliver, digest, loaders_of, text_dataset, train_dataset
+from keyed import KEYS, join, keyed_dataset, shards, shuffled, write_mix
 from test_workers_end import is_running
 from workers import loader_of, wait_until, worker_pids
 
-from energon_bridge import ErrorPolicy, SavableDataLoader, get_savable_loader, get_val_dataset
+from energon_bridge import DefaultTaskEncoder, ErrorPolicy, SavableDataLoader, get_savable_loader, get_val_dataset
 from energon_bridge.errors import ConfigurationError, FatalSampleError, ForkedLoaderError, HookTimeoutError
 
 LONG = bool(os.environ.get("ENERGON_LONG_TESTS"))
@@ -271,18 +272,27 @@ class PoisonousDecoder:
 
     def decode(self, name: str, content: Any) -> Any:
         time.sleep(0.002)
-        if bytes(content) == b"text 7":
+        if bytes(content) in (b"text 7", b"b k07"):
             if self.ends:
                 os._exit(1)
             raise ValueError("broken")
         return bytes(content).decode()
 
 
-def test_a_sample_that_ends_a_loading_thread_is_told_from_its_neighbours(data: Path) -> None:
+@pytest.mark.parametrize("joined", [False, True])
+def test_a_sample_that_ends_a_loading_thread_is_told_from_its_neighbours(
+    data: Path, tmp_path: Path, joined: bool
+) -> None:
+    path = data
+    if joined:  # the sample is not in the first dataset of the join, and has another number there
+        keyed_dataset(tmp_path / "a", train=shards(KEYS, 12, 8))
+        keyed_dataset(tmp_path / "b", train=shards(shuffled(KEYS), 20))
+        path = write_mix(tmp_path / "mix.yaml", train=join(None, {"nonmatch": "skip"}))
+
     def batches(ends: bool, workers: int) -> list[str]:
-        encoder = TensorEncoder()
+        encoder = DefaultTaskEncoder() if joined else TensorEncoder()
         encoder.decoder = PoisonousDecoder(ends)  # type: ignore[assignment]
-        dataset = train_dataset(data, task_encoder=encoder)
+        dataset = train_dataset(path, task_encoder=encoder)
         config = config_of(1, workers, decode_threads=3)
         with closing(get_savable_loader(dataset, worker_config=config)) as loader:
             return [digest(batch) for batch in islice(loader, 60)]

@@ -98,7 +98,7 @@ class CodeValues(Values):
                 parts = {part: data for part, data in parts.items() if accepted[part]}
             hook = "decode"
             if begin is None:
-                now.index, now.key, now.words[INDEX] = index, key, index
+                now.index, now.key, now.words[INDEX] = index, key, restore_key[1]
             else:
                 begin(hook, dataset, index, key, ())
             image = None

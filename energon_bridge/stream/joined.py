@@ -90,9 +90,9 @@ class JoinValues:
         raws: list[RawRow] = buffer.fetch(low, high, ahead=ahead)
         epochs = buffer.epochs[low:high].tolist()
         rows = indices.tolist()
-        now.at(0, 0)  # the samples that are decoded are those of the parts, which the words cannot name
         if self.barred.indices:
             raws = [self.barred.instead_of(raw, row) for raw, row in zip(raws, rows, strict=True)]
+        now.at(self.barred.leaf_key, rows[0])
         keys: list[RestoreKey] = [(self._identity, row, epoch, 0) for row, epoch in zip(rows, epochs, strict=True)]
         columns: list[list[Any]] = []
         for number, places in enumerate(self._reader.columns(indices)):

@@ -152,7 +152,7 @@ class Values:
             key, parts = one
             now.index, now.key, hook = index, key, "decode"
             if decodes:
-                words[INDEX] = index
+                words[INDEX] = restore_key[1]  # of a join: its row
             try:
                 values = self._values(parts, images.get(row))
                 source = SourceInfo(path, index, names[shard], tuple(map(f"{key}.".__add__, parts)))
