@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import resource
 import signal
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
-from engine import counts_of, digest, loaders_of, numbers_of, text_dataset, train_dataset, with_prepared
+from engine import config_of, counts_of, digest, loaders_of, numbers_of, text_dataset, train_dataset, with_prepared
 from forked import free_port
 from hostile import Note, limited
+from workers import wait_until, worker_pids
 
 from energon_bridge import (
     DefaultTaskEncoder,
@@ -79,6 +82,50 @@ def test_where_no_descriptor_is_left_at_all_the_error_is_ours(many_shards: Path)
         return str(raised.value)
 
     assert "shard_000.tar: cannot open: [Errno 24]" in limited(job, seconds=20)
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_workers_that_lack_descriptors_are_named_and_none_is_left(
+    tmp_path: Path, method: Literal["fork", "forkserver"]
+) -> None:
+    dataset = train_dataset(text_dataset(tmp_path, train=[20]))
+    config = config_of(1, 3, start_method=method)
+
+    def begin(left: int) -> str:
+        """Start a loader where so many descriptors are left; return the error's text, or nothing."""
+        before = resource.getrlimit(resource.RLIMIT_NOFILE)
+        full: list[int] = []
+        try:
+            with closing(get_savable_loader(dataset, worker_config=config)) as loader:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (highest_descriptor() + 1 + left, before[1]))
+                with contextlib.suppress(OSError):
+                    while True:
+                        full.append(os.dup(0))
+                for _ in range(left):
+                    os.close(full.pop())
+                batches = iter(loader)
+                for _ in range(5):
+                    next(batches)
+        except EnergonError as error:
+            return str(error)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+            for number in full:
+                os.close(number)
+        return ""
+
+    def job(note: Note) -> list[str]:
+        assert not begin(100)  # whatever is started once, is
+        said = []
+        for left in (0, 1, 2, 3, 5, 8, 60):
+            note(f"{left} descriptors left")
+            said.append(begin(left))
+            assert wait_until(lambda: not worker_pids())
+        return said
+
+    said = limited(job, seconds=100)
+    assert re.match(r"worker \d of 3 cannot be started: .*Too many open files.*`ulimit -n`.*lower num_workers", said[0])
+    assert said[-1] == ""
 
 
 # Disk space ----------------------------------------------------------------------------------------------------------

@@ -65,6 +65,8 @@ def _attached(descriptor: Any, size: int) -> SharedMemory:
 class StackFile:
     """A file without a name into which a worker writes where its threads are, when it is asked by a signal."""
 
+    number = -1  # for `__del__`, where there is no descriptor left for the file
+
     def __init__(self, file: int | None = None) -> None:
         self.number = os.memfd_create("energon-stack") if file is None else file
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import logging
 import os
 import pickle
@@ -36,7 +37,7 @@ from typing import Protocol
 
 from torch.autograd.profiler import record_function
 
-from energon_bridge.errors import HookTimeoutError, WorkerDiedError
+from energon_bridge.errors import HookTimeoutError, LoaderError, WorkerDiedError
 from energon_bridge.loader.board import Board, StackFile
 from energon_bridge.loader.starting import StartMethod, start_process
 from energon_bridge.loader.transport import Arena, Message, unpack
@@ -227,8 +228,12 @@ class WorkerPool:
     def begin(self, due: Iterator[tuple[int, int]]) -> None:
         """Start the workers; `due` has the units in the order of delivery, each with its worker."""
         self._due = due
-        for number in range(self._number):
-            self._workers.append(self._started(number))
+        try:
+            for number in range(self._number):
+                self._workers.append(self._started(number))
+        except BaseException:
+            self.stop()
+            raise
 
     def again(self, due: Iterator[tuple[int, int]]) -> bool:
         """Let running workers begin the next pass; say whether there are any."""
@@ -356,7 +361,11 @@ class WorkerPool:
         source = self._source()
         assert source is not None, "the loader is gone"
         work = source.work(number, self._barred, self._deaths[number] >= _DEATHS_OF_A_SAMPLE - 1)
-        return Worker(work, self._method, new_arena(sendable=self._method != "fork"), self._look)
+        try:
+            return Worker(work, self._method, new_arena(sendable=self._method != "fork"), self._look)
+        except OSError as error:
+            remedy = _REMEDIES.get(error.errno or 0, "Lower num_workers")
+            raise LoaderError(f"worker {number} of {self._number} cannot be started: {error}. {remedy}.") from error
 
     def _replace(self, worker: Worker) -> None:
         """Start a worker again that is gone, from what was delivered.
@@ -411,6 +420,15 @@ class WorkerPool:
     def forget(self) -> None:
         """Let go of workers that another process started, of which this one is a fork."""
         self._workers = []
+
+
+_OPEN_FILES = "The process has as many files open as it may: raise the limit (`ulimit -n`), or lower num_workers"
+_REMEDIES = {
+    errno.EMFILE: _OPEN_FILES,
+    errno.ENFILE: _OPEN_FILES.replace("process", "system").replace("`ulimit -n`", "`sysctl fs.file-max`"),
+    errno.EAGAIN: "There are as many processes as there may be: raise the limit (`ulimit -u`), or lower num_workers",
+    errno.ENOMEM: "There is not enough memory for another process: lower num_workers",
+}
 
 
 def new_arena(*, sendable: bool = False) -> Arena | None:

@@ -14,6 +14,7 @@ import os
 import queue
 import signal
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from multiprocessing.context import ForkProcess, ForkServerProcess, SpawnProcess
@@ -59,6 +60,8 @@ class SpawnedWorker(_OfThisProcess, SpawnProcess):
 
 
 _KINDS: dict[str, Any] = {"fork": ForkedWorker, "forkserver": ServedWorker, "spawn": SpawnedWorker}
+_FORKSERVER_TRIES, _FORKSERVER_PAUSE_SECONDS = 20, 0.05
+"""It ends when a client breaks off, as one without descriptors does."""
 _starting = threading.Lock()
 _calls: queue.SimpleQueue[tuple[contextvars.Context, Callable[[], None], Future[None]]] | None = None
 
@@ -71,7 +74,7 @@ def start_process(method: StartMethod, name: str, target: Callable[..., None], a
         # An interrupt while it starts must not reach it before it ignores it; this process gets it afterwards.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            process.start()
+            _start(process)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
@@ -80,6 +83,17 @@ def start_process(method: StartMethod, name: str, target: Callable[..., None], a
     else:
         _by_the_lasting_thread(start)
     return process
+
+
+def _start(process: Any) -> None:
+    """Start a process; where the forkserver is about to end, wait for that, and multiprocessing starts another one."""
+    for _ in range(_FORKSERVER_TRIES):
+        try:
+            process.start()
+            return
+        except ConnectionError:
+            time.sleep(_FORKSERVER_PAUSE_SECONDS)
+    process.start()
 
 
 def _by_the_lasting_thread(call: Callable[[], None]) -> None:
