@@ -12,6 +12,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,9 +33,16 @@ from energon_bridge import (
     get_val_dataset,
     read_quarantine,
 )
-from energon_bridge.errors import EnergonError, FatalSampleError, StorageError
+from energon_bridge.errors import (
+    CorruptShardError,
+    EnergonError,
+    FatalSampleError,
+    ShardMissingError,
+    ShortReadError,
+    StorageError,
+)
 from energon_bridge.prepare import parse_patterns, prepare_dataset, rebuild_index
-from energon_bridge.storage import LocalStore
+from energon_bridge.storage import LocalStore, OpenFiles
 from energon_bridge.testing import write_shard
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -217,6 +225,42 @@ def test_a_bad_spot_on_the_disk_stops_the_run_by_name(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=r"shard_000\.tar: cannot read .* \[Errno 5\]"):
         for _, _ in zip(range(10), get_loader(bad), strict=False):
             pass
+
+
+def replace(shard: Path) -> None:
+    """Put another file in the place of a shard: as many samples, of the same sizes."""
+    write_shard(shard.with_suffix(".new"), {f"{n:05d}": {"txt": b"TEXT %d" % n} for n in range(100, 200)})
+    shard.with_suffix(".new").replace(shard)
+
+
+CHANGES: dict[str, Callable[[Path], None]] = {
+    "cut": lambda shard: os.truncate(shard, 10_240),
+    "deleted": Path.unlink,
+    "replaced": replace,
+}
+
+
+@pytest.mark.parametrize("damaged_shards", ["raise", "skip"])
+@pytest.mark.parametrize("change", list(CHANGES))
+def test_a_shard_that_changes_while_it_is_read(
+    tmp_path: Path, change: str, damaged_shards: Literal["raise", "skip"]
+) -> None:
+    text_dataset(tmp_path, train=[100, 100])
+    policy = ErrorPolicy(damaged_shards=damaged_shards, tolerance=0)
+    dataset = train_dataset(tmp_path, shuffle_buffer_size=1, error_policy=policy)
+    store = LocalStore(tmp_path, files=OpenFiles(limit=1))  # so that shards are opened again and again
+    with closing(get_savable_loader(with_prepared(dataset, store=store))) as loader:
+        batches = iter(loader)
+        texts = [text for batch in islice(batches, 5) for text in batch.text]
+        CHANGES[change](tmp_path / "train" / "shard_001.tar")
+        if damaged_shards == "raise":
+            with pytest.raises((CorruptShardError, ShardMissingError, ShortReadError), match=r"shard_001\.tar"):
+                texts += [text for batch in islice(batches, 100) for text in batch.text]
+        else:
+            texts += [text for batch in islice(batches, 100) for text in batch.text]
+            assert loader.metrics()["errors"] > 20
+    assert texts
+    assert set(texts) <= {f"text {n}" for n in range(200)}
 
 
 # Exceptions that cannot be shown -------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
-from energon_bridge.errors import DatasetNotFoundError, ShardMissingError, StorageError
+from energon_bridge.errors import CorruptShardError, DatasetNotFoundError, ShardMissingError, StorageError
 from energon_bridge.storage.base import short_read
 from energon_bridge.storage.stalls import Stalls, Way, is_in_memory, way_to
 
@@ -38,14 +38,15 @@ DEFAULT_OPEN_FILES = 96
 class _OpenFile:
     """An open descriptor of a regular file, below a folder if one is given; it lives as long as it is referred to."""
 
-    __slots__ = ("descriptor",)
+    __slots__ = ("descriptor", "size", "time")
 
     def __init__(self, path: str, inside: str | None = None) -> None:
         self.descriptor = -1  # __del__ also runs when the next line raises
         self.descriptor = os.open(path, _OPEN)
-        mode = os.fstat(self.descriptor).st_mode
-        if not stat.S_ISREG(mode):
-            kind = "a directory" if stat.S_ISDIR(mode) else "a pipe, a device or a socket"
+        found = os.fstat(self.descriptor)
+        self.size, self.time = found.st_size, found.st_mtime_ns
+        if not stat.S_ISREG(found.st_mode):
+            kind = "a directory" if stat.S_ISDIR(found.st_mode) else "a pipe, a device or a socket"
             raise OSError(errno.EINVAL, f"{kind}, not a file")
         if _NONBLOCK:
             os.set_blocking(self.descriptor, True)
@@ -62,7 +63,7 @@ class _OpenFile:
 class OpenFiles:
     """The descriptors of the files read last, `limit` at most; shared by stores, threads and forks, and picklable."""
 
-    __slots__ = ("_files", "_inside", "_limit", "_lock", "_pid", "stalls")
+    __slots__ = ("_files", "_inside", "_limit", "_lock", "_pid", "_seen", "stalls")
 
     def __init__(
         self, limit: int = DEFAULT_OPEN_FILES, inside: str | None = None, stalls: Stalls | None = None
@@ -71,6 +72,7 @@ class OpenFiles:
         self.stalls = Stalls() if stalls is None else stalls
         self._inside = None if inside is None else os.path.realpath(inside)
         self._files: OrderedDict[str, _OpenFile] = OrderedDict()
+        self._seen: dict[str, tuple[int, int]] = {}  # size and time of change of each file that was ever open
         self._lock = threading.Lock()
         self._pid = os.getpid()
 
@@ -81,7 +83,12 @@ class OpenFiles:
         return len(self._files)
 
     def open(self, path: str) -> _OpenFile:
-        """Return the open file of an absolute path; raises OSError."""
+        """Return the open file of an absolute path.
+
+        Raises:
+            OSError: It cannot be opened.
+            CorruptShardError: It is not what it was when it was first opened.
+        """
         if self._pid != os.getpid():
             # A fork may have copied a lock that a thread of the parent held. The descriptors themselves stay good:
             # positional reads do not share a file position.
@@ -94,6 +101,13 @@ class OpenFiles:
                 return file
         file = self.open_once(path)
         with self._lock:
+            size, time = self._seen.setdefault(path, (file.size, file.time))
+            if (size, time) != (file.size, file.time):
+                raise CorruptShardError(
+                    f"{path}: the file was replaced or written to since it was first read ({size} bytes then, "
+                    f"{file.size} now), so its index no longer fits. Put the old file back and resume, or run "
+                    "`energon prepare` and begin a new run."
+                )
             self._files[path] = file
             self._files.move_to_end(path)
             while len(self._files) > self._limit:
