@@ -74,8 +74,11 @@ def test_python_block(document, line, code, dataset, tmp_path, monkeypatch, requ
 
 
 def test_energon_lines(tmp_path):
-    lines = [line for _, block in blocks("shell") for line in block.splitlines() if line.startswith("energon ")]
-    assert len(lines) >= 3
+    documents = (README, *(REPOSITORY / "docs" / f"{name}.md" for name in ("prepare", "inspect")))
+    shell = [block for document in documents for _, block in blocks("shell", document)]
+    lines = [line for block in shell for line in block.splitlines() if line.startswith("energon ")]
+    lines = list(dict.fromkeys(lines))
+    assert len(lines) >= 5
     path = tmp_path / "captions"
     write_raw_dataset(path)
     for line in lines:
@@ -84,6 +87,39 @@ def test_energon_lines(tmp_path):
         result = subprocess.run(call, cwd=REPOSITORY, capture_output=True, text=True, stdin=subprocess.DEVNULL)
         assert result.returncode == 0, f"{line}\n{result.stdout}{result.stderr}"
     assert (path / ".nv-meta" / ".info.json").exists()
+
+
+def anchors(document: Path) -> set[str]:
+    """Return what links to headings of a document are called, as GitHub does it."""
+    headings = re.findall(r"^#+ (.+)$", document.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", [*DOCUMENTS, REPOSITORY / "CONTRIBUTING.md"], ids=lambda path: path.name)
+def test_links_lead_somewhere(document):
+    lost = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", document.read_text()):
+        if link.startswith(("http://", "https://")):
+            continue
+        name, _, anchor = link.partition("#")
+        target = (document.parent / name).resolve() if name else document
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            lost.append(link)
+    assert lost == []
+
+
+def test_every_page_is_three_clicks_away_at_most():
+    pages, found = {README}, {README}
+    for _ in range(3):
+        links = {
+            (page.parent / link.partition("#")[0]).resolve()
+            for page in pages
+            for link in re.findall(r"\]\(([^)\s]+\.md[^)\s]*)\)", page.read_text())
+            if not link.startswith("http")
+        }
+        pages = {page for page in links if page.exists()} - found
+        found |= pages
+    assert [page.name for page in DOCUMENTS if page not in found] == []
 
 
 def test_scripts_that_are_named_exist():
