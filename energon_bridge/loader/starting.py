@@ -62,7 +62,7 @@ class SpawnedWorker(_OfThisProcess, SpawnProcess):
 
 _KINDS: dict[str, Any] = {"fork": ForkedWorker, "forkserver": ServedWorker, "spawn": SpawnedWorker}
 _FORKSERVER_TRIES, _FORKSERVER_PAUSE_SECONDS = 20, 0.05
-"""It ends when a client breaks off, as one without descriptors does."""
+"""The forkserver ends when a client breaks off, for example one that has no descriptors left."""
 _starting = threading.Lock()
 _calls: queue.SimpleQueue[tuple[contextvars.Context, Callable[[], None], Future[None]]] | None = None
 
