@@ -6,6 +6,7 @@ What cannot be meant here is refused, what has no effect is said once in the log
 from __future__ import annotations
 
 import copy
+import dataclasses
 import logging
 import os
 from collections.abc import Mapping
@@ -15,7 +16,7 @@ from energon_bridge import datasets
 from energon_bridge.compat.finder import trusted
 from energon_bridge.compat.refused import not_provided
 from energon_bridge.compat.worker import error_policy
-from energon_bridge.compat.wrapped import RepeatedLoader, make_loader
+from energon_bridge.compat.wrapped import make_loader
 from energon_bridge.loader.leaves import OpenLeaf
 from energon_bridge.loader.savable import SavableDataLoader
 from energon_bridge.loader.spec import DatasetSpec
@@ -35,27 +36,39 @@ _DECODER_ARGUMENTS = ("image_decode", "av_decode", "video_decode_audio")
 
 def get_train_dataset(path: Any, **kwargs: Any) -> DatasetSpec:
     """Open a dataset for training, as `energon_bridge.get_train_dataset` with megatron-energon's arguments."""
-    return datasets.get_train_dataset(_source(path), **_translated(kwargs))
+    return _as_energon(datasets.get_train_dataset(_source(path), **_translated(kwargs)))
 
 
 def get_val_dataset(path: Any, **kwargs: Any) -> DatasetSpec:
     """Open a dataset for validation, as `energon_bridge.get_val_dataset` with megatron-energon's arguments."""
-    return datasets.get_val_dataset(_source(path), **_validation(kwargs))
+    return _as_energon(datasets.get_val_dataset(_source(path), **_validation(kwargs)))
 
 
 def get_val_datasets(path: Any, **kwargs: Any) -> list[tuple[DatasetSpec, OpenLeaf]]:
     """Open the datasets of a mix for validation, one by one."""
-    return datasets.get_val_datasets(_source(path), **_validation(kwargs))
+    found = datasets.get_val_datasets(_source(path), **_validation(kwargs))
+    return [(_as_energon(dataset), source) for dataset, source in found]
 
 
-def get_savable_loader(dataset: Any, **kwargs: Any) -> SavableDataLoader | RepeatedLoader:
-    """Return a loader whose position can be saved and restored (but of a repeated validation, which starts anew)."""
-    return make_loader(_source(dataset), **kwargs)
+def _as_energon(dataset: DatasetSpec) -> DatasetSpec:
+    """Return a dataset whose validation, numbers and ends are those of megatron-energon."""
+    return dataclasses.replace(dataset, as_energon=True)
 
 
-def get_loader(dataset: Any, **kwargs: Any) -> SavableDataLoader | RepeatedLoader:
+def get_savable_loader(dataset: Any, **kwargs: Any) -> SavableDataLoader:
+    """Return a loader whose position can be saved and restored."""
+    source = _source(dataset)
+    if isinstance(source, str):
+        source = get_train_dataset(source, batch_size=1, worker_config=kwargs.get("worker_config"))
+    return make_loader(source, **kwargs)
+
+
+def get_loader(dataset: Any, **kwargs: Any) -> SavableDataLoader:
     """Return a loader."""
-    return make_loader(_source(dataset), **kwargs)
+    source = _source(dataset)
+    if isinstance(source, str):
+        source = get_train_dataset(source, batch_size=1, worker_config=kwargs.get("worker_config"))
+    return make_loader(source, **kwargs)
 
 
 def _source(path: Any) -> Any:

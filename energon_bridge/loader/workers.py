@@ -39,6 +39,7 @@ from energon_bridge.loader.transport import Arena, Message, Outbox
 from energon_bridge.plan.blend import Blend
 from energon_bridge.rng import key_of
 from energon_bridge.samples.slabs import Lender
+from energon_bridge.stream.dealt import Dealt
 from energon_bridge.stream.finite import FiniteStream, PassRows
 from energon_bridge.stream.lane import Lane
 from energon_bridge.stream.pipeline import Pipeline
@@ -110,9 +111,9 @@ class LaneStreams:
 class FiniteStreams:
     """The microbatches of one pass of a finite stream in one process."""
 
-    def __init__(self, pipeline: Pipeline, rows: PassRows, *, drop_last: bool) -> None:
+    def __init__(self, pipeline: Pipeline, rows: PassRows, *, drop_last: bool, dealt: Dealt | None = None) -> None:
         self._pipeline = pipeline
-        self._stream = FiniteStream(pipeline, rows, drop_last=drop_last)
+        self._stream = FiniteStream(pipeline, rows, drop_last=drop_last, dealt=dealt)
 
     @property
     def threaded(self) -> bool:

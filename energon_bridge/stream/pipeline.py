@@ -30,6 +30,7 @@ from energon_bridge.stream.state import COUNTERS, Counts
 from energon_bridge.stream.user_code import UserCode, running_hooks
 from energon_bridge.stream.values import Columns, Problem, RestoreKey
 from energon_bridge.stream.watchdog import Watchdog, WatchdogSettings
+from energon_bridge.task_encoder.current import BATCH, NUMBER, UNKNOWN
 from energon_bridge.task_encoder.deferred import decode_deferred
 
 _THREADS = "energon"
@@ -251,8 +252,7 @@ class Pipeline:
             attach(batches[0], "__restore_key__", keys[0])
         else:
             seeds = self.source(first_leaf).user_key, *first_sample(keys[0])[1:]
-            # Of a lane the number counts its own microbatches; a pass has no lanes.
-            whole = number if lane < 0 else number * self.leaves[0].order.num_lanes + lane
+            whole = self._shown(lane, number)
             start = time.perf_counter()
             SLABS.set(self.slabs)
             try:
@@ -269,6 +269,33 @@ class Pipeline:
             valid.fill(True)
             attach(batch, "__valid__", torch.from_numpy(valid))
         return batches
+
+    def begin(self, lane: int, number: int) -> None:
+        """Say which microbatch is being made, by its number in its lane (-1: in its pass), for hooks that ask."""
+        if not self.code.present:
+            return
+        BATCH.set(UNKNOWN if self.code.waits else self._shown(lane, number))
+        NUMBER.set(UNKNOWN if self.settings.energon_ranks else -1)
+
+    def begin_unknown(self) -> None:
+        """Say that a sample is made of which nobody knows the microbatch."""
+        BATCH.set(UNKNOWN)
+        NUMBER.set(UNKNOWN if self.settings.energon_ranks else -1)
+
+    def _shown(self, lane: int, number: int) -> int:
+        """Return the number of a microbatch as hooks see it."""
+        # Of a lane the number counts its own microbatches; a pass has no lanes.
+        whole = number if lane < 0 else number * self.leaves[0].order.num_lanes + lane
+        return whole // self.settings.energon_ranks if self.settings.energon_ranks else whole
+
+    def number_draw(self, lane: int, draw: int) -> None:
+        """As drop-in: say which number the draw of a lane has whose sample is about to be encoded."""
+        if self.code.waits:
+            return
+        settings = self.settings
+        turn, row = divmod(draw, self.rows)
+        batch, worker = divmod(self._shown(lane, turn), settings.energon_workers)
+        NUMBER.set((batch * self.rows + row) * settings.energon_workers + worker)
 
     def batches(
         self,
