@@ -93,6 +93,11 @@ def _translated(kwargs: Mapping[str, Any]) -> dict[str, Any]:
         ours["task_encoder"] = _with_decoder(encoder, None)
     elif decoder:
         ours["task_encoder"] = _with_decoder(encoder, SampleDecoder(**decoder))
+    # There pickles are read: here those of plain values are, and any other is refused by name.
+    encoder = ours.get("task_encoder")
+    read = DefaultTaskEncoder.decoder if encoder is None else getattr(encoder, "decoder", None)
+    if type(read) is SampleDecoder and not read.read_pickles:
+        ours["task_encoder"] = _with_decoder(encoder, dataclasses.replace(read, read_pickles=True))
     ours.setdefault("trust_remote_code", trusted())
     if "error_policy" not in ours:
         ours["error_policy"] = error_policy(ours.get("worker_config"))

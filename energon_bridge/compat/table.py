@@ -50,10 +50,8 @@ _ADAPTERS = {
     "loading": ("get_loader", "get_savable_loader", "get_train_dataset", "get_val_dataset", "get_val_datasets"),
     "worker": ("SampleException", "WorkerConfig", "log_exception", "reraise_exception"),
     "epath": ("DEFAULT_PROFILE_NAME", "EPath"),
+    "dataset_classes": ("BaseCoreDatasetFactory", "BaseWebdatasetFactory", "CrudeJsonlDatasetFactory"),
     "preparing": (
-        "BaseCoreDatasetFactory",
-        "BaseWebdatasetFactory",
-        "CrudeJsonlDatasetFactory",
         "JsonlPreparator",
         "MediaFilterConfig",
         "MediaFilterStrategy",
@@ -133,9 +131,9 @@ def describe(name: str, module: str) -> Entry:
     if name in _ELSEWHERE:
         return Entry(kind="ours", target=_ELSEWHERE[name])
     if _is_factory(name):
-        return Entry(kind="adapter", target=f"{_HERE}.preparing:BaseWebdatasetFactory")
+        return Entry(kind="adapter", target=f"{_HERE}.dataset_classes:BaseWebdatasetFactory")
     if name == "DefaultCrudeJsonlDatasetFactory":
-        return Entry(kind="adapter", target=f"{_HERE}.preparing:CrudeJsonlDatasetFactory")
+        return Entry(kind="adapter", target=f"{_HERE}.dataset_classes:CrudeJsonlDatasetFactory")
     if name in ADVICE:
         return Entry(kind="refused", advice=ADVICE[name])
     if name in ("F", "P", "T", "TMetadata", "TType", "TTransform", "V") or name.startswith("T_"):
