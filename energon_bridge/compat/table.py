@@ -49,6 +49,7 @@ _ELSEWHERE = {
 _ADAPTERS = {
     "loading": ("get_loader", "get_savable_loader", "get_train_dataset", "get_val_dataset", "get_val_datasets"),
     "worker": ("SampleException", "WorkerConfig", "log_exception", "reraise_exception"),
+    "factories": ("get_dataset_from_config",),
     "epath": ("DEFAULT_PROFILE_NAME", "EPath"),
     "dataset_classes": ("BaseCoreDatasetFactory", "BaseWebdatasetFactory", "CrudeJsonlDatasetFactory"),
     "preparing": (
@@ -78,6 +79,14 @@ _ADAPTERS = {
     ),
 }
 _ADAPTER_OF = {name: f"{_HERE}.{module}:{name}" for module, names in _ADAPTERS.items() for name in names}
+
+_COMMANDS = {
+    "tools.info": "info",
+    "tools.lint": "lint",
+    "tools.prepare": "prepare",
+    "tools.prepare_media": "prepare_media",
+}
+"""Commands of the command line that are there under the same name, by their modules."""
 
 _VALUES: dict[str, str] = {
     "IJSONL_SUFFIX": ".idx",
@@ -120,6 +129,8 @@ def describe(name: str, module: str) -> Entry:
     Raises:
         KeyError: Nothing says what it is; a mistake in the tables.
     """
+    if name == "command" and module in _COMMANDS:
+        return Entry(kind="ours", target=f"energon_bridge.cli.{_COMMANDS[module]}:command")
     if name in _VALUES:
         return Entry(kind="value", target=repr(_VALUES[name]))
     if name in _STATES:

@@ -256,7 +256,10 @@ class DatasetSpec:
 
     def epoch_length(self, world_size: int) -> int:
         """Return the microbatches of one rank in an epoch of an endless stream; at least 1."""
-        return max(1, self.num_samples // (self.rows * world_size))
+        samples = self.num_samples
+        if self.as_energon and self.mode == "repetitions":
+            samples = sum(int(leaf.num_samples * leaf.share) for leaf in self.leaves)
+        return max(1, samples // (self.rows * world_size))
 
     def units(
         self,
@@ -432,6 +435,7 @@ class DatasetSpec:
             ranks=config.dp_size,
             energon_ranks=config.dp_size if self.as_energon else 0,
             energon_workers=max(1, config.num_workers),
+            config=config if self.as_energon else None,
             words=() if worker is None else worker.words,
             barred=frozenset() if worker is None else worker.barred,
         )

@@ -33,7 +33,7 @@ import numpy as np
 import torch
 import torch.utils.data
 
-from energon_bridge.errors import HookTimeoutError, LoaderError
+from energon_bridge.errors import FatalSampleError, HookTimeoutError, LoaderError
 from energon_bridge.loader.board import Board, StackFile
 from energon_bridge.loader.transport import Arena, Message, Outbox
 from energon_bridge.plan.blend import Blend
@@ -147,8 +147,12 @@ def _reported(pipeline: Pipeline, unit: int, make: Callable[[], Produced]) -> Pr
     except HookTimeoutError as error:
         pipeline.say_pending()
         raise HookTimeoutError(watchdog.message if watchdog is not None else str(error)) from None
-    except Exception:
+    except Exception as error:
         pipeline.say_pending()  # no microbatch takes it along
+        settings, cause = pipeline.settings, error.__cause__ if isinstance(error, FatalSampleError) else None
+        # As drop-in the program sees what its hook or its error handler raised, as its own code may expect.
+        if settings.energon_ranks and settings.policy.on_error != "skip" and cause is not None:
+            raise cause from None
         raise
     if pipeline.judge.pending:
         item.reports = pipeline.judge.taken()

@@ -35,6 +35,7 @@ class StreamSettings:
         words: Where the thread that runs hooks, and then each that loads, writes what it does (`Activity.words`).
         energon_ranks, energon_workers: For the drop-in of megatron-energon: numbers of ranks, and of workers of each,
             by which microbatches and samples are counted as there; 0 ranks: nothing is as there.
+        config: For the drop-in: the worker configuration, for hooks that ask.
         barred: Leaf (`user_key_of`) and index of the samples that are not tried again.
     """
 
@@ -56,5 +57,6 @@ class StreamSettings:
     ranks: int = 1
     energon_ranks: int = 0
     energon_workers: int = 1
+    config: Any = None
     words: Sequence[Words] = ()
     barred: frozenset[tuple[int, int]] = frozenset()

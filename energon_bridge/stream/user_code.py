@@ -33,7 +33,17 @@ from energon_bridge.rng import fold
 from energon_bridge.stores import CachePool
 from energon_bridge.stream.activity import Activity, Words
 from energon_bridge.stream.dataset_code import Unmade
-from energon_bridge.task_encoder.current import BATCH, CACHE, DELIVERING, LAST, NUMBER, SAMPLE, UNKNOWN, tallying
+from energon_bridge.task_encoder.current import (
+    BATCH,
+    CACHE,
+    CONFIG,
+    DELIVERING,
+    LAST,
+    NUMBER,
+    SAMPLE,
+    UNKNOWN,
+    tallying,
+)
 from energon_bridge.task_encoder.deferred import decode_deferred
 
 logger = logging.getLogger(__name__)
@@ -302,13 +312,18 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 @contextlib.contextmanager
-def running_hooks(cache: CachePool, tally: Counter[str], *, put_back: bool) -> Iterator[None]:
-    """Lend hooks a cache pool and a tally; with `put_back`, leave the global generators as they were found."""
+def running_hooks(cache: CachePool, tally: Counter[str], *, put_back: bool, config: Any = None) -> Iterator[None]:
+    """Lend hooks a cache pool, a tally and what `CONFIG` says.
+
+    With `put_back`, leave the global generators as they were found.
+    """
+    of_loader = CONFIG.set(config)
     token, sample, batch, number = CACHE.set(cache), SAMPLE.set(()), BATCH.set(-1), NUMBER.set(-1)
     try:
         with tallying(tally), generators_put_back() if put_back else contextlib.nullcontext():
             yield
     finally:
+        CONFIG.reset(of_loader)
         CACHE.reset(token)
         SAMPLE.reset(sample)
         BATCH.reset(batch)

@@ -9,9 +9,11 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.rng import fold
+from energon_bridge.samples import SourceInfo
 from energon_bridge.stores import CachePool, NoCachePool
 
 SAMPLE: ContextVar[tuple[int, ...]] = ContextVar("energon_bridge_sample")
@@ -28,6 +30,10 @@ CACHE: ContextVar[CachePool] = ContextVar("energon_bridge_cache")
 """The cache pool of the loader."""
 LAST: ContextVar[bool] = ContextVar("energon_bridge_last_buffer", default=False)
 """Whether the buffer that is selected from will not be filled again."""
+FAILED: ContextVar[tuple[Any, tuple[SourceInfo, ...]]] = ContextVar("energon_bridge_failed", default=(None, ()))
+"""While the policy decides on a failure: the sample or samples that the hook was given, and where they come from."""
+CONFIG: ContextVar[Any] = ContextVar("energon_bridge_config", default=None)
+"""As drop-in: the worker configuration of the loader whose hooks run."""
 TALLY: ContextVar[Counter[str]] = ContextVar("energon_bridge_tally")
 """What `count_over_long` has counted since the engine last took it."""
 
