@@ -111,6 +111,8 @@ class EPath(os.PathLike[str]):
 
     def write_bytes(self, data: bytes) -> None:
         """Write bytes as the file."""
+        if not self._protocol:
+            os.makedirs(posixpath.dirname(self._path), exist_ok=True)
         self._fs().pipe_file(self._path, data)
 
     def copy(self, target: EPath) -> None:

@@ -37,7 +37,7 @@ from energon_bridge.stream.again import describe, restore
 from energon_bridge.stream.finite import mask_loss
 from energon_bridge.stream.leaf import Leaf
 from energon_bridge.stream.pipeline import Pipeline, attach
-from energon_bridge.stream.state import Produced
+from energon_bridge.stream.state import NoBatch, Produced
 from energon_bridge.stream.watchdog import WatchdogSettings
 from energon_bridge.topology import Ownership, WorkerConfig, check_data_parallel
 
@@ -167,6 +167,13 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
             if position.microbatches >= position.end:
                 raise StopIteration
             item = self._pull()
+            while type(item.batch) is NoBatch:
+                position.advance()
+                position.count(item)
+                if position.microbatches >= position.end:
+                    self._name_losses(AT_EPOCH)
+                    raise StopIteration
+                item = self._pull()
         else:
             lane = position.lane()
             if lane is None:
@@ -247,6 +254,12 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         if self.spec.finite:
             return
         ownership, workers = self._position.ownership, self.config.num_workers
+        if self.spec.as_energon and not ownership.even:
+            raise ConfigurationError(
+                f"{ownership.world_size} data-parallel ranks do not divide the {ownership.num_lanes} lanes, "
+                "so some microbatches would be masked, which a program written for megatron-energon does not know: use "
+                f"{ownership.nearest_even_world_size()} ranks, or energon_bridge itself, and read batch.__valid__"
+            )
         lanes, ranks = ownership.num_lanes, ownership.world_size
         if not ownership.even and self.config.dp_rank == 0:
             logger.warning(

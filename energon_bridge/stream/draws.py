@@ -122,6 +122,8 @@ class Draws:
         self._outputs_size = loaded.sizes[at]
         counts.of(leaf)[_BYTES] += 0 if self.taken else loaded.sizes[at]  # of a state: they have been counted
         sample, key, again = loaded.samples[at], loaded.keys[at], bool(self.taken)
+        if self._pipeline.settings.energon_ranks:
+            self._pipeline.number_draw(self.number, self.draw)
         self._outputs.extend(self._pipeline.encode(leaf, sample, key, counts, again=again))
         for _ in range(min(self.taken, len(self._outputs))):
             self._outputs.popleft()

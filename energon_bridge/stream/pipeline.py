@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from energon_bridge.errors import DecodeError, FatalSampleError, SkipSample
+from energon_bridge.samples import SourceInfo
 from energon_bridge.samples.slabs import LENDER, SLABS, Lender, Slab, SlabPool
 from energon_bridge.stream.activity import Activities
 from energon_bridge.stream.budget import Budget
@@ -30,6 +31,7 @@ from energon_bridge.stream.state import COUNTERS, Counts
 from energon_bridge.stream.user_code import UserCode, running_hooks
 from energon_bridge.stream.values import Columns, Problem, RestoreKey
 from energon_bridge.stream.watchdog import Watchdog, WatchdogSettings
+from energon_bridge.task_encoder.current import BATCH, FAILED, NUMBER, UNKNOWN
 from energon_bridge.task_encoder.deferred import decode_deferred
 
 _THREADS = "energon"
@@ -248,11 +250,10 @@ class Pipeline:
         """Return the microbatches of some rows (one, but where a batch hook is a generator), with mask and key."""
         if self.settings.batch_size is None and not self.code.groups:
             batches = [samples[0]]
-            attach(batches[0], "__restore_key__", keys[0])
+            self._attach(batches[0], "__restore_key__", keys[0])
         else:
             seeds = self.source(first_leaf).user_key, *first_sample(keys[0])[1:]
-            # Of a lane the number counts its own microbatches; a pass has no lanes.
-            whole = number if lane < 0 else number * self.leaves[0].order.num_lanes + lane
+            whole = self._shown(lane, number)
             start = time.perf_counter()
             SLABS.set(self.slabs)
             try:
@@ -263,12 +264,44 @@ class Pipeline:
                 self.batch_seconds += time.perf_counter() - start
             for output, batch in enumerate(batches):
                 which = (output,) if len(batches) > 1 else ()
-                attach(batch, "__restore_key__", ("Batch", lane, number + output, tuple(keys), *which))
+                self._attach(batch, "__restore_key__", ("Batch", lane, number + output, tuple(keys), *which))
         for batch in batches:
             valid = np.empty(len(samples), np.bool_)
             valid.fill(True)
-            attach(batch, "__valid__", torch.from_numpy(valid))
+            self._attach(batch, "__valid__", torch.from_numpy(valid))
         return batches
+
+    def _attach(self, batch: Any, name: str, value: Any) -> None:
+        """Set a meta field; as drop-in a dict keeps its own keys, for programs that call `model(**batch)`."""
+        if not (self.settings.energon_ranks and type(batch) is dict and name not in batch):
+            attach(batch, name, value)
+
+    def begin(self, lane: int, number: int) -> None:
+        """Say which microbatch is being made, by its number in its lane (-1: in its pass), for hooks that ask."""
+        if not self.code.present:
+            return
+        BATCH.set(UNKNOWN if self.code.waits else self._shown(lane, number))
+        NUMBER.set(UNKNOWN if self.settings.energon_ranks else -1)
+
+    def begin_unknown(self) -> None:
+        """Say that a sample is made of which nobody knows the microbatch."""
+        BATCH.set(UNKNOWN)
+        NUMBER.set(UNKNOWN if self.settings.energon_ranks else -1)
+
+    def _shown(self, lane: int, number: int) -> int:
+        """Return the number of a microbatch as hooks see it."""
+        # Of a lane the number counts its own microbatches; a pass has no lanes.
+        whole = number if lane < 0 else number * self.leaves[0].order.num_lanes + lane
+        return whole // self.settings.energon_ranks if self.settings.energon_ranks else whole
+
+    def number_draw(self, lane: int, draw: int) -> None:
+        """As drop-in: say which number the draw of a lane has whose sample is about to be encoded."""
+        if self.code.waits:
+            return
+        settings = self.settings
+        turn, row = divmod(draw, self.rows)
+        batch, worker = divmod(self._shown(lane, turn), settings.energon_workers)
+        NUMBER.set((batch * self.rows + row) * settings.energon_workers + worker)
 
     def batches(
         self,
@@ -327,14 +360,19 @@ class Pipeline:
             FatalSampleError: The run stops.
         """
         now = self.code.now
-        hook = hook or now.hook
+        hook, given = hook or now.hook, now.sample
         now.rest()
         name = "skipped"
         if not isinstance(error, SkipSample):
             shown = members[:MAX_MEMBERS]
             places = [place] if place else [self.source(leaf).place(index) for leaf, index in shown]
             paths = {leaf: self.leaves[leaf].dataset.path for leaf, _ in members}
-            name = self.judge.failed(error, hook, places, len(members), paths)
+            sources = tuple(SourceInfo(one.dataset, one.index, one.shard, one.parts) for one in places)
+            token = FAILED.set(({"__key__": places[0].key} if given is None else given, sources))
+            try:
+                name = self.judge.failed(error, hook, places, len(members), paths)
+            finally:
+                FAILED.reset(token)
         for leaf, _ in members:
             counts.of(leaf)[COUNTERS.index(name)] += 1
 
@@ -353,9 +391,8 @@ class Pipeline:
         """Enter wherever hooks may run."""
         if not (restoring or self.code.present):
             return contextlib.nullcontext()
-        return running_hooks(
-            self.settings.cache, self.code.tally, put_back=restoring or self.settings.restore_generators
-        )
+        put_back = restoring or self.settings.restore_generators
+        return running_hooks(self.settings.cache, self.code.tally, put_back=put_back, config=self.settings.config)
 
 
 def first_sample(key: tuple[Any, ...]) -> RestoreKey:

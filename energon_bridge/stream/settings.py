@@ -33,6 +33,9 @@ class StreamSettings:
         delivered: Leaves of which the run has delivered something; none where it begins.
         rank, ranks: Number of this process among those that keep quarantine files.
         words: Where the thread that runs hooks, and then each that loads, writes what it does (`Activity.words`).
+        energon_ranks, energon_workers: For the drop-in of megatron-energon: numbers of ranks, and of workers of each,
+            by which microbatches and samples are counted as there; 0 ranks: nothing is as there.
+        config: For the drop-in: the worker configuration, for hooks that ask.
         barred: Leaf (`user_key_of`) and index of the samples that are not tried again.
     """
 
@@ -52,5 +55,8 @@ class StreamSettings:
     delivered: Collection[int] = ()
     rank: int = 0
     ranks: int = 1
+    energon_ranks: int = 0
+    energon_workers: int = 1
+    config: Any = None
     words: Sequence[Words] = ()
     barred: frozenset[tuple[int, int]] = frozenset()

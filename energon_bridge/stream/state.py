@@ -207,6 +207,12 @@ class Counts(dict[int, list[int]]):
             self[leaf] = [a + b for a, b in zip(self.of(leaf), counted, strict=True)]
 
 
+class NoBatch:
+    """Stands for a microbatch of a pass of which the hooks left nothing, where none may take its place."""
+
+    __slots__ = ()
+
+
 @dataclass(slots=True)
 class Produced:
     """One microbatch with the state of its unit after it.
