@@ -180,8 +180,6 @@ def test_every_declaration_with_a_build_method_fits(dataset: Path) -> None:
         ({"shuffle_buffer_size": 0}, "shuffle_buffer_size must be an integer of at least 1 or None"),
         ({"dataloader_type": "cyclic"}, "dataloader_type must be 'external', got 'cyclic'"),
         ({"do_test": True}, "there is no test data"),
-        ({"persistent_workers": False}, "persistent_workers=False, but the loader always does"),
-        ({"enable_in_batch_packing": True}, "set packing_buffer_size"),
         ({"packing_buffer_size": 8}, "packing_buffer_size with micro_batch_size=2"),
         ({"global_batch_size": 3}, "global_batch_size=3 is no multiple of micro_batch_size=2"),
         ({"pad_to_max_length": True}, "seq_length=64, which is no multiple of pad_to_multiple_of=128"),
