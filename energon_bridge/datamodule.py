@@ -470,12 +470,14 @@ class EnergonMultiModalDataModule(_Base):
     def _load(self, split: Literal["train", "val", "test"], num_workers: int) -> SavableDataLoader:
         """Open the loader of a split."""
         worker_config = self._build_worker_config(num_workers, split)
-        on_mismatch = self.on_mismatch if split == "train" else "refuse"
+        options: dict[str, Any] = {} if self.cache_pool is None else {"cache_pool": self.cache_pool}
+        if split == "train" and self.on_mismatch != "refuse":
+            options["on_mismatch"] = self.on_mismatch
         if split == "test":
             dataset = get_val_dataset(self.path, **self._val_arguments(worker_config) | {"split_part": "test"})
         else:
             dataset = self.datasets_provider(worker_config, split)
-        return get_savable_loader(dataset, on_mismatch=on_mismatch, cache_pool=self.cache_pool)
+        return get_savable_loader(dataset, worker_config=worker_config, **options)
 
     def _finite(self, split: Literal["val", "test"]) -> EnergonDataloader:
         """Return an iterator over a split that is evaluated on."""
