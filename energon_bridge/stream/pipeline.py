@@ -80,7 +80,8 @@ class Pipeline:
         self._sources: list[LeafSource | None] = [None] * len(leaves)
         self._cursors: OrderedDict[tuple[int, int], Cursor] = OrderedDict()
         self._pool = ThreadPoolExecutor(settings.threads, f"{_THREADS}-load") if settings.threads else None
-        self._reading = ThreadPoolExecutor(1, f"{_THREADS}-read") if settings.background_reads else None
+        readers = settings.background_reads
+        self._reading = ThreadPoolExecutor(readers, f"{_THREADS}-read") if readers else None
         self._memory: Lender | None = None
         # Where rows are packed or grouped, a slab would stay as long as the last of its images waits.
         straight = settings.packing_buffer_size is None and not self.code.groups and self.rows > 1
