@@ -28,7 +28,7 @@ from energon_bridge.errors import (
 from energon_bridge.format.jsonl import index_jsonl
 from energon_bridge.loader.savable import SavableDataLoader
 from energon_bridge.storage import OpenFiles, Stalls, open_store
-from energon_bridge.storage.http import shared_client
+from energon_bridge.storage.network import MADE
 from tests.engine import loaders_of, text_dataset, train_dataset
 from tests.forked import start_forked
 from tests.keyed import join, keyed_dataset, shards, shuffled, write_mix
@@ -106,13 +106,13 @@ def test_no_fault_changes_the_bytes(server: ObjectServer, data: bytes, quick: No
     (server.folder / "x").write_bytes(data)
     store = open_store(server.url)
     server.fault = every(3, *(("reset", "503", "short", "500") if fault == "mixed" else (fault,)))
-    client = shared_client()
+    before = MADE.values()
     for seed in range(6):
         offsets, lengths = ranges_of(data, seed, 14)
         expected = [data[offset : offset + length] for offset, length in zip(offsets, lengths, strict=True)]
         assert [bytes(block) for block in store.read_ranges("x", offsets, lengths)] == expected
     assert store.read("x") == data
-    assert client.counts.retries >= 5
+    assert MADE.request_retries - before[1] >= 5
     assert len(server.asked) < 200
 
 
@@ -146,12 +146,12 @@ def test_a_stalled_answer_gets_a_rival(server: ObjectServer, data: bytes, quick:
     (server.folder / "x").write_bytes(data)
     server.fault = lambda number: "stall" if number in (0, 4) else ""
     store = open_store(server.url)
-    client = shared_client()
+    before = MADE.values()
     began = time.monotonic()
     offsets = list(range(0, BIG - 1000, 1_000_000))
     assert store.read_ranges("x", offsets, [1000] * len(offsets)) == [data[low : low + 1000] for low in offsets]
     assert time.monotonic() - began < 5
-    assert client.counts.hedges >= 2
+    assert MADE.request_hedges - before[2] >= 2
 
 
 def test_a_server_that_never_answers_is_given_up(server: ObjectServer, quick: None) -> None:
@@ -316,6 +316,24 @@ def test_worker_processes_read_on_after_their_parent_has_read(server: ObjectServ
     assert content(f"{server.url}/{name}", workers=2, stop=9) == content(server.folder / name)
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_metrics_count_requests(server: ObjectServer, quick: None, workers: int) -> None:
+    dataset = train_dataset(f"{server.url}/{plain(server.folder)}")
+    opening = len(server.asked)
+    server.fault = every(4, "503")
+    (loader,) = loaders_of(dataset, 1, workers, kind=SavableDataLoader)
+    try:
+        for _ in islice(loader, 20):
+            pass
+        found = loader.metrics()
+    finally:
+        loader.close()
+    assert 10 < found["requests"] <= len(server.asked) - opening
+    assert 2 < found["request_retries"] < found["requests"]
+    assert found["request_bytes"] > 10_000
+    assert found["request_seconds"] > 0
+
+
 def test_a_round_of_many_shards_waits_about_once(server: ObjectServer) -> None:
     text_dataset(server.folder / "texts", train=[6] * 20)
     server.latency = 0.03
@@ -341,3 +359,10 @@ def test_commands_read_from_a_web_server(server: ObjectServer) -> None:
     for command in (["info", url], ["plan", url, "--steps", "2", "--batch-size", "2"], ["lint", url]):
         result = CliRunner().invoke(main, command)
         assert result.exit_code == 0, (command, result.output)
+
+
+def test_local_metrics_name_no_requests(tmp_path: Path) -> None:
+    (loader,) = loaders_of(train_dataset(tmp_path / plain(tmp_path)), 1, 0, kind=SavableDataLoader)
+    next(iter(loader))
+    assert "requests" not in loader.metrics()
+    loader.close()

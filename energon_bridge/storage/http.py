@@ -37,6 +37,7 @@ from typing import Any, Protocol
 from urllib.parse import unquote, urljoin, urlsplit
 
 from energon_bridge.storage.helpers import Helpers
+from energon_bridge.storage.network import MADE
 from energon_bridge.storage.stalls import Stalls
 
 _CONNECT_SECONDS = 10.0
@@ -143,17 +144,6 @@ class Body:
     version: str = ""
 
 
-@dataclass(slots=True)
-class Counts:
-    """What a client has done."""
-
-    requests: int = 0
-    retries: int = 0
-    hedges: int = 0
-    bytes: int = 0
-    waiting: float = 0.0
-
-
 class _Attempt:
     """One request for a piece."""
 
@@ -195,7 +185,6 @@ class Client:
     """Fetches pieces; for all threads of one process."""
 
     def __init__(self) -> None:
-        self.counts = Counts()
         self._helpers = Helpers("energon-http")
         self._lock = threading.Lock()
         self._idle: dict[tuple[str, str], list[tuple[float, http.client.HTTPConnection]]] = {}
@@ -265,7 +254,7 @@ class Client:
                 for attempt in call.attempts:
                     attempt.cancel()
             with self._lock:
-                self.counts.waiting += time.monotonic() - began
+                MADE.request_seconds += time.monotonic() - began
         return [body for body in bodies if body is not None]
 
     # Deciding --------------------------------------------------------------------------------------------------------
@@ -299,7 +288,7 @@ class Client:
         with self._lock:
             self._in_flight -= 1
             if error is None:
-                self.counts.bytes += attempt.body.got
+                MADE.request_bytes += attempt.body.got
                 self._typical += (attempt.seconds - self._typical) / 16
                 self._limit = min(_MOST_IN_FLIGHT, self._limit + 1 / self._limit)
             elif isinstance(error, _Busy) and error.overloaded and now - self._lowered > self._typical:
@@ -314,11 +303,11 @@ class Client:
             late += 1
             call.patience *= 2
             call.hedge_at = now + call.patience
-            few = self.counts.hedges < _HEDGES + _HEDGED_SHARE * self.counts.requests
+            few = MADE.request_hedges < _HEDGES + _HEDGED_SHARE * MADE.requests
             if few and len(call.attempts) < _RIVALS:
                 with self._lock:
                     self._in_flight += 1
-                    self.counts.hedges += 1
+                    MADE.request_hedges += 1
                 self._start(call, answers, seconds)
         return late
 
@@ -333,7 +322,7 @@ class Client:
         call.broken = body if progress else None
         call.failures += 1
         with self._lock:
-            self.counts.retries += 1
+            MADE.request_retries += 1
         took = time.monotonic() - call.since
         limit = _GIVE_UP_SECONDS if seconds is None else 3 * seconds
         most = _UNREACHED_TRIES if error.unreached else _MOST_TRIES
@@ -382,7 +371,7 @@ class Client:
         }
         connection, response = self._send(attempt, target.url, headers, silence)
         with self._lock:
-            self.counts.requests += 1
+            MADE.requests += 1
         done = False
         try:
             if response.status in (200, 206):
@@ -493,7 +482,7 @@ class Client:
                 connection.close()
                 if not is_new and not isinstance(error, TimeoutError) and not attempt.cancelled:
                     with self._lock:
-                        self.counts.retries += 1
+                        MADE.request_retries += 1
                     continue  # the server closed it while it was idle
                 unreached = parts.netloc not in self._reached
                 what = "cannot connect" if unreached else "no answer"

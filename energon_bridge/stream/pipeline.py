@@ -17,6 +17,7 @@ import torch
 
 from energon_bridge.errors import DecodeError, FatalSampleError, SkipSample
 from energon_bridge.samples.slabs import LENDER, SLABS, Lender, Slab, SlabPool
+from energon_bridge.storage.network import MADE
 from energon_bridge.stream.activity import Activities
 from energon_bridge.stream.budget import Budget
 from energon_bridge.stream.cooking import StorePool, cook_of, cooker_of
@@ -75,6 +76,7 @@ class Pipeline:
         self.judge = Judge(settings.policy, settings.encoder, self.code.hooks, settings.delivered)
         self.activities = Activities(words[1:])
         self.load_seconds = self.batch_seconds = 0.0
+        self._asked = MADE.values()
         self.watchdog: Watchdog | None = None
         self.budget = Budget(settings.held_bytes, settings.lanes)
         self._sources: list[LeafSource | None] = [None] * len(leaves)
@@ -185,9 +187,16 @@ class Pipeline:
         """Watch over the microbatches that are made; `where` names the process, `said` is called with each message."""
         self.watchdog = Watchdog(settings, self.code.now, self.activities, where, said)
 
-    def seconds_since(self, start: float) -> tuple[float, float, float]:
-        """Return the seconds since then, and those of them spent waiting for loads and batching; start anew."""
-        found = time.perf_counter() - start, self.load_seconds, self.batch_seconds
+    def seconds_since(self, start: float) -> tuple[float, ...]:
+        """Return the seconds since then, and those of them spent waiting for loads and batching; start anew.
+
+        What this process has asked servers since the last call follows, if it has asked anything.
+        """
+        found: tuple[float, ...] = (time.perf_counter() - start, self.load_seconds, self.batch_seconds)
+        if MADE.requests != self._asked[0]:
+            now = MADE.values()
+            found += tuple(after - before for before, after in zip(self._asked, now, strict=True))
+            self._asked = now
         self.load_seconds = self.batch_seconds = 0.0
         return found
 
