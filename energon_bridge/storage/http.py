@@ -147,7 +147,7 @@ class Body:
 class _Attempt:
     """One request for a piece."""
 
-    __slots__ = ("body", "call", "cancelled", "connection", "error", "seconds")
+    __slots__ = ("again", "asked", "body", "call", "cancelled", "connection", "error", "seconds")
 
     def __init__(self, call: _Call) -> None:
         self.call = call
@@ -155,6 +155,7 @@ class _Attempt:
         call.broken = None
         self.connection: http.client.HTTPConnection | None = None
         self.cancelled = False
+        self.asked = self.again = 0
         self.error: BaseException | None = None
         self.seconds = 0.0
 
@@ -188,6 +189,7 @@ class Client:
         self._helpers = Helpers("energon-http")
         self._lock = threading.Lock()
         self._idle: dict[tuple[str, str], list[tuple[float, http.client.HTTPConnection]]] = {}
+        self._ways: dict[tuple[str, str], tuple[str, Any]] = {}
         self._reached: set[str] = set()
         self._context: ssl.SSLContext | None = None
         self._in_flight = 0
@@ -287,6 +289,8 @@ class Client:
         error, now = attempt.error, time.monotonic()
         with self._lock:
             self._in_flight -= 1
+            MADE.requests += attempt.asked
+            MADE.request_retries += attempt.again
             if error is None:
                 MADE.request_bytes += attempt.body.got
                 self._typical += (attempt.seconds - self._typical) / 16
@@ -370,8 +374,6 @@ class Client:
             "User-Agent": "energon-bridge",
         }
         connection, response = self._send(attempt, target.url, headers, silence)
-        with self._lock:
-            MADE.requests += 1
         done = False
         try:
             if response.status in (200, 206):
@@ -382,9 +384,7 @@ class Client:
             raise _Busy(f"the answer broke off: {_named(error)}") from error
         finally:
             if done and response.isclosed() and not response.will_close and not attempt.cancelled:
-                with self._lock:
-                    place = _place_of(target.url)
-                    self._idle.setdefault(place, []).append((time.monotonic(), connection))
+                self._idle.setdefault(_place_of(target.url), []).append((time.monotonic(), connection))
             else:
                 response.close()
                 connection.close()
@@ -476,13 +476,13 @@ class Client:
                     connection.connect()
                     connection.sock.settimeout(silence)  # type: ignore[attr-defined]  # there is one by now
                     self._reached.add(parts.netloc)
+                attempt.asked += 1
                 connection.request("GET", url if absolute else path, headers={**headers, **more})
                 return connection, connection.getresponse()
             except (OSError, http.client.HTTPException) as error:
                 connection.close()
                 if not is_new and not isinstance(error, TimeoutError) and not attempt.cancelled:
-                    with self._lock:
-                        MADE.request_retries += 1
+                    attempt.again += 1
                     continue  # the server closed it while it was idle
                 unreached = parts.netloc not in self._reached
                 what = "cannot connect" if unreached else "no answer"
@@ -492,19 +492,24 @@ class Client:
         self, scheme: str, place: str, silence: float
     ) -> tuple[http.client.HTTPConnection, bool, bool, dict[str, str]]:
         """Return a connection, whether it is new, whether it asks by full URL (a proxy does), and headers for that."""
-        host = urlsplit(f"//{place}").hostname or ""
-        proxy = _proxy_for(scheme, host)
+        try:
+            host, proxy = self._ways[scheme, place]
+        except KeyError:
+            host = urlsplit(f"//{place}").hostname or ""
+            host, proxy = self._ways[scheme, place] = host, _proxy_for(scheme, host)
         absolute = proxy is not None and scheme == "http"
         more = {} if proxy is None else _proxy_headers(proxy)
-        with self._lock:
-            idle = self._idle.get((scheme, place), [])
-            while idle:
-                since, connection = idle.pop()
-                if time.monotonic() - since < _IDLE_SECONDS:
-                    if connection.sock is not None:
-                        connection.sock.settimeout(silence)
-                    return connection, False, absolute, more if absolute else {}
-                connection.close()
+        idle = self._idle.get((scheme, place), [])
+        while idle:
+            try:
+                since, connection = idle.pop()  # no lock: 32 threads would queue for it
+            except IndexError:
+                break
+            if time.monotonic() - since < _IDLE_SECONDS and connection.sock is not None:
+                if connection.sock.gettimeout() != silence:
+                    connection.sock.settimeout(silence)
+                return connection, False, absolute, more if absolute else {}
+            connection.close()
         by = place if proxy is None else f"{proxy.hostname}:{proxy.port or 80}"
         if scheme == "http":
             return http.client.HTTPConnection(by), True, absolute, more
