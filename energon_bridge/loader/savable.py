@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import logging
 import os
 import warnings
@@ -33,6 +34,7 @@ from energon_bridge.loader.spec import DATASET_IS_NO_LOADER
 from energon_bridge.loader.workers import Work, keep_freed_memory, produced, schedule
 from energon_bridge.samples.base import pin_value
 from energon_bridge.samples.showing import counted, described
+from energon_bridge.storage.network import REQUESTS
 from energon_bridge.stream.again import describe, restore
 from energon_bridge.stream.finite import mask_loss
 from energon_bridge.stream.leaf import Leaf
@@ -104,7 +106,7 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         self._held: deque[Produced] = deque()
         self._last: Any = None
         self._resumed, self._pass = False, 0
-        self._seconds = [0.0, 0.0, 0.0]
+        self._seconds = [0.0] * (3 + len(REQUESTS))
         self._steps, self._epoch_length = 0, dataset.epoch_length(config.dp_size)
         # Runs that nobody closes end with the loader or with the process; a worker's copy of the loader is no run.
         weakref.finalize(self, _name_losses, dataset, self._position, os.getpid())
@@ -208,7 +210,9 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         except BaseException:
             self._stop()  # whatever comes next starts from the delivered state
             raise
-        self._seconds = [before + more for before, more in zip(self._seconds, item.seconds, strict=True)]
+        self._seconds = [
+            before + more for before, more in itertools.zip_longest(self._seconds, item.seconds, fillvalue=0.0)
+        ]
         if self._pin:
             item.batch = pin_value(item.batch)
         return item

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 _READ_BYTES = 256 << 20
 """Bytes that the rounds of all lanes of one process may take; beyond it draws are read one microbatch at a time."""
+_FAR_READERS = 8
+"""Rounds that are read ahead at the same time where answers take long."""
 _TOGETHER_BYTES, _TOGETHER = 64 << 20, 1024
 """Bytes and samples up to which a lane reads several rounds of a leaf together."""
 
@@ -422,7 +424,7 @@ class DatasetSpec:
             threads=threads,
             reads_rounds=unit * max(self.shuffle_buffer_size, 4 * self.parallel_shard_iters) <= _READ_BYTES,
             read_together=min(_TOGETHER, _TOGETHER_BYTES // unit),
-            background_reads=not config.num_workers,
+            background_reads=_FAR_READERS if any(leaf.is_far for leaf in self.leaves) else int(not config.num_workers),
             restore_generators=not config.num_workers,
             packing_buffer_size=self.packing_buffer_size,
             held_bytes=config.held_bytes,

@@ -18,6 +18,7 @@ import torch
 from energon_bridge.errors import DecodeError, FatalSampleError, SkipSample
 from energon_bridge.samples import SourceInfo
 from energon_bridge.samples.slabs import LENDER, SLABS, Lender, Slab, SlabPool
+from energon_bridge.storage.network import MADE
 from energon_bridge.stream.activity import Activities
 from energon_bridge.stream.budget import Budget
 from energon_bridge.stream.cooking import StorePool, cook_of, cooker_of
@@ -77,12 +78,14 @@ class Pipeline:
         self.judge = Judge(settings.policy, settings.encoder, self.code.hooks, settings.delivered)
         self.activities = Activities(words[1:])
         self.load_seconds = self.batch_seconds = 0.0
+        self._asked = MADE.values()
         self.watchdog: Watchdog | None = None
         self.budget = Budget(settings.held_bytes, settings.lanes)
         self._sources: list[LeafSource | None] = [None] * len(leaves)
         self._cursors: OrderedDict[tuple[int, int], Cursor] = OrderedDict()
         self._pool = ThreadPoolExecutor(settings.threads, f"{_THREADS}-load") if settings.threads else None
-        self._reading = ThreadPoolExecutor(1, f"{_THREADS}-read") if settings.background_reads else None
+        readers = settings.background_reads
+        self._reading = ThreadPoolExecutor(readers, f"{_THREADS}-read") if readers else None
         self._memory: Lender | None = None
         # Where rows are packed or grouped, a slab would stay as long as the last of its images waits.
         straight = settings.packing_buffer_size is None and not self.code.groups and self.rows > 1
@@ -186,9 +189,16 @@ class Pipeline:
         """Watch over the microbatches that are made; `where` names the process, `said` is called with each message."""
         self.watchdog = Watchdog(settings, self.code.now, self.activities, where, said)
 
-    def seconds_since(self, start: float) -> tuple[float, float, float]:
-        """Return the seconds since then, and those of them spent waiting for loads and batching; start anew."""
-        found = time.perf_counter() - start, self.load_seconds, self.batch_seconds
+    def seconds_since(self, start: float) -> tuple[float, ...]:
+        """Return the seconds since then, and those of them spent waiting for loads and batching; start anew.
+
+        What this process has asked servers since the last call follows, if it has asked anything.
+        """
+        found: tuple[float, ...] = (time.perf_counter() - start, self.load_seconds, self.batch_seconds)
+        if MADE.requests != self._asked[0]:
+            now = MADE.values()
+            found += tuple(after - before for before, after in zip(self._asked, now, strict=True))
+            self._asked = now
         self.load_seconds = self.batch_seconds = 0.0
         return found
 
