@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
+from typing import ClassVar
 
 from energon_bridge.errors import ConfigurationError, DecodeError, SourceError, StorageError
 from energon_bridge.format.key_index import KeyIndexWriter
@@ -228,6 +229,8 @@ def write_record(shard: Path, record: ShardRecord) -> None:
 
 class PartsFolder:
     """The folder `.nv-meta.parts` of a dataset that is being written; `locked` keeps other writers out."""
+
+    NAME: ClassVar[str] = PARTS_FOLDER
 
     def __init__(self, root: Path, *, locked: bool) -> None:
         store = open_store(root)
