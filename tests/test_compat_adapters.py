@@ -11,7 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from energon_bridge import DefaultTaskEncoder, NotProvidedError, errors
+from energon_bridge import (
+    DecodeFileStore,
+    DefaultTaskEncoder,
+    FileStore,
+    NotProvidedError,
+    SampleDecoder,
+    SourceInfo,
+    errors,
+)
 from energon_bridge.compat import dataset_classes, epath, loading, preparing, records, worker, wrapped
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.testing import create_captioning_test_dataset
@@ -334,3 +342,51 @@ def test_buffers_to_select_from_are_full(path: Path) -> None:
         path, batch_size=2, worker_config=config(num_lanes=8), task_encoder=Full(), **settings
     )
     assert [len(batch.__key__) for batch, _ in zip(loading.get_loader(dataset), range(16), strict=False)] == [2] * 16
+
+
+class OnlyItems(FileStore):
+    """A store as code for megatron-energon writes it."""
+
+    def __getitem__(self, key: str) -> tuple[bytes, Any]:
+        return key.encode(), SourceInfo("items", key, "", (key,))
+
+    def get_path(self) -> str:
+        return "items"
+
+
+def test_a_store_that_only_has_items_is_decoded() -> None:
+    sample: dict[str, Any] = {"__sources__": ()}
+    assert DecodeFileStore(OnlyItems(), decoder=SampleDecoder()).get("12.txt", sample) == "12.txt"
+    assert [source.index for source in sample["__sources__"]] == ["12.txt"]
+
+
+class NoWayToRead(FileStore):
+    def get_path(self) -> str:
+        return "nothing"
+
+
+def test_a_store_that_reads_nothing_says_so() -> None:
+    with pytest.raises(NotImplementedError, match="NoWayToRead derives from FileStore and must override `read`"):
+        NoWayToRead().get("x")
+
+
+def test_files_behind_links_are_found(tmp_path: Path) -> None:
+    (epath.EPath(tmp_path) / "folder" / "a.txt").write_text("a")
+    (tmp_path / "link").symlink_to(tmp_path / "folder", target_is_directory=True)
+    expected = [str(tmp_path / name / "a.txt") for name in ("folder", "link")]
+    assert [str(path) for path in epath.EPath(tmp_path).walk()] == expected
+    assert [str(path) for path in epath.EPath(tmp_path).glob("**/*.txt")] == expected
+
+
+def test_excludes_may_follow_an_empty_list(path: Path, tmp_path: Path) -> None:
+    root = Path(shutil.copytree(path, tmp_path / "copy"))
+    split = root / ".nv-meta/split.yaml"
+    shard = next(line.split()[-1] for line in split.read_text().splitlines() if "val" in line and ".tar" in line)
+    text = split.read_text()
+    assert "exclude: []" in text
+    split.write_text(f"{text}\nexclude:\n  - {shard}/val-00001\n")
+    found = [batch.__key__ for batch in loading.get_loader(val(root))]
+    assert found == [["val-00000"], ["val-00002", "val-00003"], ["val-00004"]]
+    split.write_text(f"{text}\nexclude: [{shard}/val-00001]\nexclude: [{shard}/val-00002]\n")
+    with pytest.raises(errors.MetadataError, match="the key 'exclude' stands twice"):
+        val(root)
