@@ -33,7 +33,7 @@ from tests.engine import loaders_of, text_dataset, train_dataset
 from tests.forked import start_forked
 from tests.keyed import join, keyed_dataset, shards, shuffled, write_mix
 from tests.mixing import mix_data
-from tests.object_server import ObjectServer, every, serving
+from tests.object_server import ObjectServer, every, no_fault, serving
 
 BIG = 9_500_000
 FORKS = 200 if os.environ.get("ENERGON_LONG_TESTS") else 8
@@ -90,7 +90,7 @@ def test_reads_give_exactly_the_bytes(server: ObjectServer, data: bytes) -> None
 def test_near_ranges_are_one_request_and_far_ones_go_out_together(server: ObjectServer, data: bytes) -> None:
     (server.folder / "x").write_bytes(data)
     store = open_store(server.url)
-    store.read_ranges("x", [0, 5000, 90_000], [4000, 2000, 10_000])
+    store.read_ranges("x", [0, 5000, 37_000], [4000, 2000, 63_000])
     assert [span for _, span in server.asked] == ["bytes=0-99999"]
     server.latency = 0.05
     began = time.monotonic()
@@ -352,6 +352,30 @@ def test_a_round_of_many_shards_waits_about_once(server: ObjectServer) -> None:
     requests = len(server.asked)
     assert requests > 60
     assert opened + took < 0.03 * requests / 2  # as one after the other they would take all of it
+
+
+def test_draws_are_read_ahead_where_rounds_are_too_large(server: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = plain(server.folder)
+    expected = content(server.folder / name, 20)
+    monkeypatch.setattr("energon_bridge.loader.spec._READ_BYTES", 0)
+    monkeypatch.setattr("energon_bridge.loader.spec._TOGETHER", 6)
+    server.fault = every(5, "short", "503")
+    assert content(f"{server.url}/{name}", 20) == expected
+    assert content(f"{server.url}/{name}", 20, stop=7) == expected
+    server.fault, server.latency = no_fault, 0.02
+    (loader,) = loaders_of(train_dataset(f"{server.url}/{name}"), 1, 0, kind=SavableDataLoader)
+    try:
+        batches = iter(loader)
+        for _ in range(48):  # the first batches of each lane are read when they are asked for
+            next(batches)
+        asked, before = len(server.asked), loader.metrics()["load_seconds"]
+        for _ in range(72):
+            next(batches)
+        asked, waited = len(server.asked) - asked, loader.metrics()["load_seconds"] - before
+    finally:
+        loader.close()
+    assert asked > 20
+    assert waited < server.latency * 72 / 3  # as each batch would wait for its own read otherwise
 
 
 def test_commands_read_from_a_web_server(server: ObjectServer) -> None:
