@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import random
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chain_cases import COOKERS, LEAVES, TALK
 from click.testing import CliRunner
+from crude import crude_mix
+from engine import loaders_of, text_dataset, train_dataset
+from forked import start_forked
+from keyed import join, keyed_dataset, shards, shuffled, write_mix
+from mixing import mix_data
+from object_server import ObjectServer, every, no_fault, serving
 
 from energon_bridge import DefaultTaskEncoder
 from energon_bridge.cli.main import main
@@ -29,11 +37,6 @@ from energon_bridge.format.jsonl import index_jsonl
 from energon_bridge.loader.savable import SavableDataLoader
 from energon_bridge.storage import OpenFiles, Stalls, open_store
 from energon_bridge.storage.network import MADE
-from tests.engine import loaders_of, text_dataset, train_dataset
-from tests.forked import start_forked
-from tests.keyed import join, keyed_dataset, shards, shuffled, write_mix
-from tests.mixing import mix_data
-from tests.object_server import ObjectServer, every, no_fault, serving
 
 BIG = 9_500_000
 FORKS = 200 if os.environ.get("ENERGON_LONG_TESTS") else 8
@@ -255,9 +258,9 @@ def test_nothing_is_left_of_a_store(server: ObjectServer) -> None:
 # Streams -------------------------------------------------------------------------------------------------------------
 
 
-def content(path: Any, steps: int = 40, workers: int = 0, stop: int = 0) -> list[Any]:
+def content(path: Any, steps: int = 40, workers: int = 0, stop: int = 0, encoder: Any = None) -> list[Any]:
     """Return keys and texts of the first microbatches, with a stop and a resume after some of them."""
-    dataset = train_dataset(path, task_encoder=DefaultTaskEncoder())
+    dataset = train_dataset(path, task_encoder=encoder or DefaultTaskEncoder())
     state, found = None, []
     for count in (stop, steps - stop) if stop else (steps,):
         (loader,) = loaders_of(dataset, 1, workers, state=state, kind=SavableDataLoader)
@@ -309,6 +312,20 @@ def test_the_stream_is_the_local_one_and_faults_do_not_change_it(
     server.fault = every(7, "reset", "503", "short")
     assert content(f"{server.url}/{name}") == expected
     assert content(f"{server.url}/{name}", stop=11) == expected
+
+
+class Cooking(DefaultTaskEncoder):
+    cookers = COOKERS
+
+
+def test_cookers_read_auxiliary_stores_from_the_server(server: ObjectServer) -> None:
+    crude_mix(server.folder, TALK)
+    write_mix(server.folder / "talk.yaml", train=LEAVES["talk"][1])
+    expected = content(server.folder / "talk.yaml", 20, encoder=Cooking())
+    assert len(expected) == 20
+    assert content(f"{server.url}/talk.yaml", 20, stop=7, encoder=Cooking()) == expected
+    read = {path.split("/")[1] for path, _ in server.asked}
+    assert read == {"talk.yaml", "talk", "blobs", "notes"}
 
 
 def test_worker_processes_read_on_after_their_parent_has_read(server: ObjectServer) -> None:
@@ -383,6 +400,11 @@ def test_commands_read_from_a_web_server(server: ObjectServer) -> None:
     for command in (["info", url], ["plan", url, "--steps", "2", "--batch-size", "2"], ["lint", url]):
         result = CliRunner().invoke(main, command)
         assert result.exit_code == 0, (command, result.output)
+    local = CliRunner().invoke(main, ["which", str(server.folder / "texts"), "--step", "3", "--batch-size", "2"])
+    remote = CliRunner().invoke(main, ["which", url, "--step", "3", "--batch-size", "2"])
+    assert (local.exit_code, remote.exit_code) == (0, 0), remote.output
+    places = [re.findall(r"shard_\d+\.tar", result.output) for result in (local, remote)]
+    assert places[0] == places[1] != []
 
 
 def test_local_metrics_name_no_requests(tmp_path: Path) -> None:
