@@ -22,6 +22,7 @@ from crude import crude_mix
 from engine import loaders_of, text_dataset, train_dataset
 from forked import start_forked
 from keyed import join, keyed_dataset, shards, shuffled, write_mix
+from mixes import many_datasets
 from mixing import mix_data
 from object_server import ObjectServer, every, no_fault, serving
 
@@ -393,6 +394,20 @@ def test_draws_are_read_ahead_where_rounds_are_too_large(server: ObjectServer, m
         loader.close()
     assert asked > 20
     assert waited < server.latency * 72 / 3  # as each batch would wait for its own read otherwise
+
+
+def test_datasets_of_a_mix_are_opened_together(server: ObjectServer) -> None:
+    mix = many_datasets(server.folder, 24)
+    url = f"{server.url}/{mix.relative_to(server.folder).as_posix()}"
+    server.latency = 0.03
+    began = time.monotonic()
+    train_dataset(url)
+    took = time.monotonic() - began
+    assert len(server.asked) >= 24 * 4
+    assert took < 0.03 * len(server.asked) / 2  # as one after the other they would take all of it
+    server.latency, server.fault = 0.0, lambda number: "403" if server.asked[number][0].count("split.yaml") else ""
+    with pytest.raises(StorageError, match=r"split\.yaml: cannot read: HTTP 403"):
+        train_dataset(url)
 
 
 def test_commands_read_from_a_web_server(server: ObjectServer) -> None:
