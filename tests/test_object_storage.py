@@ -8,6 +8,7 @@ import os
 import pickle
 import random
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -29,6 +30,7 @@ from object_server import ObjectServer, every, no_fault, serving
 from energon_bridge import DefaultTaskEncoder
 from energon_bridge.cli.main import main
 from energon_bridge.errors import (
+    ConfigurationError,
     DatasetNotFoundError,
     ShardMissingError,
     ShortReadError,
@@ -206,6 +208,27 @@ def test_what_is_refused_for_good_is_named_at_once(server: ObjectServer) -> None
         with pytest.raises(StorageError, match=f"cannot read 3 bytes at offset 2: HTTP {status} Trouble.*{words}"):
             store.read_range("x", 2, 3)
     assert len(server.asked) < 25
+
+
+@pytest.mark.parametrize(("url", "library", "extra"), [("s3", "boto3", "s3"), ("gs", "google.cloud.storage", "gcs")])
+def test_a_library_that_is_missing_is_named(
+    url: str, library: str, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, library, None)
+    store = open_store(f"{url}://bucket/data")
+    for call in (store.check_root, store.list, lambda: store.read("x"), lambda: store.write("x", b"")):
+        with pytest.raises(ConfigurationError, match=rf"need {library}.*pip install 'energon-bridge\[{extra}\]'"):
+            call()
+
+
+def test_a_proxy_of_the_environment_is_asked(
+    server: ObjectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "x").write_bytes(b"content")
+    monkeypatch.setenv("http_proxy", server.url)
+    monkeypatch.setenv("no_proxy", "localhost")
+    assert open_store("http://storage.invalid/").read("x") == b"content"
+    assert server.asked
 
 
 # Processes -----------------------------------------------------------------------------------------------------------
