@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from forked import start_forked
+from test_object_storage import DATA, content, mix, plain
 
 from energon_bridge.cli.main import main
 from energon_bridge.errors import DatasetNotFoundError, ShardMissingError, ShortReadError
@@ -15,8 +17,6 @@ from energon_bridge.prepare import parse_patterns, prepare_dataset, render_datas
 from energon_bridge.storage import open_store
 from energon_bridge.stores import SystemFileStore
 from energon_bridge.testing import write_shard
-from tests.forked import start_forked
-from tests.test_object_storage import DATA, content, mix, plain
 
 boto3 = pytest.importorskip("boto3", reason="boto3 is not installed (extra s3)")
 moto_server = pytest.importorskip("moto.server", reason="moto is not installed (extra dev)")

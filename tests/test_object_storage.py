@@ -7,6 +7,8 @@ import json
 import os
 import pickle
 import random
+import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,11 +17,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chain_cases import COOKERS, LEAVES, TALK
 from click.testing import CliRunner
+from crude import crude_mix
+from engine import loaders_of, text_dataset, train_dataset
+from forked import start_forked
+from keyed import join, keyed_dataset, shards, shuffled, write_mix
+from mixes import many_datasets
+from mixing import mix_data
+from object_server import ObjectServer, every, no_fault, serving
 
 from energon_bridge import DefaultTaskEncoder
 from energon_bridge.cli.main import main
 from energon_bridge.errors import (
+    ConfigurationError,
     DatasetNotFoundError,
     ShardMissingError,
     ShortReadError,
@@ -29,11 +40,6 @@ from energon_bridge.format.jsonl import index_jsonl
 from energon_bridge.loader.savable import SavableDataLoader
 from energon_bridge.storage import OpenFiles, Stalls, open_store
 from energon_bridge.storage.network import MADE
-from tests.engine import loaders_of, text_dataset, train_dataset
-from tests.forked import start_forked
-from tests.keyed import join, keyed_dataset, shards, shuffled, write_mix
-from tests.mixing import mix_data
-from tests.object_server import ObjectServer, every, serving
 
 BIG = 9_500_000
 FORKS = 200 if os.environ.get("ENERGON_LONG_TESTS") else 8
@@ -90,7 +96,7 @@ def test_reads_give_exactly_the_bytes(server: ObjectServer, data: bytes) -> None
 def test_near_ranges_are_one_request_and_far_ones_go_out_together(server: ObjectServer, data: bytes) -> None:
     (server.folder / "x").write_bytes(data)
     store = open_store(server.url)
-    store.read_ranges("x", [0, 5000, 90_000], [4000, 2000, 10_000])
+    store.read_ranges("x", [0, 5000, 37_000], [4000, 2000, 63_000])
     assert [span for _, span in server.asked] == ["bytes=0-99999"]
     server.latency = 0.05
     began = time.monotonic()
@@ -204,6 +210,27 @@ def test_what_is_refused_for_good_is_named_at_once(server: ObjectServer) -> None
     assert len(server.asked) < 25
 
 
+@pytest.mark.parametrize(("url", "library", "extra"), [("s3", "boto3", "s3"), ("gs", "google.cloud.storage", "gcs")])
+def test_a_library_that_is_missing_is_named(
+    url: str, library: str, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, library, None)
+    store = open_store(f"{url}://bucket/data")
+    for call in (store.check_root, store.list, lambda: store.read("x"), lambda: store.write("x", b"")):
+        with pytest.raises(ConfigurationError, match=rf"need {library}.*pip install 'energon-bridge\[{extra}\]'"):
+            call()
+
+
+def test_a_proxy_of_the_environment_is_asked(
+    server: ObjectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "x").write_bytes(b"content")
+    monkeypatch.setenv("http_proxy", server.url)
+    monkeypatch.setenv("no_proxy", "localhost")
+    assert open_store("http://storage.invalid/").read("x") == b"content"
+    assert server.asked
+
+
 # Processes -----------------------------------------------------------------------------------------------------------
 
 
@@ -255,9 +282,9 @@ def test_nothing_is_left_of_a_store(server: ObjectServer) -> None:
 # Streams -------------------------------------------------------------------------------------------------------------
 
 
-def content(path: Any, steps: int = 40, workers: int = 0, stop: int = 0) -> list[Any]:
+def content(path: Any, steps: int = 40, workers: int = 0, stop: int = 0, encoder: Any = None) -> list[Any]:
     """Return keys and texts of the first microbatches, with a stop and a resume after some of them."""
-    dataset = train_dataset(path, task_encoder=DefaultTaskEncoder())
+    dataset = train_dataset(path, task_encoder=encoder or DefaultTaskEncoder())
     state, found = None, []
     for count in (stop, steps - stop) if stop else (steps,):
         (loader,) = loaders_of(dataset, 1, workers, state=state, kind=SavableDataLoader)
@@ -311,6 +338,20 @@ def test_the_stream_is_the_local_one_and_faults_do_not_change_it(
     assert content(f"{server.url}/{name}", stop=11) == expected
 
 
+class Cooking(DefaultTaskEncoder):
+    cookers = COOKERS
+
+
+def test_cookers_read_auxiliary_stores_from_the_server(server: ObjectServer) -> None:
+    crude_mix(server.folder, TALK)
+    write_mix(server.folder / "talk.yaml", train=LEAVES["talk"][1])
+    expected = content(server.folder / "talk.yaml", 20, encoder=Cooking())
+    assert len(expected) == 20
+    assert content(f"{server.url}/talk.yaml", 20, stop=7, encoder=Cooking()) == expected
+    read = {path.split("/")[1] for path, _ in server.asked}
+    assert read == {"talk.yaml", "talk", "blobs", "notes"}
+
+
 def test_worker_processes_read_on_after_their_parent_has_read(server: ObjectServer) -> None:
     name = plain(server.folder)
     assert content(f"{server.url}/{name}", workers=2, stop=9) == content(server.folder / name)
@@ -354,11 +395,54 @@ def test_a_round_of_many_shards_waits_about_once(server: ObjectServer) -> None:
     assert opened + took < 0.03 * requests / 2  # as one after the other they would take all of it
 
 
+def test_draws_are_read_ahead_where_rounds_are_too_large(server: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = plain(server.folder)
+    expected = content(server.folder / name, 20)
+    monkeypatch.setattr("energon_bridge.loader.spec._READ_BYTES", 0)
+    monkeypatch.setattr("energon_bridge.loader.spec._TOGETHER", 6)
+    server.fault = every(5, "short", "503")
+    assert content(f"{server.url}/{name}", 20) == expected
+    assert content(f"{server.url}/{name}", 20, stop=7) == expected
+    server.fault, server.latency = no_fault, 0.02
+    (loader,) = loaders_of(train_dataset(f"{server.url}/{name}"), 1, 0, kind=SavableDataLoader)
+    try:
+        batches = iter(loader)
+        for _ in range(48):  # the first batches of each lane are read when they are asked for
+            next(batches)
+        asked, before = len(server.asked), loader.metrics()["load_seconds"]
+        for _ in range(72):
+            next(batches)
+        asked, waited = len(server.asked) - asked, loader.metrics()["load_seconds"] - before
+    finally:
+        loader.close()
+    assert asked > 20
+    assert waited < server.latency * 72 / 3  # as each batch would wait for its own read otherwise
+
+
+def test_datasets_of_a_mix_are_opened_together(server: ObjectServer) -> None:
+    mix = many_datasets(server.folder, 24)
+    url = f"{server.url}/{mix.relative_to(server.folder).as_posix()}"
+    server.latency = 0.03
+    began = time.monotonic()
+    train_dataset(url)
+    took = time.monotonic() - began
+    assert len(server.asked) >= 24 * 4
+    assert took < 0.03 * len(server.asked) / 2  # as one after the other they would take all of it
+    server.latency, server.fault = 0.0, lambda number: "403" if server.asked[number][0].count("split.yaml") else ""
+    with pytest.raises(StorageError, match=r"split\.yaml: cannot read: HTTP 403"):
+        train_dataset(url)
+
+
 def test_commands_read_from_a_web_server(server: ObjectServer) -> None:
     url = f"{server.url}/{plain(server.folder)}"
     for command in (["info", url], ["plan", url, "--steps", "2", "--batch-size", "2"], ["lint", url]):
         result = CliRunner().invoke(main, command)
         assert result.exit_code == 0, (command, result.output)
+    local = CliRunner().invoke(main, ["which", str(server.folder / "texts"), "--step", "3", "--batch-size", "2"])
+    remote = CliRunner().invoke(main, ["which", url, "--step", "3", "--batch-size", "2"])
+    assert (local.exit_code, remote.exit_code) == (0, 0), remote.output
+    places = [re.findall(r"shard_\d+\.tar", result.output) for result in (local, remote)]
+    assert places[0] == places[1] != []
 
 
 def test_local_metrics_name_no_requests(tmp_path: Path) -> None:

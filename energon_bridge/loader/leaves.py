@@ -135,6 +135,7 @@ def open_leaves(mix: Mix, opener: DatasetOpener, *, shuffle_epochs: int | None) 
         DatasetError: One of them cannot be used, by a class of its own for each reason.
     """
     leaves: list[OpenLeaf] = []
+    opener.open_ahead([entry.leaf for entry in mix.leaves if not isinstance(entry.leaf, JoinRef)])
     for entry in mix.leaves:
         ref = entry.leaf
         dataset: PreparedDataset | JoinedDataset

@@ -39,6 +39,8 @@ _READ_BYTES = 256 << 20
 """Bytes that the rounds of all lanes of one process may take; beyond it draws are read one microbatch at a time."""
 _FAR_READERS = 8
 """Rounds that are read ahead at the same time where answers take long."""
+_LEAST_AHEAD = 4
+"""Draws of a lane that are read ahead at least where rounds take too much."""
 _TOGETHER_BYTES, _TOGETHER = 64 << 20, 1024
 """Bytes and samples up to which a lane reads several rounds of a leaf together."""
 
@@ -418,13 +420,15 @@ class DatasetSpec:
         unit = lanes * sum(
             max(1, int(leaf.dataset.shard_sizes.sum()) // leaf.dataset.num_samples) for leaf in self.leaves
         )
+        is_far = any(leaf.is_far for leaf in self.leaves)
         settings = StreamSettings(
             batch_size=self.batch_size,
             encoder=self.task_encoder,
             threads=threads,
             reads_rounds=unit * max(self.shuffle_buffer_size, 4 * self.parallel_shard_iters) <= _READ_BYTES,
             read_together=min(_TOGETHER, _TOGETHER_BYTES // unit),
-            background_reads=_FAR_READERS if any(leaf.is_far for leaf in self.leaves) else int(not config.num_workers),
+            background_reads=_FAR_READERS if is_far else int(not config.num_workers),
+            draws_ahead=min(_TOGETHER, max(_LEAST_AHEAD, _TOGETHER_BYTES // unit)) if is_far else 0,
             restore_generators=not config.num_workers,
             packing_buffer_size=self.packing_buffer_size,
             held_bytes=config.held_bytes,

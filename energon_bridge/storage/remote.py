@@ -20,8 +20,8 @@ from energon_bridge.storage.buckets import Bucket, GcsBucket, HttpBucket, S3Buck
 from energon_bridge.storage.http import Body, Client, GaveUp, Piece, Refused, TooShort, WholeFile, shared_client
 from energon_bridge.storage.stalls import Stalls
 
-_GAP = 128 << 10
-"""Bytes between two ranges that are read along: they cost about what a request does, before its latency."""
+_GAP = 32 << 10
+"""Bytes between two ranges that are read along: they cost a small part of what a request does."""
 _PIECE = 4 << 20
 """Bytes of a request at most: what is longer is read in several at once."""
 _LISTED = 64

@@ -170,6 +170,14 @@ class Pipeline:
         if self._reading is not None and buffer.reader.slow:
             self._reading.submit(buffer.read_ahead)
 
+    def read_some_ahead(self, buffer: RoundBuffer, low: int) -> bool:
+        """Start reading the draws of a round from `low` on, some of them; say whether they are all that are left."""
+        some = self.settings.draws_ahead
+        if self._reading is not None and buffer.asked < min(low + some // 2, len(buffer)):
+            low, buffer.asked = max(low, buffer.asked), low + some
+            self._reading.submit(buffer.read_ahead, low, buffer.asked)
+        return buffer.asked >= len(buffer)
+
     def write_into(self, memory: Lender) -> None:
         """Decode the images of microbatches, and stack the others, into memory of that lender."""
         self._memory = memory

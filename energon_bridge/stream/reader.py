@@ -239,13 +239,17 @@ class RoundBuffer:
     """The bytes of one round of one leaf, read as a unit (or, where `fetch` says so, only the draws asked for).
 
     A sample's bytes are let go when they are fetched, so memory falls as a round is worked through.
+
+    Attributes:
+        asked: Draws from the first one on that are read, or about to be read ahead.
     """
 
-    __slots__ = ("_lock", "_raw", "_was_read", "epochs", "first", "indices", "reader")
+    __slots__ = ("_lock", "_raw", "_was_read", "asked", "epochs", "first", "indices", "reader")
 
     def __init__(self, reader: Reader, of: Round) -> None:
         self.reader = reader
         self.first = of.first
+        self.asked = 0
         self.indices = of.indices
         self.epochs = of.epochs
         self._raw: list[Any] = [None] * of.indices.size
@@ -258,16 +262,16 @@ class RoundBuffer:
     def fetch(self, low: int, high: int, *, ahead: bool) -> list[Any]:
         """Return what was read for the draws [low, high) of the round; with `ahead`, read the rest of it as well."""
         with self._lock:
-            if not self._was_read[low]:
+            if 0 in self._was_read[low:high]:
                 self._read(low, len(self) if ahead else high)
             out = self._raw[low:high]
             self._raw[low:high] = [None] * (high - low)
         return out
 
-    def read_ahead(self) -> None:
-        """Read what has not been read yet."""
+    def read_ahead(self, low: int = 0, high: int | None = None) -> None:
+        """Read what has not been read yet of the draws [low, high)."""
         with self._lock:
-            self._read(0, len(self))
+            self._read(low, len(self) if high is None else min(high, len(self)))
 
     def _read(self, low: int, high: int) -> None:
         was_read = np.frombuffer(self._was_read, dtype=bool)

@@ -23,6 +23,7 @@ class StreamSettings:
         reads_rounds: Read whole rounds at a time, the next one ahead of need; False reads draws as they are needed.
         read_together: Samples of a leaf that a lane reads at once, in several rounds if one has fewer.
         background_reads: Threads that read ahead.
+        draws_ahead: Draws of each lane that are read ahead where rounds are not.
         restore_generators: Put the global random generators back after each microbatch.
         packing_buffer_size: Encoded samples from which the encoder selects packs; None: it does not pack.
         held_bytes: Bytes that the contents of samples waiting to be packed may take, all lanes of the process together.
@@ -45,6 +46,7 @@ class StreamSettings:
     reads_rounds: bool = True
     read_together: int = 0
     background_reads: int = 0
+    draws_ahead: int = 0
     restore_generators: bool = False
     packing_buffer_size: int | None = None
     held_bytes: int = 1 << 30
