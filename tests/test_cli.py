@@ -58,7 +58,9 @@ def test_version_and_help():
     assert "No such command 'prepair'" in result.output
 
 
-@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["prepare", "--help"], ["convert", "--help"]])
+@pytest.mark.parametrize(
+    "arguments", [["--version"], ["--help"], ["prepare", "--help"], ["info", "--help"], ["convert", "--help"]]
+)
 def test_the_command_starts_without_torch(arguments: list[str]):
     script = (
         "import sys\nfrom energon_bridge.cli.main import main\n"
