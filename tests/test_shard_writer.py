@@ -182,7 +182,7 @@ def test_duplicate_keys_are_named(tmp_path):
         read_info(open_store(tmp_path / "out"))
 
 
-def test_wrong_uses(tmp_path):
+def test_wrong_uses(tmp_path, monkeypatch):
     with pytest.raises(ConfigurationError, match="InterleavedSample holds images and texts in a row"):
         ShardWriter(tmp_path / "x", sample_type=InterleavedSample)
     with pytest.raises(ConfigurationError, match="samples_per_shard=0: expected at least 1"):
@@ -197,6 +197,7 @@ def test_wrong_uses(tmp_path):
     write(tmp_path / "out", captions(1))
     with pytest.raises(ConfigurationError, match="is a prepared dataset already"):
         ShardWriter(tmp_path / "out", sample_type=CaptioningSample)
+    monkeypatch.setattr("energon_bridge.prepare.shards._LOCK_SECONDS", 0.1)
     with ShardWriter(tmp_path / "two", sample_type=CaptioningSample) as out:
         out.write(captions(1)[0])
         with pytest.raises(ConfigurationError, match="another conversion writes here"):

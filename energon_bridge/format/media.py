@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 
 from energon_bridge.errors import MediaMetadataError
 
@@ -78,7 +78,8 @@ def read_metadata(kind: str, text: str, *, where: str) -> MediaMetadata:
 def metadata_row(metadata: MediaMetadata) -> tuple[str, str]:
     """Return type and JSON of a row."""
     kind = "image" if isinstance(metadata, ImageMetadata) else "av"
-    known = {name: value for name, value in asdict(metadata).items() if value is not None}
+    values = ((field.name, getattr(metadata, field.name)) for field in fields(metadata))
+    known = {name: value for name, value in values if value is not None}
     return kind, json.dumps(known, separators=(",", ":"))
 
 

@@ -18,6 +18,7 @@ import logging
 import os
 import shutil
 import tarfile
+import time
 import uuid
 import zlib
 from array import array
@@ -61,6 +62,7 @@ END_BYTES = 1024
 
 _BLOCK = 512
 _FLUSH_BYTES = 1 << 20
+_LOCK_SECONDS = 3.0
 _LARGEST_PLAIN = 8 << 30  # what eleven octal digits can say
 _BEFORE_SIZE = b"0000644\0" + b"0000000\0" * 2
 _TIME = b"00000000000\0"
@@ -266,13 +268,20 @@ class PartsFolder:
         self.close()
 
     def _claim(self) -> None:
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self.close()
-            raise ConfigurationError(f"{self.root}: another conversion writes here. Wait for it to end.") from None
-        except OSError:
-            return  # a file system without locks
+        """Take the lock. The workers of a run that was just killed hold it for a moment longer."""
+        deadline = time.monotonic() + _LOCK_SECONDS
+        while True:
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() < deadline:
+                    time.sleep(0.05)
+                    continue
+                self.close()
+                raise ConfigurationError(f"{self.root}: another conversion writes here. Wait for it to end.") from None
+            except OSError:
+                return  # a file system without locks
+            break
         for partial in self.path.rglob("*.partial"):
             partial.unlink(missing_ok=True)
 
