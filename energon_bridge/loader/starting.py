@@ -10,6 +10,7 @@ when such a fork ends; here they are what they are in the process that started t
 from __future__ import annotations
 
 import contextvars
+import multiprocessing.forkserver
 import os
 import queue
 import signal
@@ -120,9 +121,11 @@ def _serve(calls: queue.SimpleQueue[tuple[contextvars.Context, Callable[[], None
         del context, call, done
 
 
-def _forget_the_thread() -> None:
+def _begin_anew() -> None:
+    """Forget, in a fork, what serves the process that it was forked from: its starting thread and its forkserver."""
     global _calls, _starting
     _calls, _starting = None, threading.Lock()
+    multiprocessing.forkserver._forkserver.__init__()  # type: ignore[misc]  # its server is no child of ours
 
 
-os.register_at_fork(after_in_child=_forget_the_thread)
+os.register_at_fork(after_in_child=_begin_anew)
