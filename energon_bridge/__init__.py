@@ -71,6 +71,7 @@ if TYPE_CHECKING:
         ShortReadError as ShortReadError,
         SkipSample as SkipSample,
         SliceSizeMismatchError as SliceSizeMismatchError,
+        SourceError as SourceError,
         SplitMismatchError as SplitMismatchError,
         StateError as StateError,
         StateFormatError as StateFormatError,
@@ -94,6 +95,7 @@ if TYPE_CHECKING:
         WeightSchedule as WeightSchedule,
         register_joiner as register_joiner,
     )
+    from energon_bridge.prepare.shard_writer import ShardWriter as ShardWriter, finish_shards as finish_shards
     from energon_bridge.replica import Replica as Replica, StageKeys as StageKeys, make_replica as make_replica
     from energon_bridge.samples import (
         Batch as Batch,
@@ -224,6 +226,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
         "ShortReadError",
         "SkipSample",
         "SliceSizeMismatchError",
+        "SourceError",
         "SplitMismatchError",
         "StateError",
         "StateFormatError",
@@ -243,6 +246,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "format.media": ("AVMetadata", "ImageMetadata"),
     "loader.savable": ("SavableDataLoader",),
     "mix": ("Blender", "WeightSchedule", "register_joiner"),
+    "prepare.shard_writer": ("ShardWriter", "finish_shards"),
     "replica": ("Replica", "StageKeys", "make_replica"),
     "samples": (
         "Batch",

@@ -7,6 +7,9 @@ an end. Lightning calls `iter()` at the start of every epoch and every validatio
   second one beside it by asking again.
 - Over a finite (validation) loader `iter()` starts one pass from the beginning and `next()` cycles through passes.
   A loader has one stream at a time, so starting a pass ends the cycle: the `next()` after it starts over.
+- With `cycle=True`, `iter()` of a finite loader cycles, too: loops of Megatron-Bridge take an iterator once, or twice,
+  and call `next()` on it for the whole run. Each iterator keeps its own position: when another one has used the loader
+  in between, the loader is moved back to it. `one_pass()` is then what goes through the data once.
 
 Where the number of ranks R does not divide the number of lanes L, some steps of some ranks deliver a microbatch that
 does not exist: real rows, with `__valid__` all false and `loss_mask` zero. A loss that is averaged over microbatches
@@ -20,7 +23,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Sized
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import Any, Literal, NoReturn
 
 from energon_bridge.errors import ConfigurationError, EmptyDatasetError, MaskedMicrobatchesError, WrongUseError
@@ -63,6 +67,9 @@ class EnergonDataloader:
             bring another `num_lanes`). `allow` is for loops whose loss is a mean over the real microbatches, or tokens,
             of all ranks: by `__valid__`, or by `loss_mask` and its sum over the ranks, as Megatron-LM does with
             `--calculate-per-token-loss`.
+        cycle: Let `iter()` of a finite loader begin again at its end, for loops that only ever call `next()`.
+        repeat_epoch: Let every `iter()` of an endless loader begin again at the beginning of the run, so that all
+            epochs have the same batches (Lightning's `overfit_batches`). The first one after a restore goes on.
         replica: From `make_replica`: one rank of the replica loads and broadcasts every batch to the others, which may
             give None as loader. Give a function that opens the loader, so that an error while opening reaches all.
             Every rank of the replica must then make the same calls; only `save_state` and `len` ask nobody.
@@ -85,6 +92,8 @@ class EnergonDataloader:
         *,
         length: int | None = None,
         masked_microbatches: MaskedMicrobatches = "refuse",
+        cycle: bool = False,
+        repeat_epoch: bool = False,
         replica: Replica | None = None,
     ) -> None:
         if loader is None and (replica is None or replica.is_source):
@@ -103,7 +112,11 @@ class EnergonDataloader:
         self.wait_seconds = 0.0
         self.batches = 0
         self.length = length
-        self._stream: Iterator[Any] | None = None
+        self.cycle = cycle
+        self.repeat_epoch = repeat_epoch
+        self._turns = _Turns()
+        self._stream: _Cycle | None = None
+        self._began = 0
         self._refuse_masked()
 
     @property
@@ -115,11 +128,12 @@ class EnergonDataloader:
         return not isinstance(self.loader, Sized) if spec is None else not spec.finite
 
     def __iter__(self) -> Iterator[Any]:
-        """Return the one stream of an endless loader, or start one pass over a finite one."""
+        """Return the one stream of an endless loader; over a finite one start a pass or, with `cycle`, a cycle."""
         if self.endless:
+            if self.repeat_epoch and self.batches != self._began:
+                self.rewind()
             return self
-        self._stream = None
-        return self._one_pass()
+        return _Counted(self, _Cycle(self.loader, self._turns)) if self.cycle else self.one_pass()
 
     def __next__(self) -> Any:
         """Return the next batch; a finite loader starts again at its end.
@@ -131,16 +145,25 @@ class EnergonDataloader:
         """
         if self._stream is None:
             self._refuse_masked()  # the loader itself may have been restored
-            self._stream = iter(cyclic_iter(self.loader))
-        start = time.perf_counter()
-        try:
-            batch = next(self._stream)
-        except BaseException:
-            self._stream = None  # a generator that raised has ended, the data has not
-            raise
-        self.wait_seconds += time.perf_counter() - start
-        self.batches += 1
-        return batch
+            self._stream = _Cycle(self.loader, self._turns)
+        return self._next_of(self._stream)
+
+    def one_pass(self) -> Iterator[Any]:
+        """Return an iterator that goes through a finite loader once, from the beginning.
+
+        Raises:
+            WrongUseError: The loader is endless.
+        """
+        if self.endless:
+            raise WrongUseError("one_pass: this EnergonDataloader is endless; take as many batches as you need of it")
+        self._stream = None
+        self._turns.give(None)
+        return self._one_pass()
+
+    def rewind(self) -> None:
+        """Go back to the beginning of the run; all ranks must call it alike."""
+        self.loader.seek(0)
+        self._moved()
 
     def __getitem__(self, index: Any) -> NoReturn:
         raise WrongUseError(LOADER_IS_NO_DATASET)
@@ -178,8 +201,7 @@ class EnergonDataloader:
         self.loader.restore_state_rank(
             state() if callable(state) and not isinstance(self.loader, BroadcastLoader) else state
         )
-        self._stream = None
-        self._refuse_masked()
+        self._moved()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the whole run, gathered over the data-parallel ranks: all of them must call this."""
@@ -189,8 +211,7 @@ class EnergonDataloader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a state of `state_dict`, written on any number of ranks; loading it twice changes nothing."""
         self.loader.load_state_dict(state)
-        self._stream = None
-        self._refuse_masked()
+        self._moved()
 
     def metrics(self) -> dict[str, float]:
         """Return what this rank has loaded and how long it waited, as plain numbers by name, for loggers.
@@ -205,9 +226,27 @@ class EnergonDataloader:
     def close(self) -> None:
         """Stop the worker processes, where the loader has any."""
         self._stream = None
+        self._turns.give(None)
         close = getattr(self.loader, "close", None)
         if close is not None:
             close()
+
+    def _moved(self) -> None:
+        """Forget where the iterators stood: the loader itself stands elsewhere now."""
+        self._stream = None
+        self._began = self.batches
+        holder = self._turns.holder()
+        if holder is not None:
+            holder.forget()
+        self._refuse_masked()
+
+    def _next_of(self, stream: Iterator[Any]) -> Any:
+        """Return the next batch of a stream over the loader; count it, and the time it took."""
+        start = time.perf_counter()
+        batch = next(stream)
+        self.wait_seconds += time.perf_counter() - start
+        self.batches += 1
+        return batch
 
     def _refuse_masked(self) -> None:
         """Raise where a training loader would deliver masked microbatches and they are not allowed."""
@@ -227,12 +266,79 @@ class EnergonDataloader:
     def _one_pass(self) -> Iterator[Any]:
         stream = iter(self.loader)
         while True:
-            start = time.perf_counter()
             try:
-                batch = next(stream)
+                batch = self._next_of(stream)
             except StopIteration:
                 return
-            finally:
-                self.wait_seconds += time.perf_counter() - start
-            self.batches += 1
             yield batch
+
+
+class _Turns:
+    """Which of the iterators over one loader uses it; the loader can be in one place at a time."""
+
+    def __init__(self) -> None:
+        self.holder: Callable[[], _Cycle | None] = _nobody
+
+    def give(self, cycle: _Cycle | None) -> None:
+        """Let an iterator have the loader; the one that had it keeps its place."""
+        holder = self.holder()
+        if holder is not None:
+            holder.leave()
+        # Weak, or a loader that nobody uses would wait for the garbage collector, with its workers.
+        self.holder = _nobody if cycle is None else weakref.ref(cycle)
+
+
+def _nobody() -> None:
+    return None
+
+
+class _Cycle:
+    """Goes through a loader again and again, and keeps its place while other iterators use the loader."""
+
+    __slots__ = ("__weakref__", "_loader", "_state", "_stream", "_turns")
+
+    def __init__(self, loader: Any, turns: _Turns) -> None:
+        self._loader, self._turns = loader, turns
+        self._stream: Iterator[Any] | None = None
+        self._state: Any = None
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self._stream is None:
+            self._turns.give(self)
+            if self._state is not None:
+                self._loader.restore_state_rank(self._state)
+                self._state = None
+            self._stream = cyclic_iter(self._loader)
+        try:
+            return next(self._stream)
+        except BaseException:
+            self._stream = None  # a generator that raised has ended, the data has not
+            raise
+
+    def leave(self) -> None:
+        """Note the place, since the loader is about to be used by another; with other iterables each has its own."""
+        save = getattr(self._loader, "save_state_rank", None)
+        if save is not None and self._stream is not None:
+            self._state, self._stream = save(), None
+
+    def forget(self) -> None:
+        """Go on where the loader stands by then."""
+        self._state = self._stream = None
+
+
+class _Counted:
+    """What `iter()` of a dataloader returns that cycles: its batches and waiting time are the dataloader's."""
+
+    __slots__ = ("_cycle", "_dataloader")
+
+    def __init__(self, dataloader: EnergonDataloader, cycle: _Cycle) -> None:
+        self._dataloader, self._cycle = dataloader, cycle
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return self._dataloader._next_of(self._cycle)

@@ -4,6 +4,9 @@ The module works out which part of the data this process loads: the rank and siz
 Tensor-, context- and pipeline-parallel ranks of one replica have the same data-parallel rank and so load the same
 batches; the combined data- and context-parallel group would give the context-parallel ranks different ones.
 
+Where it hangs on a Lightning trainer, validation and test data end with each pass, as Lightning wants it. Elsewhere an
+iterator over the validation data begins again at its end: other trainers call `next()` on it for the whole run.
+
 Under Lightning the state of the data is in the checkpoint twice, once as the loader's and once as this module's,
 because each alone can be missing (another trainer, another class name). Both are the topology-free state of the whole
 run, so loading one after the other changes nothing.
@@ -64,7 +67,8 @@ class EnergonMultiModalDataModule(_Base):
     Args:
         path: A prepared dataset.
         tokenizer: For the default task encoder; may be None with a `task_encoder` of your own.
-        image_processor: The same.
+        image_processor: The same; without one the default task encoder takes samples without images only. Arguments
+            after it are best given by keyword: Megatron-Bridge has no `image_processor` from version 0.6 on.
         seq_length: Longest token sequence.
         micro_batch_size: Samples per batch that the loader yields.
         global_batch_size: Samples per optimizer step, all ranks together; a multiple of `micro_batch_size` times the
@@ -101,6 +105,7 @@ class EnergonMultiModalDataModule(_Base):
         init_global_step: Optimizer steps that the restored state had seen; 0 in a new run.
         train_dataloader_object: What `train_dataloader()` returned, or None before.
         val_dataloader_object: The same for validation.
+        test_dataloader_object: The same for the test split.
         validation_names: Short names of the datasets, in the order of the validation iterators, once there are any.
 
     Raises:
@@ -112,16 +117,16 @@ class EnergonMultiModalDataModule(_Base):
         self,
         path: str,
         tokenizer: Any,
-        image_processor: Any,
+        image_processor: Any = None,
         seq_length: int = 2048,
         micro_batch_size: int = 1,
-        global_batch_size: int = 1,
+        global_batch_size: int | None = 1,
         num_workers: int = 1,
         num_val_workers: int | None = None,
         pin_memory: bool = True,
         shuffle_buffer_size: int | None = 100,
         max_samples_per_sequence: int | None = None,
-        multimodal_sample_config: MultiModalSampleConfig = MultiModalSampleConfig(),  # noqa: B008 - it is frozen
+        multimodal_sample_config: MultiModalSampleConfig | None = None,
         task_encoder: Any | None = None,
         decoder_seq_length: int | None = None,
         packing_buffer_size: int | None = None,
@@ -142,6 +147,19 @@ class EnergonMultiModalDataModule(_Base):
     ) -> None:
         super().__init__()
         _check_names(kwargs)
+        _check_image_processor(image_processor)
+        for name, value, least in (
+            ("seq_length", seq_length, 1),
+            ("micro_batch_size", micro_batch_size, 1),
+            ("global_batch_size", global_batch_size, 1),
+            ("num_workers", num_workers, 0),
+            ("num_val_workers", num_val_workers, 0),
+            ("shuffle_buffer_size", shuffle_buffer_size, 0),
+            ("max_samples_per_sequence", max_samples_per_sequence, 1),
+            ("decoder_seq_length", decoder_seq_length, 1),
+            ("packing_buffer_size", packing_buffer_size, 1),
+        ):
+            _check_number(name, value, least, optional=name not in _NEEDED)
         if feeding not in get_args(Feeding):
             raise ConfigurationError(f"feeding must be one of {', '.join(get_args(Feeding))}, got {feeding!r}")
         self.path = path
@@ -150,7 +168,7 @@ class EnergonMultiModalDataModule(_Base):
         self.seq_length = seq_length
         self.decoder_seq_length = decoder_seq_length
         self.micro_batch_size = micro_batch_size
-        self.global_batch_size = global_batch_size
+        self.global_batch_size = global_batch_size or 1
         self.num_workers = num_workers
         self.num_val_workers = num_workers if num_val_workers is None else num_val_workers
         self.pin_memory = pin_memory
@@ -180,8 +198,10 @@ class EnergonMultiModalDataModule(_Base):
         self.init_global_step = 0
         self.train_dataloader_object: EnergonDataloader | None = None
         self.val_dataloader_object: EnergonDataloader | list[EnergonDataloader] | None = None
+        self.test_dataloader_object: EnergonDataloader | None = None
         self._replica: Replica | None = None
-        self._pending_state: dict[str, Any] | None = None
+        self._restored: dict[str, Any] | None = None  # what the training data began from; None: the beginning
+        self._opened_sizes: dict[str, int] = {}
 
     def __repr__(self) -> str:
         loaders = [("training", self.train_dataloader_object), ("validation", self.val_dataloader_object)]
@@ -198,7 +218,7 @@ class EnergonMultiModalDataModule(_Base):
     # Lightning's own text goes through the loaders, and takes batches from them.
     __str__ = __repr__
 
-    def _build_worker_config(self, num_workers: int, split: Literal["train", "val"] = "train") -> WorkerConfig:
+    def _build_worker_config(self, num_workers: int, split: Literal["train", "val", "test"] = "train") -> WorkerConfig:
         """Return the worker configuration of this process, whose rank and size are the pure data-parallel ones."""
         config = WorkerConfig(
             num_workers=num_workers,
@@ -248,7 +268,9 @@ class EnergonMultiModalDataModule(_Base):
             )
         if split == "val":
             return get_val_dataset(self.path, **self._val_arguments(worker_config))
-        raise ConfigurationError(f"datasets_provider: split must be 'train' or 'val', got {split!r}")
+        raise ConfigurationError(
+            f"datasets_provider: Invalid value for split: expected 'train' or 'val', got {split!r}"
+        )
 
     def _val_arguments(self, worker_config: WorkerConfig) -> dict[str, Any]:
         accepted = set(inspect.signature(get_val_dataset).parameters) - _TRAINING_ONLY
@@ -265,25 +287,42 @@ class EnergonMultiModalDataModule(_Base):
         return self.train_dataloader(), self.val_dataloader()
 
     def train_dataloader(self) -> EnergonDataloader:
-        """Return the training iterator: one object, however often it is asked for."""
+        """Return the training iterator: one object, however often it is asked for.
+
+        It is made anew where `micro_batch_size` was changed before the first step, as Lightning's `scale_batch_size`
+        does. Under `overfit_batches` every epoch has the same batches.
+
+        Raises:
+            ConfigurationError: `micro_batch_size` was changed after the first step.
+        """
+        if self.train_dataloader_object is not None and self._size_changed("train"):
+            self._refuse_other_size()
+            self._forget("train")
         if self.train_dataloader_object is None:
             loader = open_loader(lambda: self._load("train", self.num_workers), self.replica)
-            if self._pending_state is not None:
-                loader.load_state_dict(self._pending_state)  # it may bring another num_lanes
-                self._pending_state = None
+            if self._restored is not None:
+                loader.load_state_dict(self._restored)  # it may bring another num_lanes
             self.train_dataloader_object = EnergonDataloader(
                 loader, length=self._epoch_length(loader), masked_microbatches=self.masked_microbatches
             )
+            self._opened_sizes["train"] = self.micro_batch_size
+        self.train_dataloader_object.repeat_epoch = bool(getattr(self._lightning(), "overfit_batches", 0))
         return self.train_dataloader_object
 
     def val_dataloader(self) -> Any:
-        """Return the validation iterator, or the list of them: always the same objects, with the same passes."""
-        if self.val_dataloader_object is None and self.validate_each_dataset:
-            self.val_dataloader_object = self.val_dataloaders()
-        elif self.val_dataloader_object is None:
-            loader = open_loader(lambda: self._load("val", self.num_val_workers), self.replica)
-            self.val_dataloader_object = EnergonDataloader(loader)
-        return self.val_dataloader_object
+        """Return the validation iterator, or the list of them: the same objects, with the same passes.
+
+        Without a Lightning trainer what `iter()` makes of them begins again at its end; `one_pass()` does not.
+        """
+        if self.val_dataloader_object is not None and self._size_changed("val"):
+            self._forget("val")
+        if self.val_dataloader_object is None:
+            self.val_dataloader_object = self.val_dataloaders() if self.validate_each_dataset else self._finite("val")
+            self._opened_sizes["val"] = self.micro_batch_size
+        found = self.val_dataloader_object
+        for dataloader in found if isinstance(found, list) else [found]:
+            dataloader.cycle = self._lightning() is None
+        return found
 
     def val_dataloaders(self) -> list[EnergonDataloader]:
         """Return a new validation iterator for each dataset of the mix, in its order: for a loss per dataset."""
@@ -303,39 +342,71 @@ class EnergonMultiModalDataModule(_Base):
             for n in range(len(self.validation_names))
         ]
 
-    def test_dataloader(self) -> None:
-        """Return None: there is no test split."""
-        return
+    def test_dataloader(self) -> EnergonDataloader | None:
+        """Return an iterator over the `test` split for Lightning's `test`: one finite pass, in order.
+
+        Returns:
+            None without a Lightning trainer: loops of Megatron take a third iterator for data to evaluate on.
+
+        Raises:
+            EnergonError: The dataset has no test split.
+        """
+        if self._lightning() is None:
+            return None
+        if self.test_dataloader_object is not None and self._size_changed("test"):
+            self._forget("test")
+        if self.test_dataloader_object is None:
+            self.test_dataloader_object = self._finite("test")
+            self._opened_sizes["test"] = self.micro_batch_size
+        return self.test_dataloader_object
+
+    def predict_dataloader(self) -> EnergonDataloader | None:
+        """Return the same for Lightning's `predict`."""
+        return self.test_dataloader()
 
     def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
         """Move the tensors of a batch to where Lightning wants them, and copy nothing else."""
         return batch if str(device) == "cpu" else to_device(batch, device)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the training data of the whole run; all data-parallel ranks must call this."""
-        if self.train_dataloader_object is None:
-            return {}
-        trainer = getattr(self, "trainer", None)
+        """Return the state of the training data of the whole run; all data-parallel ranks must call this.
+
+        Before there is a training iterator it is what was restored or, in a new run, the beginning.
+
+        Raises:
+            ConfigurationError: `micro_batch_size` was changed after the first step.
+        """
+        trainer = self._lightning()
         step = self.init_global_step if trainer is None else int(trainer.global_step)
-        state = self.train_dataloader_object.state_dict()
-        return {"global_step": step, "consumed_samples": self.consumed_samples, "train": state}
+        train = self._restored
+        if self.train_dataloader_object is not None:
+            if self._size_changed("train"):
+                self._refuse_other_size()
+            train = self.train_dataloader_object.state_dict()
+        return {"global_step": step, "consumed_samples": self.consumed_samples, "train": train}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a state of `state_dict`; before or after `train_dataloader()`, once or twice."""
+        """Continue from a state of `state_dict`; before or after `train_dataloader()`, once or twice.
+
+        A state from before the first batch takes the run back to its beginning.
+        """
         if not state_dict:
             return
         self.init_global_step = int(state_dict["global_step"])
+        self._restored = state_dict["train"]
         if self.train_dataloader_object is None:
-            self._pending_state = state_dict["train"]
+            return
+        if self._size_changed("train"):
+            self._forget("train")
+        elif self._restored is None:
+            self.train_dataloader_object.rewind()
         else:
-            self.train_dataloader_object.load_state_dict(state_dict["train"])
+            self.train_dataloader_object.load_state_dict(self._restored)
 
     def close(self) -> None:
         """Stop the worker processes of all iterators."""
-        val = self.val_dataloader_object
-        for dataloader in (self.train_dataloader_object, *(val if isinstance(val, list) else [val])):
-            if dataloader is not None:
-                dataloader.close()
+        for split in ("train", "val", "test"):
+            self._close(split)
 
     @property
     def replica(self) -> Replica | None:
@@ -347,10 +418,43 @@ class EnergonMultiModalDataModule(_Base):
     @property
     def consumed_samples(self) -> int:
         """Rows (packs, where samples are packed) that all data-parallel ranks have trained on, masked ones left out."""
-        if self.train_dataloader_object is None:
-            return 0
-        state: dict[str, Any] | None = self.train_dataloader_object.save_state()
-        return self.micro_batch_size * int(state["microbatches"]) if state else 0
+        state = self._restored
+        if self.train_dataloader_object is not None:
+            state = self.train_dataloader_object.save_state()
+        size = self._opened_sizes.get("train", self.micro_batch_size)
+        return size * int(state["microbatches"]) if state else 0
+
+    def _lightning(self) -> Any:
+        """Return the Lightning trainer that this module hangs on, or None."""
+        return getattr(self, "trainer", None)
+
+    def _size_changed(self, split: str) -> bool:
+        return self._opened_sizes[split] != self.micro_batch_size
+
+    def _refuse_other_size(self) -> None:
+        """Raise if training has begun with another `micro_batch_size`."""
+        trainer = self._lightning()
+        if trainer is not None:
+            steps = int(trainer.global_step) - self.init_global_step
+        else:
+            steps = 0 if self.train_dataloader_object is None else self.train_dataloader_object.batches
+        if steps > 0 and not _tried_out():
+            raise ConfigurationError(
+                f"micro_batch_size was changed from {self._opened_sizes['train']} to {self.micro_batch_size} after "
+                f"{counted(steps, 'step')} of training; it can change before the first one only. Set it back, or make "
+                "a data module for a new run"
+            )
+
+    def _forget(self, split: str) -> None:
+        """Close the iterators of a split, which are then made anew when they are asked for."""
+        self._close(split)
+        setattr(self, f"{split}_dataloader_object", None)
+
+    def _close(self, split: str) -> None:
+        found = getattr(self, f"{split}_dataloader_object")
+        for dataloader in found if isinstance(found, list) else [found]:
+            if dataloader is not None:
+                dataloader.close()
 
     def _mesh_group(self) -> Any:
         """Return the data-parallel group of Lightning's `ModelParallelStrategy`, None where there is no such mesh."""
@@ -363,12 +467,21 @@ class EnergonMultiModalDataModule(_Base):
         names = getattr(mesh, "mesh_dim_names", None) or ()
         return mesh["data_parallel"].get_group() if mesh is not None and "data_parallel" in names else None
 
-    def _load(self, split: Literal["train", "val"], num_workers: int) -> SavableDataLoader:
+    def _load(self, split: Literal["train", "val", "test"], num_workers: int) -> SavableDataLoader:
         """Open the loader of a split."""
         worker_config = self._build_worker_config(num_workers, split)
-        on_mismatch = self.on_mismatch if split == "train" else "refuse"
-        dataset = self.datasets_provider(worker_config, split)
-        return get_savable_loader(dataset, on_mismatch=on_mismatch, cache_pool=self.cache_pool)
+        options: dict[str, Any] = {} if self.cache_pool is None else {"cache_pool": self.cache_pool}
+        if split == "train" and self.on_mismatch != "refuse":
+            options["on_mismatch"] = self.on_mismatch
+        if split == "test":
+            dataset = get_val_dataset(self.path, **self._val_arguments(worker_config) | {"split_part": "test"})
+        else:
+            dataset = self.datasets_provider(worker_config, split)
+        return get_savable_loader(dataset, worker_config=worker_config, **options)
+
+    def _finite(self, split: Literal["val", "test"]) -> EnergonDataloader:
+        """Return an iterator over a split that is evaluated on."""
+        return EnergonDataloader(open_loader(lambda: self._load(split, self.num_val_workers), self.replica))
 
     def _epoch_length(self, loader: Any) -> int | None:
         """Return the length of an epoch where a Lightning trainer is attached.
@@ -376,7 +489,7 @@ class EnergonMultiModalDataModule(_Base):
         Without a length Lightning fetches one batch ahead, and the state it saves is one batch too late. It also ends
         the accumulation of gradients with the epoch, so an epoch holds whole optimizer steps.
         """
-        trainer = getattr(self, "trainer", None)
+        trainer = self._lightning()
         if trainer is None:
             return None
         accumulate = int(getattr(trainer, "accumulate_grad_batches", 1))
@@ -392,6 +505,9 @@ class EnergonMultiModalDataModule(_Base):
             )
         return self.global_batch_size // self.micro_batch_size
 
+
+_NEEDED = frozenset({"seq_length", "micro_batch_size", "num_workers"})
+"""Numbers that cannot be None."""
 
 _OWN_NAMES = frozenset({"path", "split_part", "worker_config", "batch_size", "task_encoder"})
 """Arguments of `get_train_dataset` that this module sets from its own."""
@@ -412,3 +528,34 @@ def _unknown_name(name: str, known: list[str]) -> str:
     near = ["micro_batch_size"] if name == "batch_size" else near
     hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
     return f"EnergonMultiModalDataModule has no argument {name!r}; {hint}"
+
+
+def _tried_out() -> bool:
+    """Whether a tuner of Lightning asks, whose steps are trials and none of the run; nothing else of it shows that."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if str(frame.f_globals.get("__name__")).startswith(("lightning.pytorch.tuner", "pytorch_lightning.tuner")):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _check_image_processor(image_processor: Any) -> None:
+    """Refuse what stands in the place of the image processor where arguments are given by position, without it."""
+    if isinstance(image_processor, int | float | str):
+        raise ConfigurationError(
+            f"EnergonMultiModalDataModule: image_processor={image_processor!r} is a {type(image_processor).__name__}; "
+            "expected an image processor, or None. By position the third argument is image_processor, which "
+            "Megatron-Bridge does not have from version 0.6 on: give seq_length=…, micro_batch_size=… and what follows "
+            "by keyword"
+        )
+
+
+def _check_number(name: str, value: Any, least: int, *, optional: bool) -> None:
+    if value is None and optional:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigurationError(
+            f"EnergonMultiModalDataModule: {name} must be an integer of at least {least}"
+            f"{' or None' if optional else ''}, got {value!r}"
+        )

@@ -23,6 +23,7 @@
     │   ├── EmptyDatasetError           the split part has no samples
     │   ├── MetadataError               a file in .nv-meta cannot be parsed or has wrong types
     │   ├── FieldMapError               dataset.yaml maps an unknown field or misses a required one
+    │   ├── SourceError                 `energon convert` or a ShardWriter cannot take a sample as it is
     │   ├── MediaMetadataError          there is no media metadata; run `energon prepare-media`
     │   └── UntrustedCodeError          the dataset wants to run code; pass trust_remote_code=True
     ├── StorageError                    bytes could not be read or written (after retries)
@@ -152,6 +153,10 @@ class FieldMapError(MetadataError):
 
 class MediaMetadataError(DatasetError):
     """A store has no media metadata, or some that cannot be read."""
+
+
+class SourceError(DatasetError, ValueError):
+    """A sample cannot be converted or written as it is; names where it stands."""
 
 
 class UntrustedCodeError(DatasetError):

@@ -30,6 +30,7 @@ def create_captioning_test_dataset(
     *,
     num_train: int = 40,
     num_val: int = 10,
+    num_test: int = 0,
     samples_per_shard: int = 10,
     image_size: int = 16,
     image_format: str = "png",
@@ -42,6 +43,7 @@ def create_captioning_test_dataset(
         path: Folder to write to; created if it does not exist.
         num_train: Samples of the split part `train`.
         num_val: Samples of the split part `val`; 0 leaves the part out.
+        num_test: The same for `test`.
         samples_per_shard: Samples in one tar.
         image_size: Side of the images, in pixels.
         image_format: `png` or `jpg`.
@@ -52,7 +54,7 @@ def create_captioning_test_dataset(
     if image_format not in ("png", "jpg"):
         raise ConfigurationError(f"image_format must be 'png' or 'jpg', got {image_format!r}")
     folder = Path(path)
-    counts = {"train": num_train, "val": num_val}
+    counts = {"train": num_train, "val": num_val} | ({"test": num_test} if num_test else {})
     for part, count in counts.items():
         (folder / part).mkdir(parents=True, exist_ok=True)
         for shard, first in enumerate(range(0, count, samples_per_shard)):

@@ -58,7 +58,9 @@ def test_version_and_help():
     assert "No such command 'prepair'" in result.output
 
 
-@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["prepare", "--help"], ["info", "--help"]])
+@pytest.mark.parametrize(
+    "arguments", [["--version"], ["--help"], ["prepare", "--help"], ["info", "--help"], ["convert", "--help"]]
+)
 def test_the_command_starts_without_torch(arguments: list[str]):
     script = (
         "import sys\nfrom energon_bridge.cli.main import main\n"
@@ -227,9 +229,9 @@ def test_the_assistant_asks_ratio_class_and_fields(tars: Path):
         number,
         "json[caption",  # the fields come in the order of the class: image, caption
         "png",
-        "n",
+        "json[captoin]",
         "jpg,png",
-        "y",
+        "jpg",
         "json[caption]",
     ]
     result = energon("prepare", tars, "--no-progress", answers="\n".join(answers) + "\n")
@@ -239,7 +241,12 @@ def test_the_assistant_asks_ratio_class_and_fields(tars: Path):
     assert '"caption": "a long caption a long cap..."' in result.output
     assert "Part types in the first shard: jpg, json" in result.output
     assert "cannot read the access 'json[caption'" in result.output
-    assert "The first shard has no part png. Use it anyway?" in result.output
+    assert (
+        "field `image`: nothing at 'png' in the first 2 samples of the first shard. They have the parts"
+        in result.output
+    )
+    assert "field `image`: nothing at 'json[captoin]'" in result.output
+    assert "field `caption`: CaptioningSample declares it as str, but the part `jpg` is" in result.output
     assert meta(tars, "dataset.yaml")["field_map"] == {"image": "jpg,png", "caption": "json[caption]"}
     assert meta(tars, "split.yaml")["split_parts"] == {
         "train": ["s_{0..1}.tar"],

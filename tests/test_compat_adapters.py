@@ -11,8 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from energon_bridge import DefaultTaskEncoder, NotProvidedError, errors
-from energon_bridge.compat import epath, loading, preparing, records, worker, wrapped
+from energon_bridge import (
+    DecodeFileStore,
+    DefaultTaskEncoder,
+    FileStore,
+    NotProvidedError,
+    SampleDecoder,
+    SourceInfo,
+    errors,
+)
+from energon_bridge.compat import dataset_classes, epath, loading, preparing, records, worker, wrapped
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.testing import create_captioning_test_dataset
 
@@ -72,20 +80,21 @@ def test_error_handlers_of_the_worker_configuration(path: Path) -> None:
     seen: list[Any] = []
     good = [f"val-{n:05d}" for n in (0, 1, 2, 4)]
     assert keys(path) == good
-    assert keys(path, global_error_handler=lambda error, sample, sources: seen.append((str(error), sample))) == good
-    assert seen == [("three", None)]
-    with pytest.raises(errors.FatalSampleError, match="three"):
+    of_keys = config(global_error_handler=lambda error, sample, _: seen.append((str(error), sample.__key__)))
+    assert keys(path, global_error_handler=of_keys.global_error_handler) == good
+    assert seen == [("three", "val-00003")]
+    with pytest.raises(ValueError, match="three"):
         keys(path, global_error_handler=worker.reraise_exception)
 
 
 def test_worker_configurations() -> None:
     seeds = [config().worker_seed(), config(seed_offset=42).worker_seed()]
     assert seeds == [273211461, 1740599905]  # reference values of megatron-energon
-    many = worker.WorkerConfig(rank=1, world_size=2, num_workers=2, worker_log_level=1, worker_debug_path="x")
+    many = worker.WorkerConfig(rank=1, world_size=2, num_workers=2)
     assert [many.global_worker_id(number) for number in (0, 1)] == [2, 3]
     assert many.worker_seed(0) == 2273462765
     assert many.rank_worker_id() == 0
-    assert config(worker_log_level=1) == config() != many
+    assert config(global_error_handler=stop) == config() != many
     assert worker.SampleException.from_sample({"__key__": "k"}, "why").args == ("Sample k failed: why",)
 
 
@@ -128,7 +137,7 @@ def test_datasets_are_prepared(path: Path, tmp_path: Path) -> None:
     kept = (root / ".nv-meta/dataset.yaml").read_bytes()
     shutil.rmtree(root / ".nv-meta")
     paths = ["train/shard_{000..001}.tar"]
-    prepare = preparing.BaseWebdatasetFactory.prepare_dataset
+    prepare = dataset_classes.BaseWebdatasetFactory.prepare_dataset
     parts = prepare(epath.EPath(root), paths, split_parts_ratio=[("a", 0.5), ("b", 0.5)], shuffle_seed=None, workers=1)
     assert parts == {"png", "txt"}
     (root / ".nv-meta/dataset.yaml").write_bytes(kept)
@@ -153,7 +162,7 @@ def test_media_filters_and_lines(path: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="exactly one media filter"):
         preparing.MediaFilterConfig.parse("*.png", True, False)
     (tmp_path / "lines.jsonl").write_text('{"a": 1}\n{"a": 2}\n')
-    assert preparing.CrudeJsonlDatasetFactory.prepare_dataset(epath.EPath(tmp_path / "lines.jsonl")) == 2
+    assert dataset_classes.CrudeJsonlDatasetFactory.prepare_dataset(epath.EPath(tmp_path / "lines.jsonl")) == 2
 
 
 # Small things --------------------------------------------------------------------------------------------------------
@@ -220,3 +229,164 @@ def test_fork_hooks_live_as_long_as_their_object() -> None:
         hooked = None  # noqa: F841
     os.close(read)
     os.close(write)
+
+
+# What programs do with them ------------------------------------------------------------------------------------------
+
+
+def test_one_dataset_is_opened_by_its_configuration(path: Path) -> None:
+    from energon_bridge.compat import factories
+
+    settings = {"worker_config": config(), "split_part": "val"}
+    opened = factories.get_dataset_from_config(path, training=False, sample_type=errors_sample(), **settings)
+    keys = [sample.__key__ for sample in loading.get_loader(opened.build())]
+    assert keys == [f"val-{n:05d}" for n in range(5)]
+    assert len(opened) == len(opened.build()) == 5
+    trained = factories.get_dataset_from_config(path, subflavors={"a": 1}, **settings)
+    seen = [next(batches) for batches in [iter(loading.get_loader(trained.build()))] for _ in range(5)]
+    assert sorted(sample.__key__ for sample in seen) == keys
+    assert {sample.__subflavors__["a"] for sample in seen} == {1}
+    with pytest.raises(NotProvidedError, match="subset"):
+        factories.get_dataset_from_config(path, subset=1, **settings)
+
+
+def errors_sample() -> type:
+    from energon_bridge import CaptioningSample
+
+    return CaptioningSample
+
+
+def test_a_type_of_samples_that_is_not_there_is_refused(path: Path) -> None:
+    from energon_bridge import VQASample
+
+    with pytest.raises(ConfigurationError, match="are CaptioningSample, and sample_type= asks for VQASample"):
+        loading.get_train_dataset(path, batch_size=1, worker_config=config(), sample_type=VQASample)
+
+
+class Fails(DefaultTaskEncoder):
+    def encode_sample(self, sample: Any) -> Any:
+        if sample.__key__ == "val-00001":
+            raise Broken(sample.__key__)
+        return sample
+
+
+class Broken(Exception):  # noqa: N818 - a program's own
+    """An error of a program's own."""
+
+
+def test_a_handler_is_given_the_sample_and_where_it_is_from(path: Path) -> None:
+    calls: list[Any] = []
+    of_run = config(global_error_handler=lambda *call: calls.append(call))
+    dataset = loading.get_val_dataset(path, batch_size=2, worker_config=of_run, task_encoder=Fails())
+    assert sum(len(batch.__key__) for batch in loading.get_loader(dataset)) == 4
+    ((error, sample, sources),) = calls
+    assert isinstance(error, Broken)
+    assert sample.__key__ == "val-00001"
+    assert [source.index for source in sources] == [1]
+
+
+def stop(error: Exception, *_: Any) -> None:
+    raise Broken("of the handler") from error
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(("handler", "message"), [(worker.reraise_exception, "val-00001"), (stop, "of the handler")])
+def test_the_users_own_error_is_raised(path: Path, handler: Any, message: str, workers: int) -> None:
+    of_run = worker.WorkerConfig(rank=0, world_size=1, num_workers=workers, global_error_handler=handler)
+    dataset = loading.get_val_dataset(path, batch_size=2, worker_config=of_run, task_encoder=Fails())
+    with pytest.raises(Broken, match=message):
+        list(loading.get_loader(dataset))
+
+
+class Dicts(DefaultTaskEncoder):
+    def encode_batch(self, batch: Any) -> Any:
+        return {"image": batch.image}
+
+
+def test_dicts_keep_their_own_keys(path: Path) -> None:
+    assert list(first(path, task_encoder=Dicts())) == ["image"]
+
+
+class Asks(DefaultTaskEncoder):
+    def encode_sample(self, sample: Any) -> Any:
+        active = worker.WorkerConfig.active_worker_config
+        sample.caption = (active.config(), active.global_rank(), active.active_worker_batch_index)
+        return sample
+
+
+def test_hooks_are_told_whose_they_are(path: Path) -> None:
+    numbers = {"rank": 0, "world_size": 1, "num_workers": 0, "data_parallel_group": None}
+    assert first(path, task_encoder=Asks()).caption == [(numbers, 0, 0)] * 2
+    assert worker.WorkerConfig.active_worker_config is None
+
+
+def test_debug_files_are_refused() -> None:
+    with pytest.raises(NotProvidedError, match="worker_debug_path"):
+        config(worker_debug_path="/tmp/x.jsonl")
+    with pytest.raises(NotProvidedError, match="worker_log_level=3"):
+        config(worker_log_level=3)
+
+
+class Full(DefaultTaskEncoder):
+    def select_samples_to_pack(self, samples: list[Any]) -> list[list[Any]]:
+        assert len(samples) == 5
+        return [samples[:1], samples[1:]]
+
+    def pack_selected_samples(self, samples: list[Any]) -> Any:
+        return samples[0]
+
+
+def test_buffers_to_select_from_are_full(path: Path) -> None:
+    settings = {"shuffle_buffer_size": None, "max_samples_per_sequence": None, "packing_buffer_size": 5}
+    dataset = loading.get_train_dataset(
+        path, batch_size=2, worker_config=config(num_lanes=8), task_encoder=Full(), **settings
+    )
+    assert [len(batch.__key__) for batch, _ in zip(loading.get_loader(dataset), range(16), strict=False)] == [2] * 16
+
+
+class OnlyItems(FileStore):
+    """A store as code for megatron-energon writes it."""
+
+    def __getitem__(self, key: str) -> tuple[bytes, Any]:
+        return key.encode(), SourceInfo("items", key, "", (key,))
+
+    def get_path(self) -> str:
+        return "items"
+
+
+def test_a_store_that_only_has_items_is_decoded() -> None:
+    sample: dict[str, Any] = {"__sources__": ()}
+    assert DecodeFileStore(OnlyItems(), decoder=SampleDecoder()).get("12.txt", sample) == "12.txt"
+    assert [source.index for source in sample["__sources__"]] == ["12.txt"]
+
+
+class NoWayToRead(FileStore):
+    def get_path(self) -> str:
+        return "nothing"
+
+
+def test_a_store_that_reads_nothing_says_so() -> None:
+    with pytest.raises(NotImplementedError, match="NoWayToRead derives from FileStore and must override `read`"):
+        NoWayToRead().get("x")
+
+
+def test_files_behind_links_are_found(tmp_path: Path) -> None:
+    (epath.EPath(tmp_path) / "folder" / "a.txt").write_text("a")
+    (tmp_path / "link").symlink_to(tmp_path / "folder", target_is_directory=True)
+    expected = [str(tmp_path / name / "a.txt") for name in ("folder", "link")]
+    assert [str(path) for path in epath.EPath(tmp_path).walk()] == expected
+    assert [str(path) for path in epath.EPath(tmp_path).glob("**/*.txt")] == expected
+
+
+def test_excludes_may_follow_an_empty_list(path: Path, tmp_path: Path) -> None:
+    root = Path(shutil.copytree(path, tmp_path / "copy"))
+    split = root / ".nv-meta/split.yaml"
+    shard = next(line.split()[-1] for line in split.read_text().splitlines() if "val" in line and ".tar" in line)
+    text = split.read_text()
+    assert "exclude: []" in text
+    split.write_text(f"{text}\nexclude:\n  - {shard}/val-00001\n")
+    found = [batch.__key__ for batch in loading.get_loader(val(root))]
+    assert found == [["val-00000"], ["val-00002", "val-00003"], ["val-00004"]]
+    split.write_text(f"{text}\nexclude: [{shard}/val-00001]\nexclude: [{shard}/val-00002]\n")
+    with pytest.raises(errors.MetadataError, match="the key 'exclude' stands twice"):
+        val(root)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -13,7 +14,7 @@ from engine import DefaultTaskEncoder, config_of, text_dataset
 
 from energon_bridge import get_savable_loader, get_train_dataset
 from energon_bridge.dataloader import EnergonDataloader, cyclic_iter
-from energon_bridge.errors import ConfigurationError, EmptyDatasetError
+from energon_bridge.errors import ConfigurationError, EmptyDatasetError, WrongUseError
 
 
 class CountingLoader:
@@ -195,3 +196,98 @@ def test_an_error_is_not_the_end_of_the_data(tmp_path: Path) -> None:
         next(dataloader)
     found += [next(dataloader).__key__ for _ in range(7)]
     assert found == expected
+
+
+# Cycles --------------------------------------------------------------------------------------------------------------
+
+
+class SeekingLoader(CountingLoader):
+    """One whose first pass after a restore goes on from there, as a real one's does."""
+
+    restored = False
+
+    def __iter__(self) -> Iterator[int]:
+        if self.size is not None and (not self.restored or self.position >= self.size):
+            self.position = 0
+        self.restored = False
+        return self._generate()
+
+    def restore_state_rank(self, state: dict[str, Any]) -> None:
+        self.position, self.restored = state["position"], True
+
+    def seek(self, step: int) -> None:
+        self.restore_state_rank({"position": step})
+
+
+def test_iterators_that_cycle_keep_their_own_positions() -> None:
+    dataloader = EnergonDataloader(SeekingLoader(3), cycle=True)
+    first, second = iter(dataloader), iter(dataloader)
+    assert [next(first), next(first)] == [0, 1]
+    assert [next(second)] == [0]
+    assert [next(dataloader), next(dataloader)] == [0, 1]
+    assert [next(first), next(first)] == [2, 0]
+    assert list(dataloader.one_pass()) == [0, 1, 2]
+    assert [next(second) for _ in range(3)] == [1, 2, 0]
+    assert next(first) == 1
+    dataloader.close()
+    assert next(first) == 2
+    assert dataloader.batches == 15
+
+
+def test_of_other_iterables_every_cycle_has_an_iterator_of_its_own() -> None:
+    dataloader = EnergonDataloader(["a", "b"], cycle=True)
+    first, second = iter(dataloader), iter(dataloader)
+    assert [next(first), next(second), next(first), next(first), next(second)] == ["a", "a", "b", "a", "b"]
+
+
+def test_a_restored_place_is_that_of_the_iterator_in_use() -> None:
+    dataloader = EnergonDataloader(SeekingLoader(3), cycle=True)
+    stream = iter(dataloader)
+    next(stream)
+    state = dataloader.save_state()
+    assert [next(stream), next(stream)] == [1, 2]
+    dataloader.restore_state(state)
+    assert [next(stream) for _ in range(3)] == [1, 2, 0]
+
+
+def test_a_cycle_goes_on_after_an_error() -> None:
+    class Failing(SeekingLoader):
+        def _generate(self) -> Iterator[int]:
+            for item in super()._generate():
+                if item == 1:
+                    raise OSError("once")
+                yield item
+
+    stream = iter(EnergonDataloader(Failing(3), cycle=True))
+    assert next(stream) == 0
+    with pytest.raises(OSError, match="once"):
+        next(stream)
+    assert next(stream) == 0
+
+
+def test_a_dataloader_and_its_cycles_leave_nothing_to_the_garbage_collector() -> None:
+    loader = SeekingLoader(3)
+    gone = weakref.ref(loader)
+    dataloader = EnergonDataloader(loader, cycle=True)
+    stream = iter(dataloader)
+    next(stream), next(dataloader), next(stream)
+    del loader, dataloader, stream
+    assert gone() is None
+
+
+def test_an_endless_loader_has_no_pass() -> None:
+    with pytest.raises(WrongUseError, match="one_pass: this EnergonDataloader is endless"):
+        EnergonDataloader(CountingLoader()).one_pass()
+
+
+def test_every_epoch_can_repeat_the_first() -> None:
+    dataloader = EnergonDataloader(SeekingLoader(), repeat_epoch=True)
+    iter(dataloader)
+    assert list(islice(iter(dataloader), 2)) == [0, 1]
+    state = dataloader.state_dict()
+    assert list(islice(iter(dataloader), 2)) == [0, 1]
+    dataloader.load_state_dict({"whole": {"position": 1}})
+    assert list(islice(iter(dataloader), 1)) == [1]  # the rest of the epoch that was restored
+    dataloader.load_state_dict(state)
+    iter(dataloader)
+    assert next(iter(dataloader)) == 2

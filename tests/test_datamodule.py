@@ -17,7 +17,7 @@ import torch
 
 from energon_bridge import EnergonMultiModalDataModule, NoCachePool, WorkerConfig
 from energon_bridge.dataloader import EnergonDataloader
-from energon_bridge.errors import ConfigurationError, UnknownArgumentError
+from energon_bridge.errors import BatchSizeMismatchError, ConfigurationError, UnknownArgumentError
 from energon_bridge.task_encoder.base import DefaultTaskEncoder
 from energon_bridge.testing import create_captioning_test_dataset
 
@@ -151,20 +151,44 @@ def test_every_epoch_of_training_has_every_sample(dataset: Path) -> None:
         assert sorted(epoch) == [f"train-{i:05d}" for i in range(NUM_TRAIN)]
 
 
+EXPECTED_VAL = [[f"val-{i:05d}" for i in range(first, min(first + 2, NUM_VAL))] for first in range(0, NUM_VAL, 2)]
+
+
 def test_validation_is_finite_in_order_and_always_the_same(dataset: Path) -> None:
     val = module(dataset, num_val_workers=1).val_dataloader()
-    expected = [[f"val-{i:05d}" for i in range(first, min(first + 2, NUM_VAL))] for first in range(0, NUM_VAL, 2)]
-    assert len(val) == len(expected)
-    assert keys(val) == expected
-    assert keys(val) == expected
-    assert keys(islice(val, 1)) == expected[:1]
-    assert keys([next(val) for _ in range(len(expected) + 1)]) == [*expected, expected[0]]
+    assert len(val) == len(EXPECTED_VAL)
+    assert keys(val.one_pass()) == EXPECTED_VAL
+    assert keys(val.one_pass()) == EXPECTED_VAL
+    assert keys(islice(val.one_pass(), 1)) == EXPECTED_VAL[:1]
+    assert keys([next(val) for _ in range(len(EXPECTED_VAL) + 1)]) == [*EXPECTED_VAL, EXPECTED_VAL[0]]
     val.close()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_iterators_of_validation_cycle_and_keep_their_own_positions(dataset: Path, workers: int) -> None:
+    """Megatron-Bridge takes an iterator, sometimes two, and calls next() on it in every evaluation of the run."""
+    data = module(dataset, num_val_workers=workers)
+    first, second = iter(data.val_dataloader()), iter(data.val_dataloader())
+    turns = [(first, 3), (second, 1), (first, 4), (second, 4), (first, 1)]
+    got: dict[int, list[list[str]]] = {id(first): [], id(second): []}
+    for stream, count in turns:
+        got[id(stream)] += keys(next(stream) for _ in range(count))
+    assert got[id(first)] == [*EXPECTED_VAL, *EXPECTED_VAL]
+    assert got[id(second)] == [*EXPECTED_VAL, EXPECTED_VAL[0]]
+    assert data.val_dataloader().batches == 13
+    data.close()
+
+
+def test_under_lightning_an_iterator_of_validation_is_one_pass(dataset: Path) -> None:
+    data = module(dataset)
+    with attached(data):
+        assert keys(data.val_dataloader()) == EXPECTED_VAL
+        assert keys(data.val_dataloader()) == EXPECTED_VAL
 
 
 def test_training_arguments_do_not_change_what_is_validated(dataset: Path) -> None:
     data = module(dataset, batch_drop_last=True, parallel_shard_iters=2, image_decode="torchrgb8")
-    assert len(list(data.val_dataloader())) == 4
+    assert len(list(data.val_dataloader().one_pass())) == 4
     assert next(data.val_dataloader()).image.dtype == next(data.train_dataloader()).image.dtype == torch.uint8
 
 
@@ -219,9 +243,46 @@ def test_unknown_arguments_are_refused_with_the_nearest_name(
         module(dataset, **kwargs)
 
 
-def test_without_an_encoder_tokenizer_and_processor_are_needed(dataset: Path) -> None:
-    with pytest.raises(ConfigurationError, match="needs a tokenizer and an image processor"):
+def test_without_an_encoder_a_tokenizer_is_needed(dataset: Path) -> None:
+    with pytest.raises(ConfigurationError, match="needs a tokenizer and, for images, an image processor"):
         EnergonMultiModalDataModule(str(dataset), None, None)
+
+
+def test_both_constructors_of_megatron_bridge_work_by_keyword(dataset: Path) -> None:
+    common: dict[str, Any] = {"path": str(dataset), "tokenizer": None, "task_encoder": DefaultTaskEncoder()}
+    common |= {"seq_length": 16, "micro_batch_size": 2, "num_workers": 0, "multimodal_sample_config": None}
+    newer = EnergonMultiModalDataModule(**common)
+    older = EnergonMultiModalDataModule(**common, image_processor=None, global_batch_size=4)
+    assert (newer.image_processor, newer.global_batch_size, older.global_batch_size) == (None, 1, 4)
+    assert [len(next(data.train_dataloader()).__key__) for data in (newer, older)] == [2, 2]
+
+
+@pytest.mark.parametrize("arguments", [(2048, 4), (2048, 4, 2), (2048,), ("processor",)])
+def test_arguments_in_the_place_of_the_image_processor_are_refused(dataset: Path, arguments: tuple[Any, ...]) -> None:
+    with pytest.raises(ConfigurationError, match=rf"image_processor={arguments[0]!r} is a (int|str).*by keyword"):
+        EnergonMultiModalDataModule(str(dataset), None, *arguments, task_encoder=DefaultTaskEncoder())
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "least"),
+    [
+        ("seq_length", 0, 1),
+        ("micro_batch_size", 0, 1),
+        ("micro_batch_size", None, 1),
+        ("micro_batch_size", True, 1),
+        ("micro_batch_size", 2.0, 1),
+        ("global_batch_size", 0, 1),
+        ("num_workers", -1, 0),
+        ("num_val_workers", -1, 0),
+        ("shuffle_buffer_size", -1, 0),
+        ("max_samples_per_sequence", 0, 1),
+        ("decoder_seq_length", 0, 1),
+        ("packing_buffer_size", 0, 1),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused(dataset: Path, name: str, value: Any, least: int) -> None:
+    with pytest.raises(ConfigurationError, match=f"{name} must be an integer of at least {least}.*got {value!r}"):
+        module(dataset, **{name: value})
 
 
 def test_packing_is_for_both_splits(dataset: Path) -> None:
@@ -252,11 +313,58 @@ def test_a_state_continues_the_stream_however_it_is_loaded(dataset: Path, loaded
     assert keys(islice(train, 20)) == expected
 
 
-def test_the_state_of_a_module_that_never_trained_is_empty(dataset: Path) -> None:
+@pytest.mark.parametrize("opened", [False, True])
+def test_a_state_from_before_the_first_batch_is_the_beginning(dataset: Path, opened: bool) -> None:
     data = module(dataset)
-    assert data.state_dict() == {}
-    data.load_state_dict({})
-    assert data.init_global_step == 0
+    if opened:
+        data.train_dataloader()
+    state = data.state_dict()
+    assert state["consumed_samples"] == 0
+    first = keys(islice(data.train_dataloader(), 5))
+    data.load_state_dict(state)
+    assert keys(islice(data.train_dataloader(), 5)) == first
+    fresh = module(dataset)
+    fresh.load_state_dict(state)
+    assert keys(islice(fresh.train_dataloader(), 5)) == first
+    fresh.load_state_dict({})  # of a checkpoint without data
+    assert keys(islice(fresh.train_dataloader(), 1)) != first[:1]
+
+
+def test_a_restored_module_saves_what_it_restored_before_it_is_used(dataset: Path) -> None:
+    data = module(dataset)
+    keys(islice(data.train_dataloader(), 3))
+    state, expected = data.state_dict(), keys(islice(data.train_dataloader(), 3))
+    between = module(dataset)
+    between.load_state_dict(state)
+    assert between.consumed_samples == 6
+    last = module(dataset)
+    last.load_state_dict(between.state_dict())
+    assert keys(islice(last.train_dataloader(), 3)) == expected
+
+
+def test_the_micro_batch_size_can_change_until_the_first_batch(dataset: Path) -> None:
+    data = module(dataset)
+    data.train_dataloader()
+    assert len(next(data.val_dataloader()).__key__) == 2
+    data.micro_batch_size = 3
+    assert len(next(data.train_dataloader()).__key__) == 3
+    assert len(next(data.val_dataloader()).__key__) == 3
+    data.micro_batch_size = 2
+    for late in (data.train_dataloader, data.state_dict):
+        with pytest.raises(ConfigurationError, match="micro_batch_size was changed from 3 to 2 after 1 step"):
+            late()
+    data.close()
+
+
+def test_a_changed_size_does_not_lose_a_restored_state(dataset: Path) -> None:
+    data = module(dataset)
+    next(data.train_dataloader())
+    restored = module(dataset)
+    restored.train_dataloader()
+    restored.load_state_dict(data.state_dict())
+    restored.micro_batch_size = 3
+    with pytest.raises(BatchSizeMismatchError):
+        restored.train_dataloader()
 
 
 def test_the_state_loads_with_weights_only(dataset: Path, tmp_path: Path) -> None:

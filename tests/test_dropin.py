@@ -173,6 +173,31 @@ def test_a_sample_loader_sees_the_same_samples(data: Path, run_with_rival: Progr
     )
 
 
+VALIDATION = """
+__module__: megatron.energon
+__class__: MetadatasetV2
+splits:
+  train: {path: captions}
+  val:
+    blend:
+      - {path: captions}
+      - {path: more, subset: {range: [25%, 100%]}}
+      - {path: questions}
+"""
+
+
+@pytest.mark.rival
+@pytest.mark.slow
+def test_validation_has_the_order_of_ranks_and_workers(data: Path, run_with_rival: Program) -> None:
+    create_captioning_test_dataset(data / "more", num_train=9, num_val=23)
+    create_captioning_test_dataset(data / "others", num_train=9, num_val=8)
+    (data / "validation.yaml").write_text(VALIDATION.replace("questions", "others"))
+    ours, rivals = (run("validation.py", data / "validation.yaml") for run in (run_with_ours, run_with_rival))
+    assert ours.keys() == rivals.keys()
+    for case, expected in rivals.items():
+        assert ours[case] == expected, case
+
+
 # Of the calls in the documents one of each kind; ENERGON_LONG_TESTS=1 runs all.
 DOCUMENTED = "basic_usage or usage_of_the_library or blending or tutorial_2"
 

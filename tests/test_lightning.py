@@ -16,7 +16,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from energon_bridge import Blender, DefaultTaskEncoder, EnergonMultiModalDataModule, get_savable_loader
-from energon_bridge.errors import DatasetMismatchError
+from energon_bridge.errors import ConfigurationError, DatasetMismatchError, EnergonError
 from energon_bridge.loader.document import read_lanes, read_leaves
 from energon_bridge.testing import create_captioning_test_dataset
 
@@ -300,3 +300,103 @@ def test_each_dataset_of_a_mix_is_validated_by_itself(dataset: Path, tmp_path: P
     (validated,) = model.validated
     assert validated == [*VALIDATION, "val-00000,val-00001", "val-00002"]
     assert model.validated_sets == [0, 0, 0, 1, 1]
+
+
+# Tools of Lightning that run a little of the training first ---------------------------------------------------------
+
+
+def tuned(folder: Path, **settings: Any) -> tuple[Trainer, Any]:
+    from lightning.pytorch.tuner import Tuner
+
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    quiet |= {"enable_checkpointing": False, "default_root_dir": folder, "limit_val_batches": 0}
+    trainer = Trainer(accelerator="cpu", **(quiet | settings))
+    return trainer, Tuner(trainer)
+
+
+class Sized(Model):
+    """Notes how many samples each batch has, and has a learning rate; a batch of more than four is too much for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lr = 0.01
+        self.sizes: list[int] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.sizes.append(len(batch.__key__))
+        if self.sizes[-1] > 4:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_scale_batch_size_measures_each_size_and_starts_over(
+    dataset: Path, tmp_path: Path, uninterrupted: list[str]
+) -> None:
+    data, model = module(dataset), Sized()
+    trainer, tuner = tuned(tmp_path, max_steps=3)
+    found = tuner.scale_batch_size(model, datamodule=data, batch_arg_name="micro_batch_size", max_trials=6)
+    assert (found, data.micro_batch_size) == (4, 4)
+    assert model.sizes == [2, 2, 2, 4, 4, 4, 8]
+    data.micro_batch_size = MICRO_BATCH
+    model.trained.clear()
+    trainer.fit(model, datamodule=data)
+    assert model.trained == uninterrupted[:3]
+    data.micro_batch_size = 4
+    with pytest.raises(ConfigurationError, match="micro_batch_size was changed from 2 to 4 after 3 steps"):
+        data.train_dataloader()
+    data.close()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_lr_find_gives_back_what_it_trained_on(dataset: Path, tmp_path: Path, uninterrupted: list[str]) -> None:
+    data, model = module(dataset), Sized()
+    trainer, tuner = tuned(tmp_path, max_steps=4)
+    tuner.lr_find(model, datamodule=data, num_training=10, early_stop_threshold=None)
+    assert len(model.trained) == 10
+    model.trained.clear()
+    trainer.fit(model, datamodule=data)
+    assert model.trained == uninterrupted[:4]
+    data.close()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_overfit_batches_trains_on_the_same_batches(
+    dataset: Path, tmp_path: Path, uninterrupted: list[str], num_workers: int
+) -> None:
+    model = fit(module(dataset, num_workers), tmp_path, max_epochs=3, overfit_batches=2)
+    assert model.trained == uninterrupted[:2] * 3
+    assert {tuple(steps) for steps in model.validated} == {tuple(VALIDATION[:2])}
+
+
+class Evaluated(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tested: list[str] = []
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.tested.append(",".join(batch.__key__))
+
+    def predict_step(self, batch: Any, batch_idx: int) -> list[str]:
+        keys: list[str] = batch.__key__
+        return keys
+
+
+@pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers")
+def test_test_and_predict_have_the_split_of_their_own(tmp_path: Path) -> None:
+    dataset = create_captioning_test_dataset(tmp_path / "data", num_train=4, num_val=2, num_test=3)
+    data, model = module(dataset), Evaluated()
+    assert data.test_dataloader() is None
+    trainer, _ = tuned(tmp_path)
+    for _ in range(2):
+        trainer.test(model, datamodule=data, verbose=False)
+    assert model.tested == ["test-00000,test-00001", "test-00002"] * 2
+    assert trainer.predict(model, datamodule=data) == [["test-00000", "test-00001"], ["test-00002"]]
+    data.close()
+
+
+def test_a_dataset_without_a_test_split_says_so(dataset: Path, tmp_path: Path) -> None:
+    trainer, _ = tuned(tmp_path)
+    with pytest.raises(EnergonError, match="test"):
+        trainer.test(Evaluated(), datamodule=module(dataset), verbose=False)

@@ -286,9 +286,6 @@ def served(texts: Path) -> Iterator[str]:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         yield f"http://127.0.0.1:{server.server_port}/texts"
-        files = fsspec.filesystem("http")
-        files.close_session(files.loop, files._session)
-        type(files).clear_instance_cache()
         server.shutdown()
         thread.join()
 

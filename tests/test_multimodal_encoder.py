@@ -190,10 +190,14 @@ def test_an_image_token_that_the_tokenizer_does_not_know_is_refused() -> None:
         encoder(config=config)
 
 
-@pytest.mark.parametrize(("tokenizer", "processor"), [(None, PixelProcessor()), (WordTokenizer(), None)])
-def test_tokenizer_and_image_processor_are_needed(tokenizer: Any, processor: Any) -> None:
-    with pytest.raises(ConfigurationError, match="needs a tokenizer and an image processor"):
-        MultiModalTaskEncoder(tokenizer, processor)
+def test_a_tokenizer_is_needed_and_an_image_processor_for_images() -> None:
+    with pytest.raises(ConfigurationError, match="needs a tokenizer and, for images, an image processor"):
+        MultiModalTaskEncoder(None, PixelProcessor())
+    task_encoder = MultiModalTaskEncoder(WordTokenizer(), None)
+    text = InterleavedSample(__key__="a", __restore_key__=("k", "a"), sequence=["one two"])
+    assert trained_text(task_encoder, task_encoder.encode_sample(text)) == "one two </s>"
+    with pytest.raises(ConfigurationError, match="the sample has an image"):
+        task_encoder.encode_sample(caption())
 
 
 def test_every_form_of_an_image_gives_the_same_pixels() -> None:

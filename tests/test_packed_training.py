@@ -304,7 +304,7 @@ def test_packed_and_unpacked_validation_have_the_same_loss(finished: tuple[RunCo
     data = training.build_data_module(unpacked, bundle)
     losses, tokens = 0.0, 0.0
     with torch.no_grad():
-        for batch in data.val_dataloader():
+        for batch in data.val_dataloader().one_pass():
             token_losses, mask = module._token_losses(batch)
             losses, tokens = losses + float((token_losses * mask).sum()), tokens + float(mask.sum())
     data.close()

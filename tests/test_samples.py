@@ -33,6 +33,7 @@ OTHER = SourceInfo("/more", "k", "b.tar", ("x.txt", "x.json"))
 REQUIRED = object()
 FIELDS = {
     "CaptioningSample": {"image": REQUIRED, "caption": REQUIRED},
+    "ChatMLSample": {"conversation": REQUIRED, **dict.fromkeys(("imgs", "videos", "audio", "tools"))},
     "ImageSample": {"image": REQUIRED},
     "ImageClassificationSample": {"image": REQUIRED, "label": None, "label_name": None},
     "InterleavedSample": {"sequence": REQUIRED},

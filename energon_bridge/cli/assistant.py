@@ -9,9 +9,9 @@ from typing import Any
 import click
 
 from energon_bridge.errors import ConfigurationError, FieldMapError
-from energon_bridge.format.field_map import parse_access
+from energon_bridge.format.field_map import FieldMap, check_kinds
 from energon_bridge.prepare.dataset_yaml import describe_fields, render_dataset_yaml
-from energon_bridge.prepare.first_samples import FirstSample
+from energon_bridge.prepare.first_samples import FirstSample, check_found
 from energon_bridge.prepare.split import SplitRule, parse_ratio
 from energon_bridge.samples import sample_type_by_name, sample_type_names
 
@@ -84,12 +84,10 @@ def ask_field_map(sample_type: type, samples: Sequence[FirstSample]) -> dict[str
             if not access and not required:
                 break
             try:
-                parts = {part for part, _ in parse_access(access, where="field map", field=name)}
+                check_kinds(FieldMap({name: access}, where="field map"), sample_type, where="field map")
+                check_found({name: access}, samples, shard="the first shard", where="field map")
             except FieldMapError as error:
                 click.echo(str(error))
-                continue
-            unseen = sorted(parts - set(known))
-            if unseen and not click.confirm(f"The first shard has no part {', '.join(unseen)}. Use it anyway?"):
                 continue
             fields[name] = access
             break

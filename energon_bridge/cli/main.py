@@ -18,6 +18,7 @@ from energon_bridge.errors import EnergonError
 
 _COMMANDS = {
     "checkpoint": "Show what saved states say, and how two differ.",
+    "convert": "Make a prepared dataset of JSON with media, folders, COCO, CSV, parquet or WebDatasets.",
     "info": "Show what a prepared dataset holds.",
     "lint": "Read and decode every sample, and name those that fail.",
     "plan": "Forecast epochs per dataset of a mix, and what its weights mean.",

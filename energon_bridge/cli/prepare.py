@@ -96,6 +96,11 @@ def command(
         click.echo(f"Indexed {_counted(prepared)}.")
         return
     _check_combinations(split_ratio, split_parts, sample_type, field_map, skip_dataset_yaml=skip_dataset_yaml)
+    if os.path.isfile(path):
+        raise ConfigurationError(
+            f"{path}: is a file, and `energon prepare` takes a folder of tars. Make a dataset of it first: "
+            f"energon convert {path} OUT"
+        )
     store = open_store(path)
     store.check_root()
     _confirm_overwrite(store, force=force_overwrite, non_interactive=non_interactive)

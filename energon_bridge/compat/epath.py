@@ -6,6 +6,7 @@ raises, such as FileNotFoundError.
 
 from __future__ import annotations
 
+import glob
 import os
 import posixpath
 from collections.abc import Iterator
@@ -111,6 +112,8 @@ class EPath(os.PathLike[str]):
 
     def write_bytes(self, data: bytes) -> None:
         """Write bytes as the file."""
+        if not self._protocol:
+            os.makedirs(posixpath.dirname(self._path), exist_ok=True)
         self._fs().pipe_file(self._path, data)
 
     def copy(self, target: EPath) -> None:
@@ -131,12 +134,20 @@ class EPath(os.PathLike[str]):
         return int(self._fs().size(self._path))
 
     def walk(self) -> Iterator[Self]:
-        """Yield all files below the folder, sorted."""
+        """Yield all files below the folder, sorted; links to folders of this machine are followed."""
+        if not self._protocol:
+            found = [os.path.join(at, file) for at, _, files in os.walk(self._path, followlinks=True) for file in files]
+            yield from map(self._other, sorted(found))
+            return
         for path in sorted(self._fs().find(self._path)):
             yield self._other(path)
 
     def glob(self, pattern: str) -> Iterator[Self]:
-        """Yield what matches a pattern below the folder, sorted."""
+        """Yield the files that match a pattern below the folder, sorted."""
+        if not self._protocol:
+            found = glob.glob(os.path.join(glob.escape(self._path), pattern), recursive=True)
+            yield from map(self._other, sorted(filter(os.path.isfile, found)))
+            return
         for path in sorted(self._fs().glob(posixpath.join(self._path, pattern))):
             yield self._other(path)
 

@@ -85,6 +85,12 @@ class _Maker(Loader):
         if not name:  # names that are only ours are found as well, for code that uses both
             known |= table.OURS
         below = f"{name}." if name else ""
+        elsewhere = {entry: other for other, entries in reversed(self._modules.items()) for entry in entries}
+        commands = {
+            other.rpartition(".")[2]: other
+            for other, entries in self._modules.items()
+            if name == "cli.main" and other.startswith("tools.") and "command" in entries
+        }
         children = {other.removeprefix(below) for other in self._modules if other.startswith(below) and other != name}
 
         def look_up(attribute: str) -> Any:
@@ -92,6 +98,10 @@ class _Maker(Loader):
                 value = table.resolve(attribute, name)
             elif attribute in children:
                 value = import_module(f"{module.__name__}.{attribute}")
+            elif attribute in elsewhere:  # modules have what they import from each other as well
+                value = table.resolve(attribute, elsewhere[attribute])
+            elif attribute.removesuffix("_command") in commands:
+                value = table.resolve("command", commands[attribute.removesuffix("_command")])
             else:
                 raise AttributeError(f"{module.__name__} of energon_bridge.compat has no {attribute!r}: {_HINT}")
             setattr(module, attribute, value)

@@ -6,6 +6,7 @@ What cannot be meant here is refused, what has no effect is said once in the log
 from __future__ import annotations
 
 import copy
+import dataclasses
 import logging
 import os
 from collections.abc import Mapping
@@ -15,7 +16,9 @@ from energon_bridge import datasets
 from energon_bridge.compat.finder import trusted
 from energon_bridge.compat.refused import not_provided
 from energon_bridge.compat.worker import error_policy
-from energon_bridge.compat.wrapped import RepeatedLoader, make_loader
+from energon_bridge.compat.wrapped import make_loader
+from energon_bridge.errors import ConfigurationError
+from energon_bridge.format.dataset import PreparedDataset
 from energon_bridge.loader.leaves import OpenLeaf
 from energon_bridge.loader.savable import SavableDataLoader
 from energon_bridge.loader.spec import DatasetSpec
@@ -35,27 +38,69 @@ _DECODER_ARGUMENTS = ("image_decode", "av_decode", "video_decode_audio")
 
 def get_train_dataset(path: Any, **kwargs: Any) -> DatasetSpec:
     """Open a dataset for training, as `energon_bridge.get_train_dataset` with megatron-energon's arguments."""
-    return datasets.get_train_dataset(_source(path), **_translated(kwargs))
+    said = _said_of_samples(kwargs)
+    return _as_energon(datasets.get_train_dataset(_source(path), **_translated(kwargs)), **said)
 
 
 def get_val_dataset(path: Any, **kwargs: Any) -> DatasetSpec:
     """Open a dataset for validation, as `energon_bridge.get_val_dataset` with megatron-energon's arguments."""
-    return datasets.get_val_dataset(_source(path), **_validation(kwargs))
+    said = _said_of_samples(kwargs)
+    return _as_energon(datasets.get_val_dataset(_source(path), **_validation(kwargs)), **said)
 
 
 def get_val_datasets(path: Any, **kwargs: Any) -> list[tuple[DatasetSpec, OpenLeaf]]:
     """Open the datasets of a mix for validation, one by one."""
-    return datasets.get_val_datasets(_source(path), **_validation(kwargs))
+    said = _said_of_samples(kwargs)
+    found = datasets.get_val_datasets(_source(path), **_validation(kwargs))
+    return [(_as_energon(dataset, **said), source) for dataset, source in found]
 
 
-def get_savable_loader(dataset: Any, **kwargs: Any) -> SavableDataLoader | RepeatedLoader:
-    """Return a loader whose position can be saved and restored (but of a repeated validation, which starts anew)."""
-    return make_loader(_source(dataset), **kwargs)
+def _said_of_samples(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Take what is said of the samples of a dataset out of keyword arguments."""
+    return {name: kwargs.pop(name, None) for name in ("sample_type", "subflavors")}
 
 
-def get_loader(dataset: Any, **kwargs: Any) -> SavableDataLoader | RepeatedLoader:
+def _as_energon(dataset: DatasetSpec, sample_type: type | None, subflavors: Mapping[str, Any] | None) -> DatasetSpec:
+    """Return a dataset whose validation, numbers and ends are those of megatron-energon.
+
+    Args:
+        dataset: From a builder of ours.
+        sample_type: What all samples must be; None: anything.
+        subflavors: To be added to those of each sample.
+    """
+    leaves = dataset.leaves
+    for leaf in leaves:
+        found = getattr(leaf.dataset, "sample_type", None)
+        if sample_type is not None and not (isinstance(found, type) and issubclass(found, sample_type)):
+            name = getattr(found, "__name__", "joined")
+            raise ConfigurationError(
+                f"{leaf.dataset.path}: its samples are {name}, and sample_type= asks for {sample_type.__name__}"
+            )
+    if subflavors:
+        leaves = tuple(dataclasses.replace(leaf, dataset=_flavored(leaf.dataset, subflavors)) for leaf in leaves)
+    return dataclasses.replace(dataset, leaves=leaves, as_energon=True)
+
+
+def get_savable_loader(dataset: Any, **kwargs: Any) -> SavableDataLoader:
+    """Return a loader whose position can be saved and restored."""
+    source = _source(dataset)
+    if isinstance(source, str):
+        source = get_train_dataset(source, batch_size=1, worker_config=kwargs.get("worker_config"))
+    return make_loader(source, **kwargs)
+
+
+def get_loader(dataset: Any, **kwargs: Any) -> SavableDataLoader:
     """Return a loader."""
-    return make_loader(_source(dataset), **kwargs)
+    source = _source(dataset)
+    if isinstance(source, str):
+        source = get_train_dataset(source, batch_size=1, worker_config=kwargs.get("worker_config"))
+    return make_loader(source, **kwargs)
+
+
+def _flavored(dataset: Any, subflavors: Mapping[str, Any]) -> Any:
+    if not isinstance(dataset, PreparedDataset):
+        raise not_provided("subflavors= of a join", "name subflavors in the metadataset")
+    return dataclasses.replace(dataset, subflavors={**dataset.subflavors, **subflavors})
 
 
 def _source(path: Any) -> Any:
@@ -77,16 +122,22 @@ def _translated(kwargs: Mapping[str, Any]) -> dict[str, Any]:
         logger.warning("handler= has no effect in megatron-energon either; use WorkerConfig(global_error_handler=…)")
     decoder = {name: ours.pop(name) for name in _DECODER_ARGUMENTS if name in ours}
     if not ours.pop("auto_decode", True):
-        ours["task_encoder"] = _with_decoder(encoder, None)
+        ours["task_encoder"] = with_decoder(encoder, None)
     elif decoder:
-        ours["task_encoder"] = _with_decoder(encoder, SampleDecoder(**decoder))
+        ours["task_encoder"] = with_decoder(encoder, SampleDecoder(**decoder))
+    # There pickles are read: here those of plain values are, and any other is refused by name.
+    encoder = ours.get("task_encoder")
+    read = DefaultTaskEncoder.decoder if encoder is None else getattr(encoder, "decoder", None)
+    if type(read) is SampleDecoder and not read.read_pickles:
+        ours["task_encoder"] = with_decoder(encoder, dataclasses.replace(read, read_pickles=True))
     ours.setdefault("trust_remote_code", trusted())
     if "error_policy" not in ours:
         ours["error_policy"] = error_policy(ours.get("worker_config"))
     return ours
 
 
-def _with_decoder(encoder: Any, decoder: SampleDecoder | None) -> Any:
+def with_decoder(encoder: Any, decoder: Any) -> Any:
+    """Return a copy of an encoder with another decoder; without one, the default encoder with it."""
     encoder = DefaultTaskEncoder() if encoder is None else copy.copy(encoder)  # the caller's stays as it is
     encoder.decoder = decoder
     return encoder

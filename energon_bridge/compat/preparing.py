@@ -1,7 +1,4 @@
-"""Preparing datasets by the classes that megatron-energon's scripts call; `energon_bridge.prepare` does the work.
-
-Dataset classes cannot be made here: what a dataset is stands in its `dataset.yaml`, and `get_train_dataset` opens it.
-"""
+"""Preparing datasets by the classes that megatron-energon's scripts call; `energon_bridge.prepare` does the work."""
 
 from __future__ import annotations
 
@@ -168,27 +165,3 @@ def prepare_metadataset(path: str | os.PathLike[str]) -> None:
     """Look up the rows of all joins of a metadataset ahead of training, as `energon prepare MIX.yaml` does."""
     for _, join in mix_joins(os.fspath(path)):
         prepare_join(join)
-
-
-class BaseCoreDatasetFactory:
-    """The root of dataset classes, none of which can be made."""
-
-    # What megatron-energon's datasets have, as the value of `dataset.yaml` for classes that users derive.
-    __sample_type__: type | None = None
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        raise not_provided(
-            f"making {cls.__name__}",
-            "write what the dataset is into its dataset.yaml and open it with get_train_dataset or get_val_dataset",
-        )
-
-    def __class_getitem__(cls, arguments: Any) -> type[Self]:
-        return cls
-
-
-class BaseWebdatasetFactory(BaseCoreDatasetFactory, WebdatasetPreparator):
-    """Dataset classes of tars: a name in `dataset.yaml`, and `prepare_dataset`."""
-
-
-class CrudeJsonlDatasetFactory(BaseCoreDatasetFactory, JsonlPreparator):
-    """Dataset class of a JSONL file: `prepare_dataset`."""

@@ -49,11 +49,10 @@ _ELSEWHERE = {
 _ADAPTERS = {
     "loading": ("get_loader", "get_savable_loader", "get_train_dataset", "get_val_dataset", "get_val_datasets"),
     "worker": ("SampleException", "WorkerConfig", "log_exception", "reraise_exception"),
+    "factories": ("get_dataset_from_config",),
     "epath": ("DEFAULT_PROFILE_NAME", "EPath"),
+    "dataset_classes": ("BaseCoreDatasetFactory", "BaseWebdatasetFactory", "CrudeJsonlDatasetFactory"),
     "preparing": (
-        "BaseCoreDatasetFactory",
-        "BaseWebdatasetFactory",
-        "CrudeJsonlDatasetFactory",
         "JsonlPreparator",
         "MediaFilterConfig",
         "MediaFilterStrategy",
@@ -80,6 +79,14 @@ _ADAPTERS = {
     ),
 }
 _ADAPTER_OF = {name: f"{_HERE}.{module}:{name}" for module, names in _ADAPTERS.items() for name in names}
+
+_COMMANDS = {
+    "tools.info": "info",
+    "tools.lint": "lint",
+    "tools.prepare": "prepare",
+    "tools.prepare_media": "prepare_media",
+}
+"""Commands of the command line that are there under the same name, by their modules."""
 
 _VALUES: dict[str, str] = {
     "IJSONL_SUFFIX": ".idx",
@@ -122,6 +129,8 @@ def describe(name: str, module: str) -> Entry:
     Raises:
         KeyError: Nothing says what it is; a mistake in the tables.
     """
+    if name == "command" and module in _COMMANDS:
+        return Entry(kind="ours", target=f"energon_bridge.cli.{_COMMANDS[module]}:command")
     if name in _VALUES:
         return Entry(kind="value", target=repr(_VALUES[name]))
     if name in _STATES:
@@ -133,9 +142,9 @@ def describe(name: str, module: str) -> Entry:
     if name in _ELSEWHERE:
         return Entry(kind="ours", target=_ELSEWHERE[name])
     if _is_factory(name):
-        return Entry(kind="adapter", target=f"{_HERE}.preparing:BaseWebdatasetFactory")
+        return Entry(kind="adapter", target=f"{_HERE}.dataset_classes:BaseWebdatasetFactory")
     if name == "DefaultCrudeJsonlDatasetFactory":
-        return Entry(kind="adapter", target=f"{_HERE}.preparing:CrudeJsonlDatasetFactory")
+        return Entry(kind="adapter", target=f"{_HERE}.dataset_classes:CrudeJsonlDatasetFactory")
     if name in ADVICE:
         return Entry(kind="refused", advice=ADVICE[name])
     if name in ("F", "P", "T", "TMetadata", "TType", "TTransform", "V") or name.startswith("T_"):

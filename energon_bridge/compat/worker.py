@@ -11,11 +11,12 @@ import hashlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, ClassVar
 
 import torch.utils.data
 
 from energon_bridge import topology
+from energon_bridge.compat.refused import not_provided
 from energon_bridge.errors import SampleError
 from energon_bridge.samples import SourceInfo
 from energon_bridge.stream.policy import ErrorPolicy
@@ -52,27 +53,59 @@ def reraise_exception(e: Exception, _sample: Any, _sources: Sequence[SourceInfo]
     raise e
 
 
+class _Active:
+    """The configuration of the loader whose hooks run, None outside of hooks."""
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        return current.CONFIG.get()
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class WorkerConfig(topology.WorkerConfig):
     """A worker configuration that also takes what megatron-energon's takes.
 
     Args:
-        worker_debug_path, worker_log_level: Of no effect: `energon which` tells what a step reads.
-        global_error_handler: Called with the exception, None and None for each sample that fails; the sample is left
-            out unless it raises. Default: the failure is logged.
+        worker_debug_path, worker_log_level: Refused by NotProvidedError: `energon which` tells what a step reads.
+        global_error_handler: Called for each failure with the exception, what the hook was given (of a sample that
+            cannot be read a dict of its key) and where it comes from; the sample is left out unless it raises.
+            Default: the failure is logged.
         restore_error_handler: Of no effect: restoring reads no sample.
     """
+
+    active_worker_config: ClassVar[Any] = _Active()
 
     worker_debug_path: str | None = None
     worker_log_level: int = 0
     global_error_handler: ErrorHandler = log_exception
     restore_error_handler: ErrorHandler = reraise_exception
 
-    @property
+    def __post_init__(self) -> None:
+        topology.WorkerConfig.__post_init__(self)
+        if self.worker_debug_path is not None or self.worker_log_level:
+            raise not_provided(
+                f"WorkerConfig(worker_debug_path={self.worker_debug_path!r}, worker_log_level={self.worker_log_level})",
+                "no debug files are written. Ask `energon which`, which names the samples of any step",
+            )
+
     def global_rank(self) -> int:
-        """The rank in torch.distributed, 0 without."""
-        distributed = torch.distributed
-        return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
+        """Return the rank in torch.distributed; without a data-parallel group, the rank of this configuration."""
+        if self.data_parallel_group is None:
+            return self.dp_rank
+        return torch.distributed.get_global_rank(self.data_parallel_group, self.dp_rank)
+
+    def config(self) -> dict[str, Any]:
+        """Return the numbers that say who loads what."""
+        group = self.data_parallel_group
+        return {
+            "rank": self.dp_rank,
+            "world_size": self.dp_size,
+            "num_workers": self.num_workers,
+            "data_parallel_group": None if group is None else group.size(),
+        }
+
+    def should_log(self, level: int) -> bool:
+        """Return False for any level of logs above 0: none are written."""
+        return level <= 0
 
     @property
     def active_worker_sample_index(self) -> int:
@@ -116,7 +149,8 @@ def error_policy(config: Any) -> ErrorPolicy | None:
         return ErrorPolicy(on_error="raise")
 
     def on_error(error: Exception) -> bool:
-        handler(error, None, None)
+        sample, sources = current.FAILED.get()
+        handler(error, sample, list(sources))
         return True
 
     return ErrorPolicy(on_error=on_error)

@@ -8,13 +8,10 @@ of what they say together.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from itertools import islice
 from typing import Any, NoReturn
 
 from energon_bridge import datasets
 from energon_bridge.compat.refused import not_provided
-from energon_bridge.dataloader import cyclic_iter
 from energon_bridge.errors import ConfigurationError, WrongUseError
 from energon_bridge.loader.savable import SavableDataLoader
 from energon_bridge.loader.spec import DATASET_IS_NO_LOADER, DatasetSpec
@@ -84,27 +81,7 @@ class EpochizeDataset(_Wrapper):
         return self.length
 
 
-class RepeatedLoader:
-    """A finite loader that is gone through again until a pass has `length` steps (None: for ever)."""
-
-    def __init__(self, loader: SavableDataLoader, *, length: int | None) -> None:
-        self.loader = loader
-        self._length = length
-
-    def __iter__(self) -> Iterator[Any]:
-        return islice(cyclic_iter(self.loader), self._length)
-
-    def __len__(self) -> int:
-        if self._length is None:
-            raise TypeError("a RepeatDataset has no end and no len()")
-        return self._length
-
-    def close(self) -> None:
-        """Stop the worker processes of the loader."""
-        self.loader.close()
-
-
-def make_loader(dataset: Any, **kwargs: Any) -> SavableDataLoader | RepeatedLoader:
+def make_loader(dataset: Any, **kwargs: Any) -> SavableDataLoader:
     """Return a loader of a dataset with wrappers around it; `kwargs` are those of `get_savable_loader`.
 
     Raises:
@@ -129,10 +106,11 @@ def make_loader(dataset: Any, **kwargs: Any) -> SavableDataLoader | RepeatedLoad
         return datasets.get_savable_loader(dataset, **kwargs)
     if not dataset.finite:  # an endless stream repeats by itself, and a limit of it is an epoch
         return datasets.get_savable_loader(dataclasses.replace(dataset, virtual_epoch_length=limit), **kwargs)
-    loader = datasets.get_savable_loader(dataset, **kwargs)
-    if repeated and (limit is None or limit > len(loader)):
-        return RepeatedLoader(loader, length=limit)
-    return datasets.get_savable_loader(dataclasses.replace(dataset, limit=limit), **kwargs)
+    if repeated and dataset.limit is not None:
+        raise not_provided("RepeatDataset of a dataset with limit=", "limit the repeated dataset by LimitDataset")
+    if limit is not None and dataset.limit is not None:
+        limit = min(limit, dataset.limit)
+    return datasets.get_savable_loader(dataclasses.replace(dataset, limit=limit, repeats=repeated), **kwargs)
 
 
 def _ends(dataset: Any) -> bool:

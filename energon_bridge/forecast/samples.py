@@ -233,6 +233,8 @@ def _finite_step(run: Run, step: int) -> list[NamedMicrobatch]:
     """Name the samples of a step of a pass, of training passes counted from the first one on."""
     spec, units, ranks = run.spec, run.units, run.config.dp_size
     asked, epoch = step, 0
+    if spec.as_energon:
+        raise ConfigurationError("the steps of a pass cannot be named for a loader of the drop-in of megatron-energon")
     plan = spec.plan(units, epoch)
     end = spec.end(plan.num_draws, ranks)
     while step >= (steps := -(-end // ranks)):

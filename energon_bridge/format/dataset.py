@@ -9,6 +9,7 @@ content of dataset.yaml. It does not see a tar that was edited without changing 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -31,7 +32,7 @@ from energon_bridge.format.nvmeta import (
     read_splits,
 )
 from energon_bridge.format.tar_index import index_name, load_index
-from energon_bridge.storage import LocalStore, Store, open_store
+from energon_bridge.storage import LocalStore, Store, as_far, open_store
 
 FINGERPRINT_VERSION = 1
 _MOST_CHECKED = 1000
@@ -100,7 +101,7 @@ def read_prepared(
             f"{splits.where}: the split part {split_part!r} of {store.root} has no samples "
             f"({len(shards)} shards). Prepare the dataset with another split, or ask for another part."
         )
-    sizes = [_size(store, shard, where=splits.where, split_part=split_part) for shard in shards]
+    sizes = _sizes(store, shards, where=splits.where, split_part=split_part)
     excluded = splits.excluded_samples(shards)
     config = configs.read(store, dataset_config)
     fingerprint = _fingerprint(shards, counts, sizes, excluded, config.canonical)
@@ -196,6 +197,14 @@ def _count(store: Store, info: DatasetInfo, shard: str, *, where: str, split_par
             f"{store.url(meta_path('.info.json'))}. Run `energon prepare {store.root}` again after adding shards."
         )
     return count
+
+
+def _sizes(store: Store, shards: Sequence[str], *, where: str, split_part: str) -> list[int]:
+    far = as_far(store)
+    if far is not None:
+        with contextlib.suppress(ShardMissingError):  # which one, is found out below
+            return list(far.sizes(shards))
+    return [_size(store, shard, where=where, split_part=split_part) for shard in shards]
 
 
 def _size(store: Store, shard: str, *, where: str, split_part: str) -> int:

@@ -26,13 +26,16 @@ from energon_bridge.format.documents import (
 )
 from energon_bridge.format.field_map import FieldMap, check_fields
 from energon_bridge.format.nvmeta import meta_path
-from energon_bridge.samples import CrudeSample, sample_type_by_name, sample_type_names
+from energon_bridge.samples import ChatMLSample, CrudeSample, sample_type_by_name, sample_type_names
 from energon_bridge.storage import Store
 
 PartFilter = frozenset[str] | Callable[[str], bool]
 
 _STANDARD_CLASS = "StandardWebdatasetFactory"
 _CODE_KEYS = ("field_map", "sample_loader", "part_filter", "subflavors")
+_BRIDGE = "megatron.bridge."
+_CHATML = ("ChatMLSample", "ChatMLWebdataset")
+_CHATML_SOUND = ("wav", "flac", "mp3", "audio")
 OWN_PACKAGES = ("megatron.energon", "energon_bridge")
 
 
@@ -99,7 +102,7 @@ class DatasetConfigs:
             form = _read_form(document, store=store, where=where, trust=self._trust)
             if not form.has_code:
                 self._forms[shape] = form
-        subflavors = document.get("subflavors")
+        subflavors = getattr(form.sample_loader, "subflavors", document.get("subflavors"))
         return DatasetConfig(
             form=form,
             subflavors={} if subflavors is None else expect_mapping(subflavors, where=where, field="subflavors"),
@@ -109,20 +112,67 @@ class DatasetConfigs:
 
 
 def _read_form(document: dict[str, Any], *, store: Store, where: str, trust: bool) -> SampleForm:
+    code = _class_code(document, store=store, where=where, trust=trust)
+    if code is not None:
+        return SampleForm(
+            sample_type=code.sample_type,
+            field_map=None,
+            sample_loader=code,
+            part_filter=code.part_filter,
+            has_code=True,
+        )
     sample_type = _sample_type(document, store=store, where=where, trust=trust)
     crude = issubclass(sample_type, CrudeSample)
     field_map = _field_map(document, sample_type, crude=crude, where=where)
     loader, part_filter = _code(document, store=store, crude=crude, where=where, trust=trust)
     if field_map is not None:
         part_filter = field_map.parts
+    if sample_type is ChatMLSample and field_map is not None:
+        _refuse_sound(field_map, where=where)
     named = document.get("sample_type", document)
     return SampleForm(
         sample_type=sample_type,
         field_map=field_map,
         sample_loader=loader,
         part_filter=part_filter,
-        has_code=loader is not None or callable(part_filter) or not _is_own(named["__module__"]),
+        has_code=loader is not None
+        or callable(part_filter)
+        or not (_is_own(named["__module__"]) or sample_type is ChatMLSample),
     )
+
+
+def _class_code(document: dict[str, Any], *, store: Store, where: str, trust: bool) -> Any:
+    """Return what runs of a dataset class with code of its own, None for any other dataset.
+
+    Only classes made for `megatron.energon` as this package provides it (`compat`) say it themselves.
+    """
+    module, name = document.get("__module__"), document.get("__class__")
+    if not isinstance(module, str) or not isinstance(name, str) or _is_own(module):
+        return None
+    if not trust and name in _CHATML and module.startswith(_BRIDGE):
+        return None
+    cls = import_class(module, name, root=store.root, where=where, trust=trust)
+    hook = getattr(cls, "__dataset_code__", None)
+    if hook is not None:
+        return hook(store.root, document)
+    own = [method for method in ("load_sample", "_decoder") if hasattr(cls, method)]
+    if hasattr(cls, "__sample_type__") and own:
+        raise MetadataError(
+            f"{where}, field `__class__`: {module}.{name} is a dataset class of megatron-energon, whose code "
+            f"(`{own[0]}`) runs only in a program that runs as its drop-in: `python -m energon_bridge.compat`."
+        )
+    return None
+
+
+def _refuse_sound(field_map: FieldMap, *, where: str) -> None:
+    sound = sorted(part for part in field_map.parts if part.rpartition(".")[2].lower() in _CHATML_SOUND)
+    if sound:
+        raise MetadataError(
+            f"{where}, field `field_map`: the part {sound[0]!r} of a ChatML dataset becomes a waveform of 16 kHz by "
+            "Megatron-Bridge's own class, which this package does not do by itself. Run its class: install "
+            "Megatron-Bridge, run the program as drop-in of megatron-energon (`python -m energon_bridge.compat`), and "
+            "pass trust_remote_code=True."
+        )
 
 
 def _is_own(module: str) -> bool:
@@ -154,6 +204,8 @@ def _resolve(named: dict[str, Any], *, store: Store, where: str, field: str, tru
             raise MetadataError(
                 f"{where}, field `{dot}__class__`: no sample type {name!r}; known are {', '.join(sample_type_names())}."
             ) from error
+    if name in _CHATML and module.startswith(_BRIDGE) and not trust:
+        return ChatMLSample
     imported = import_class(module, name, root=store.root, where=where, trust=trust)
     # Dataset classes written for energon say which samples they have; a class of samples is named as it is.
     imported = getattr(imported, "__sample_type__", imported)

@@ -108,7 +108,7 @@ class _Builder:
         merged: list[dict[str, Any]] | None = None
         while not isinstance(event := self._parser.get_event(), yaml.MappingEndEvent):
             key, merges = self._key(event)
-            if key in own or (merges and merged is not None):
+            if (key in own and own[key] not in (None, [], {})) or (merges and merged is not None):
                 raise _refusal(f"the key {key!r} stands twice", event)
             value = self._value(first := self._parser.get_event(), depth + 1)
             if not merges:

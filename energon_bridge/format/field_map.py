@@ -81,11 +81,7 @@ def check_fields(field_map: FieldMap, sample_type: type, *, where: str) -> None:
 
     Raises FieldMapError.
     """
-    fields = {
-        field.name: field
-        for field in dataclasses.fields(sample_type)
-        if field.init and (field.name == "__key__" or field.name not in META_FIELDS)
-    }
+    fields = _fields_of(sample_type)
     offered = sorted(fields.keys() - {"__key__"})
     for name in field_map.fields:
         if name not in fields:
@@ -102,13 +98,23 @@ def check_fields(field_map: FieldMap, sample_type: type, *, where: str) -> None:
                 f"{where}: {sample_type.__name__} requires the field `{name}`, which the field map does not give. "
                 f"Add `{name}: <part>`."
             )
-    _check_kinds(field_map, fields, sample_type, where)
+    check_kinds(field_map, sample_type, where=where)
 
 
-def _check_kinds(
-    field_map: FieldMap, fields: Mapping[str, dataclasses.Field[Any]], sample_type: type, where: str
-) -> None:
-    """Refuse parts whose names say that they hold something else than what their fields are declared as."""
+def _fields_of(sample_type: type) -> dict[str, dataclasses.Field[Any]]:
+    return {
+        field.name: field
+        for field in dataclasses.fields(sample_type)
+        if field.init and (field.name == "__key__" or field.name not in META_FIELDS)
+    }
+
+
+def check_kinds(field_map: FieldMap, sample_type: type, *, where: str) -> None:
+    """Check that no part's name says that it holds something else than what its field is declared as.
+
+    Raises FieldMapError.
+    """
+    fields = _fields_of(sample_type)
     wrong: dict[str, tuple[str, str]] = {}
     for name, access in field_map.fields.items():
         if name != "__key__":

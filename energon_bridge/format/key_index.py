@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import os
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise, repeat
 from types import TracebackType
 
 from energon_bridge.errors import DuplicateKeyError, StorageError
 from energon_bridge.format.key_lookup import check_table
+from energon_bridge.format.media import create_media_tables, note_filter, write_media_rows
 from energon_bridge.format.tar_scan import ShardScan
 
 _TABLES = (
@@ -88,6 +89,16 @@ class KeyIndexWriter:
                 self._connection.execute(f"INSERT INTO main.{name} SELECT * FROM old.{name}")
             self._connection.execute("DETACH old")
             self._connection.execute("BEGIN")
+
+    def add_media(self, rows: Iterable[Sequence[str]]) -> None:
+        """Add media metadata as rows of (key, type, JSON); `energon prepare-media` would note the time, this does not.
+
+        The same rows then give the same file.
+        """
+        with self._writing():
+            create_media_tables(self._connection)
+            note_filter(self._connection, "EXTENSION", "", created_at_utc="1970-01-01 00:00:00")
+            write_media_rows(self._connection, rows)
 
     def finish(self) -> None:
         """Create the indexes and write everything to disk."""

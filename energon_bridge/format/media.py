@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
 
 from energon_bridge.errors import MediaMetadataError
 
@@ -78,7 +78,8 @@ def read_metadata(kind: str, text: str, *, where: str) -> MediaMetadata:
 def metadata_row(metadata: MediaMetadata) -> tuple[str, str]:
     """Return type and JSON of a row."""
     kind = "image" if isinstance(metadata, ImageMetadata) else "av"
-    known = {name: value for name, value in asdict(metadata).items() if value is not None}
+    values = ((field.name, getattr(metadata, field.name)) for field in fields(metadata))
+    known = {name: value for name, value in values if value is not None}
     return kind, json.dumps(known, separators=(",", ":"))
 
 
@@ -90,11 +91,20 @@ def create_media_tables(connection: sqlite3.Connection) -> None:
 
 def write_media(connection: sqlite3.Connection, rows: Iterable[tuple[str, MediaMetadata]]) -> None:
     """Write the metadata of some files by their keys, over what is known of them."""
-    connection.executemany(
-        "INSERT OR REPLACE INTO media_metadata VALUES (?, ?, ?)", ((key, *metadata_row(found)) for key, found in rows)
+    write_media_rows(connection, ((key, *metadata_row(found)) for key, found in rows))
+
+
+def write_media_rows(connection: sqlite3.Connection, rows: Iterable[Sequence[str]]) -> None:
+    """Write rows of (key, type, JSON), as `metadata_row` makes them."""
+    connection.executemany("INSERT OR REPLACE INTO media_metadata VALUES (?, ?, ?)", rows)
+
+
+def note_filter(
+    connection: sqlite3.Connection, strategy: str, patterns: str, *, created_at_utc: str | None = None
+) -> None:
+    """Note that files were chosen by a filter; once, however often it was used. The time is now, if none is given."""
+    connection.execute(
+        "INSERT OR IGNORE INTO media_filters (strategy, patterns, created_at_utc) "
+        "VALUES (?, ?, COALESCE(?, CURRENT_TIMESTAMP))",
+        (strategy, patterns, created_at_utc),
     )
-
-
-def note_filter(connection: sqlite3.Connection, strategy: str, patterns: str) -> None:
-    """Note that files were chosen by a filter; once, however often it was used."""
-    connection.execute("INSERT OR IGNORE INTO media_filters (strategy, patterns) VALUES (?, ?)", (strategy, patterns))

@@ -98,3 +98,30 @@ def kind_by_head(head: bytes) -> MediaKind | None:
     if head.startswith(b"BM") and head[6:10] == bytes(4):
         return "image"
     return "av" if len(head) > 1 and head[0] == 0xFF and head[1] in _AUDIO_FRAMES else None
+
+
+_EXTENSIONS: tuple[tuple[int, bytes, str], ...] = (
+    (0, b"\xff\xd8\xff", "jpg"),
+    (0, b"\x89PNG\r\n\x1a\n", "png"),
+    (0, b"GIF8", "gif"),
+    (0, b"II*\0", "tif"),
+    (0, b"MM\0*", "tif"),
+    (0, b"BM", "bmp"),
+    (8, b"WEBP", "webp"),
+    (8, b"WAVE", "wav"),
+    (8, b"AVI ", "avi"),
+    (0, b"fLaC", "flac"),
+    (0, b"OggS", "ogg"),
+    (0, b"ID3", "mp3"),
+    (0, b"\x1aE\xdf\xa3", "mkv"),
+    (4, b"ftypavif", "avif"),
+    (4, b"ftyp", "mp4"),
+)
+
+
+def extension_by_head(head: bytes) -> str | None:
+    """Return the usual extension of a file that begins like this, None if it is not known."""
+    for offset, magic, extension in _EXTENSIONS:
+        if head.startswith(magic, offset):
+            return extension
+    return "mp3" if kind_by_head(head) == "av" and head[:1] == b"\xff" else None

@@ -4,9 +4,10 @@
     config.finalize()
     train, valid, test = EnergonDatasetBuilder(config).build(DatasetBuildContext(1000, 100, 0, pg_collection=pg))
 
-Names and defaults are those of its `EnergonDatasetConfig`. What differs, on purpose: a validation pass is finite, in
-order, and begins anew at its end; asking twice gives the same iterator; a process group collection may have fields that
-were never set; the state fits any number of data-parallel ranks (`rank_files`).
+Names and defaults are those of its `EnergonDatasetConfig`, and its own configurations of task encoders are taken. What
+differs, on purpose: validation goes through the split in order, and begins anew at its end; an iterator of it keeps its
+own position; a process group collection may have fields that were never set; the state fits any number of data-parallel
+ranks (`rank_files`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,12 @@ from typing import Any
 from energon_bridge.dataloader import EnergonDataloader
 from energon_bridge.datamodule import EnergonMultiModalDataModule, Feeding
 from energon_bridge.errors import ConfigurationError
+from energon_bridge.integrations.bridge_encoders import (
+    HFEnergonTaskEncoderConfig,
+    NemotronOmniEnergonTaskEncoderConfig,
+    QwenVLEnergonTaskEncoderConfig,
+    declared_by_bridge,
+)
 from energon_bridge.integrations.task_encoders import TaskEncoderConfig, TaskEncoderContext
 from energon_bridge.replica import StageKeys
 
@@ -26,6 +33,9 @@ __all__ = [
     "DatasetBuildContext",
     "EnergonDatasetBuilder",
     "EnergonDatasetConfig",
+    "HFEnergonTaskEncoderConfig",
+    "NemotronOmniEnergonTaskEncoderConfig",
+    "QwenVLEnergonTaskEncoderConfig",
     "energon_train_valid_test_datasets_provider",
 ]
 
@@ -41,9 +51,6 @@ _RESERVED = frozenset(
     }
 )
 """Arguments of the dataset that the configuration has fields for."""
-
-_ALWAYS = ("data_sharding", "drop_last", "persistent_workers")
-"""Switches of Megatron-Bridge's DataloaderConfig that are always on here."""
 
 
 # Not frozen, unlike other configurations: Megatron-Bridge changes fields after they were made.
@@ -61,8 +68,8 @@ class EnergonDatasetConfig:
         num_val_workers: The same for validation; None: `num_workers`.
         pin_memory: Copy batches to pinned memory where there is a GPU.
         data_sharding: Always on here.
-        drop_last: Always on here: training has no short microbatches.
-        persistent_workers: Always on here.
+        drop_last: Taken, and of no use: training has no short microbatches, and validation keeps its last one.
+        persistent_workers: The same: workers stay as long as the loader.
         trust_remote_code: Run code that comes with the dataset or with tokenizers; None and False do not.
         dataloader_save: Folder for the state of the data; None: Megatron-Bridge's own choice.
         dataloader_load: Folder to restore from.
@@ -72,9 +79,11 @@ class EnergonDatasetConfig:
         max_samples_per_sequence: The most samples in a slice, the unit of shuffled reading; None: no cap.
         packing_buffer_size: Samples from which packs are selected; None: nothing is packed.
         dataset_kwargs: Further arguments of `get_train_dataset`, plain values.
-        enable_in_batch_packing: Not available: pack with `packing_buffer_size`, which fills rows better.
-        defer_in_batch_packing_to_step: The same.
-        in_batch_packing_pad_to_multiple_of: Of no use without the two.
+        enable_in_batch_packing: Pack the samples of each microbatch into one row; for the encoders that
+            `HFEnergonTaskEncoderConfig` and `QwenVLEnergonTaskEncoderConfig` declare. `packing_buffer_size` packs from
+            more samples than a batch has, and fills rows better.
+        defer_in_batch_packing_to_step: The step does that itself: batches stay as they are.
+        in_batch_packing_pad_to_multiple_of: Multiple to which each sample is padded that is packed in its batch.
         pad_to_max_length: Pad every row to `seq_length`: one shape for all batches, as pipelines need it.
         pad_to_multiple_of: Rows, and the samples of packs, are padded to a multiple of it.
         global_batch_size: Samples of an optimizer step; None: not given (see `EnergonMultiModalDataModule`).
@@ -133,19 +142,9 @@ class EnergonDatasetConfig:
             _refuse(f"dataloader_type must be 'external', got {self.dataloader_type!r}")
         if self.do_test:
             _refuse("do_test=True, but there is no test data: evaluate with the validation data of another run")
-        for name in _ALWAYS:
-            if not getattr(self, name):
-                _refuse(f"{name}=False, but the loader always does this: leave it out")
-        if self.enable_in_batch_packing or self.defer_in_batch_packing_to_step:
-            _refuse(
-                "packing inside a batch (enable_in_batch_packing, defer_in_batch_packing_to_step) is not available: "
-                "set packing_buffer_size, which packs from more samples than a batch has"
-            )
-        if self.packing_buffer_size is not None and self.micro_batch_size != 1:
-            _refuse(
-                f"packing_buffer_size with micro_batch_size={self.micro_batch_size}: packed sequences are trained one "
-                "row at a time, set micro_batch_size=1"
-            )
+        if not self.data_sharding:
+            _refuse("data_sharding=False, but data-parallel ranks always share the data out: leave it out")
+        self._check_packing()
         if self.global_batch_size is not None and self.global_batch_size % self.micro_batch_size:
             _refuse(
                 f"global_batch_size={self.global_batch_size} is no multiple of micro_batch_size={self.micro_batch_size}"
@@ -155,6 +154,7 @@ class EnergonDatasetConfig:
                 f"pad_to_max_length with seq_length={self.seq_length}, which is no multiple of "
                 f"pad_to_multiple_of={self.pad_to_multiple_of}: rows would be longer than seq_length"
             )
+        self.task_encoder = declared_by_bridge(self.task_encoder)
         if not (isinstance(self.task_encoder, TaskEncoderConfig) or hasattr(self.task_encoder, "encode_sample")):
             _refuse(
                 f"task_encoder is a {type(self.task_encoder).__name__}: give a configuration with a method "
@@ -164,6 +164,30 @@ class EnergonDatasetConfig:
             _refuse(f"dataset_kwargs has {', '.join(reserved)}, for which the configuration has fields of its own")
         for name, value in self.dataset_kwargs.items():
             _check_plain(f"dataset_kwargs[{name!r}]", value)
+
+    def _check_packing(self) -> None:
+        if self.packing_buffer_size is not None and self.micro_batch_size != 1:
+            _refuse(
+                f"packing_buffer_size with micro_batch_size={self.micro_batch_size}: packed sequences are trained one "
+                "row at a time, set micro_batch_size=1"
+            )
+        buffered = self.packing_buffer_size is not None
+        if buffered and (self.enable_in_batch_packing or self.defer_in_batch_packing_to_step):
+            _refuse(
+                "packing_buffer_size with enable_in_batch_packing or defer_in_batch_packing_to_step: samples are "
+                "packed once; leave out the latter two"
+            )
+        if self._packs_batches() and not isinstance(
+            declared_by_bridge(self.task_encoder), HFEnergonTaskEncoderConfig | QwenVLEnergonTaskEncoderConfig
+        ):
+            _refuse(
+                f"enable_in_batch_packing with a task encoder of type {type(self.task_encoder).__name__}: only "
+                "HFEnergonTaskEncoderConfig and QwenVLEnergonTaskEncoderConfig pack inside a batch. Set "
+                "packing_buffer_size instead, or let your encoder's batch do it"
+            )
+
+    def _packs_batches(self) -> bool:
+        return self.enable_in_batch_packing and not self.defer_in_batch_packing_to_step
 
     def finalize(self) -> None:
         """Check the values and fill in those that depend on others. Doing it twice changes nothing."""
@@ -218,6 +242,9 @@ class EnergonDatasetBuilder:
                     pad_to_multiple_of=config.pad_to_multiple_of,
                     pad_to_max_length=config.pad_to_max_length,
                     trust_remote_code=bool(config.trust_remote_code),
+                    pack_batches_to_multiple_of=(
+                        config.in_batch_packing_pad_to_multiple_of if config._packs_batches() else None
+                    ),
                 )
             )
         # What the dataset itself may run was said for the dataset.

@@ -124,13 +124,17 @@ class EnergonTrainer(Trainer):
         self._eval_loaders: dict[int, EnergonDataloader] = {}
         self._eval_sums = torch.zeros(2, dtype=torch.float64)
         if isinstance(eval_dataset, Mapping):
-            described: Any = {name: Described(spec) for name, spec in eval_dataset.items()}
+            described: Any = {name: self.described(spec) for name, spec in eval_dataset.items()}
         else:
-            described = None if eval_dataset is None else Described(eval_dataset)
-        train = None if train_dataset is None else Described(train_dataset)
+            described = None if eval_dataset is None else self.described(eval_dataset)
+        train = None if train_dataset is None else self.described(train_dataset)
         super().__init__(*args, train_dataset=train, eval_dataset=described, **kwargs)
         self.args.ignore_data_skip = True
         self.add_callback(_SaveData(self))
+
+    def described(self, spec: DatasetSpec) -> Any:
+        """Return what the Trainer holds for a dataset, with the dataset as `spec`; derived trainers may ask more."""
+        return Described(spec)
 
     # Training --------------------------------------------------------------------------------------------------------
 
@@ -209,7 +213,7 @@ class EnergonTrainer(Trainer):
         dataset = self.eval_dataset[eval_dataset] if named else (eval_dataset or self.eval_dataset)
         if isinstance(dataset, DatasetSpec):
             dataset = Described(dataset)
-        if not isinstance(dataset, Described) or not dataset.spec.finite:
+        if not isinstance(getattr(dataset, "spec", None), DatasetSpec) or not dataset.spec.finite:
             raise ConfigurationError("EnergonTrainer: evaluation needs an eval_dataset of get_val_dataset")
         loader = self._eval_loaders.get(id(dataset.spec))
         if loader is None:

@@ -28,6 +28,8 @@ class TaskEncoderContext:
         pad_to_multiple_of: Batches, and the samples of packs, are padded to a multiple of it.
         pad_to_max_length: Pad everything to `seq_length`.
         trust_remote_code: What holds where a configuration says nothing.
+        pack_batches_to_multiple_of: Pack the samples of a microbatch into one row, each padded to such a multiple;
+            None: one row for each sample. Encoders of `bridge_encoders` can.
     """
 
     tokenizer: Any = None
@@ -35,6 +37,7 @@ class TaskEncoderContext:
     pad_to_multiple_of: int = 1
     pad_to_max_length: bool = False
     trust_remote_code: bool = False
+    pack_batches_to_multiple_of: int | None = None
 
 
 @runtime_checkable

@@ -18,10 +18,10 @@ Built-in types only, so that it loads with `torch.load` and its defaults, as JSO
      "checksum": 16 hexadecimal digits}
 
 *held* says how many rows of each lane wait to be packed or batched; the columns of their arrays follow, all lanes one
-after the other (`stream/state.py`); they are left out where none wait. Columns and texts are those of `columns.py`. The
-state of a rank holds the lanes of that rank; several such states merge into one as long as they stand at the same
-microbatch. Counts of a rank's state are that rank's own; they add up in a merge. Lanes tell which ranks a state is of;
-a finite stream has none, so its states say it. *Parked* leaves were in the mix
+after the other (`stream/state.py`); older states leave them out where none wait. Columns and texts are those of
+`columns.py`. The state of a rank holds the lanes of that rank; several such states merge into one as long as they stand
+at the same microbatch. Counts of a rank's state are that rank's own; they add up in a merge. Lanes tell which ranks a
+state is of; a finite stream has none, so its states say it. *Parked* leaves were in the mix
 once and were taken out on a resume; where they stood is kept.
 
 The checksum is a hash of the rest, written as JSON with sorted keys.
@@ -38,6 +38,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -151,9 +152,10 @@ def write_lanes(lanes: Mapping[int, LaneState]) -> State:
     entry: State = {"numbers": encode_column(numbers)}
     for name, column in LANE_COLUMNS.items():
         values = [getattr(state, name) for state in states]
-        if not column.optional or any(values):
-            entry[column.name] = encode_column(values)
+        entry[column.name] = encode_column(values) if any(values) else _zeros(len(values))
     entry["leaf_draws"] = encode_column([count for state in states for count in state.leaf_draws])
+    # All entries are there even if nothing waits: torch.distributed.checkpoint reads the entries that a loader has now.
+    entry |= {"held": _zeros(len(states)), "held_rows": [_zeros(0)] * 3, "held_members": [_zeros(0)] * 4}
     if any(len(state.held.rows) for state in states):
         rows = np.concatenate([state.held.rows for state in states])
         members = np.concatenate([state.held.members for state in states])
@@ -161,6 +163,11 @@ def write_lanes(lanes: Mapping[int, LaneState]) -> State:
         entry["held_rows"] = [encode_column(column) for column in rows.T]
         entry["held_members"] = [encode_column(column) for column in members.T]
     return entry
+
+
+@cache
+def _zeros(size: int) -> str:
+    return encode_column([0] * size)
 
 
 # Reading -------------------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from energon_bridge.loader.aux import aux_fingerprint
 from energon_bridge.loader.joins import aux_of_join, open_join
 from energon_bridge.mix import AuxRef, DatasetOpener, JoinRef, Mix, combine_multipliers, evaluate_subset
 from energon_bridge.samples import CrudeSample, field_names
+from energon_bridge.storage import as_far
 from energon_bridge.stream.cooking import cooker_of
 from energon_bridge.stream.user_code import is_default
 from energon_bridge.task_encoder.collate import REMEDY_FOR_TYPES
@@ -77,6 +78,13 @@ class OpenLeaf:
         return int(np.count_nonzero(np.minimum(ends, self.stop) > np.maximum(starts, self.start)))
 
     @property
+    def is_far(self) -> bool:
+        """Whether answers of the storage take long."""
+        dataset = self.dataset
+        parts = [part.dataset for part in dataset.parts] if isinstance(dataset, JoinedDataset) else [dataset]
+        return any(as_far(part.store) is not None for part in parts)
+
+    @property
     def decodes_media(self) -> bool:
         """Whether decoding it is worth threads of its own: image decoders release the interpreter lock."""
         dataset = self.dataset
@@ -127,6 +135,7 @@ def open_leaves(mix: Mix, opener: DatasetOpener, *, shuffle_epochs: int | None) 
         DatasetError: One of them cannot be used, by a class of its own for each reason.
     """
     leaves: list[OpenLeaf] = []
+    opener.open_ahead([entry.leaf for entry in mix.leaves if not isinstance(entry.leaf, JoinRef)])
     for entry in mix.leaves:
         ref = entry.leaf
         dataset: PreparedDataset | JoinedDataset

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from energon_bridge.loader.document import State
 from energon_bridge.loader.pool import WorkerPool
+from energon_bridge.storage.network import REQUESTS
 from energon_bridge.stream.state import COUNTERS
 
 
@@ -47,7 +48,8 @@ def flat_metrics(
     Args:
         rows: A row per dataset.
         workers: The worker processes, or what would start them; None: there never are any.
-        seconds: Time spent on making microbatches in all, waiting for loads, and batching, since the loader was made.
+        seconds: Time spent on making microbatches in all, waiting for loads, and batching, since the loader was made;
+            and then the sums of `network.REQUESTS`.
 
     Returns:
         - the sums of the counters (`COUNTERS`: samples, skipped, errors, …);
@@ -56,11 +58,13 @@ def flat_metrics(
         - `worker_restarts`: how often workers that died were started again;
         - `make_seconds`, all processes together, and of these `load_seconds` (waiting for samples to be read and
           decoded), `encode_seconds` and `batch_seconds`;
+        - what the processes have asked of servers, if anything: `requests`, and of these `request_retries` and
+          `request_hedges` (rivals of slow ones), `request_bytes`, and `request_seconds` that reads waited;
         - of a mix `samples/NAME` and `epochs/NAME` of each dataset that is part of it now, and `errors/NAME` and
           `skipped/NAME` of those that have lost samples.
     """
     found: dict[str, float] = {name: sum(row[name] for row in rows) for name in COUNTERS}
-    made, load, batch = seconds
+    made, load, batch, *asked = seconds
     found |= (
         {"ready": workers.ready, "worker_restarts": workers.restarts} if workers else {"ready": 0, "worker_restarts": 0}
     )
@@ -70,6 +74,8 @@ def flat_metrics(
         "encode_seconds": max(0.0, made - load - batch),
         "batch_seconds": batch,
     }
+    if any(asked):
+        found |= dict(zip(REQUESTS, asked, strict=True))
     present = [row for row in rows if not row["parked"]]
     drawn = [row for row in present if row["draws"] is not None]
     if drawn:

@@ -73,10 +73,14 @@ class Position:
     def end(self) -> int:
         """The microbatch at which the pass of a finite stream ends."""
         if self._ends[0] != self.epoch:
-            listing = self.listing
+            listing, config = self.listing, self._config
+            dealt = self._spec.dealt(self.units, config)
+            if dealt is not None:
+                self._ends = self.epoch, dealt.steps(config.dp_rank) * config.dp_size
+                return self._ends[1]
             rows = self._spec.plan(self.units, self.epoch).num_draws if listing is None else len(listing.rows)
             batches = None if listing is None or listing.ends is None else len(listing.ends)
-            self._ends = self.epoch, self._spec.end(rows, self._config.dp_size, batches)
+            self._ends = self.epoch, self._spec.end_of(config.dp_rank, rows, config.dp_size, batches)
         return self._ends[1]
 
     @property

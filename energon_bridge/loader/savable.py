@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import logging
 import os
 import warnings
@@ -33,11 +34,12 @@ from energon_bridge.loader.spec import DATASET_IS_NO_LOADER
 from energon_bridge.loader.workers import Work, keep_freed_memory, produced, schedule
 from energon_bridge.samples.base import pin_value
 from energon_bridge.samples.showing import counted, described
+from energon_bridge.storage.network import REQUESTS
 from energon_bridge.stream.again import describe, restore
 from energon_bridge.stream.finite import mask_loss
 from energon_bridge.stream.leaf import Leaf
 from energon_bridge.stream.pipeline import Pipeline, attach
-from energon_bridge.stream.state import Produced
+from energon_bridge.stream.state import NoBatch, Produced
 from energon_bridge.stream.watchdog import WatchdogSettings
 from energon_bridge.topology import Ownership, WorkerConfig, check_data_parallel
 
@@ -104,7 +106,7 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         self._held: deque[Produced] = deque()
         self._last: Any = None
         self._resumed, self._pass = False, 0
-        self._seconds = [0.0, 0.0, 0.0]
+        self._seconds = [0.0] * (3 + len(REQUESTS))
         self._steps, self._epoch_length = 0, dataset.epoch_length(config.dp_size)
         # Runs that nobody closes end with the loader or with the process; a worker's copy of the loader is no run.
         weakref.finalize(self, _name_losses, dataset, self._position, os.getpid())
@@ -167,6 +169,13 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
             if position.microbatches >= position.end:
                 raise StopIteration
             item = self._pull()
+            while type(item.batch) is NoBatch:
+                position.advance()
+                position.count(item)
+                if position.microbatches >= position.end:
+                    self._name_losses(AT_EPOCH)
+                    raise StopIteration
+                item = self._pull()
         else:
             lane = position.lane()
             if lane is None:
@@ -201,7 +210,9 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         except BaseException:
             self._stop()  # whatever comes next starts from the delivered state
             raise
-        self._seconds = [before + more for before, more in zip(self._seconds, item.seconds, strict=True)]
+        self._seconds = [
+            before + more for before, more in itertools.zip_longest(self._seconds, item.seconds, fillvalue=0.0)
+        ]
         if self._pin:
             item.batch = pin_value(item.batch)
         return item
@@ -247,6 +258,12 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         if self.spec.finite:
             return
         ownership, workers = self._position.ownership, self.config.num_workers
+        if self.spec.as_energon and not ownership.even:
+            raise ConfigurationError(
+                f"{ownership.world_size} data-parallel ranks do not divide the {ownership.num_lanes} lanes, "
+                "so some microbatches would be masked, which a program written for megatron-energon does not know: use "
+                f"{ownership.nearest_even_world_size()} ranks, or energon_bridge itself, and read batch.__valid__"
+            )
         lanes, ranks = ownership.num_lanes, ownership.world_size
         if not ownership.even and self.config.dp_rank == 0:
             logger.warning(

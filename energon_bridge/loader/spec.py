@@ -20,6 +20,7 @@ from energon_bridge.rng import key_of
 from energon_bridge.samples.showing import counted, described
 from energon_bridge.stores import CachePool, NoCachePool
 from energon_bridge.stream.cooking import check_cooker
+from energon_bridge.stream.dealt import ENDLESS, Deal, Dealt
 from energon_bridge.stream.finite import DrawnRows, ListedRows, num_microbatches
 from energon_bridge.stream.journal import Journal
 from energon_bridge.stream.leaf import Leaf
@@ -36,6 +37,10 @@ if TYPE_CHECKING:
 
 _READ_BYTES = 256 << 20
 """Bytes that the rounds of all lanes of one process may take; beyond it draws are read one microbatch at a time."""
+_FAR_READERS = 8
+"""Rounds that are read ahead at the same time where answers take long."""
+_LEAST_AHEAD = 4
+"""Draws of a lane that are read ahead at least where rounds take too much."""
 _TOGETHER_BYTES, _TOGETHER = 64 << 20, 1024
 """Bytes and samples up to which a lane reads several rounds of a leaf together."""
 
@@ -87,6 +92,10 @@ class DatasetSpec:
         limit: Steps after which a pass over validation data ends.
         cache_pool: Where files that are needed later are kept.
         error_policy: What becomes of samples that fail.
+        as_energon: Validate, count microbatches and end passes as megatron-energon does, for programs that were written
+            for it: validation in the order of its ranks and workers (`stream.dealt`), numbers of microbatches and
+            samples by rank, and no masked rows.
+        repeats: With `as_energon`: a pass begins again until its limit, or without an end.
 
     The others are those of `get_train_dataset`.
     """
@@ -109,6 +118,8 @@ class DatasetSpec:
     packing_buffer_size: int | None = None
     cache_pool: CachePool = field(default_factory=NoCachePool)
     error_policy: ErrorPolicy = field(default_factory=ErrorPolicy)
+    as_energon: bool = False
+    repeats: bool = False
 
     def __post_init__(self) -> None:
         _ = self.grouped  # refuses hooks that cannot be
@@ -170,7 +181,11 @@ class DatasetSpec:
         if not self.finite:
             return self.epoch_length(world_size)
         if end is None:
-            end = self.end(self._rows_of_a_pass, world_size)
+            config = self.worker_config
+            dealt = self.dealt(self.units(config), config)
+            if dealt is not None:
+                return dealt.steps(config.dp_rank)
+            end = self.end_of(config.dp_rank, self._rows_of_a_pass, world_size)
         return -(-end // world_size)
 
     @cached_property
@@ -201,6 +216,20 @@ class DatasetSpec:
         assert units.blend is None or isinstance(units.blend, EpochizedBlend)
         return Shuffled(units.leaves, units.blend, epoch)
 
+    def dealt(self, units: Units, config: WorkerConfig) -> Dealt | None:
+        """Return how megatron-energon deals out a pass over validation data, None where it is not to be as there."""
+        if not self.as_energon or self.kind != "finite" or self.listed:
+            return None
+        deal = Deal(
+            ranks=config.dp_size,
+            workers=max(1, config.num_workers),
+            batch_size=self.rows,
+            drop_last=self.batch_drop_last,
+            limit=self.limit,
+            repeats=self.repeats,
+        )
+        return Dealt(units.leaves, [leaf.dataset.num_samples for leaf in self.ordered], deal)
+
     @cached_property
     def grouped(self) -> bool:
         """Whether the encoder batches rows by groups."""
@@ -217,6 +246,13 @@ class DatasetSpec:
         end = end if num_batches is None else num_batches
         return end if self.limit is None else min(end, self.limit * world_size)
 
+    def end_of(self, rank: int, num_rows: int, world_size: int, num_batches: int | None = None) -> int:
+        """Return the microbatch at which a pass ends for one rank; as drop-in, a rank stops where none is left."""
+        if self.repeats:
+            return ENDLESS if self.limit is None else self.limit * world_size
+        end = self.end(num_rows, world_size, num_batches)
+        return max(0, end - rank) if self.as_energon else end
+
     @cached_property
     def ordered(self) -> tuple[OpenLeaf, ...]:
         """The leaves in the order in which counters are kept: by identity, or, for validation, as given."""
@@ -224,7 +260,10 @@ class DatasetSpec:
 
     def epoch_length(self, world_size: int) -> int:
         """Return the microbatches of one rank in an epoch of an endless stream; at least 1."""
-        return max(1, self.num_samples // (self.rows * world_size))
+        samples = self.num_samples
+        if self.as_energon and self.mode == "repetitions":
+            samples = sum(int(leaf.num_samples * leaf.share) for leaf in self.leaves)
+        return max(1, samples // (self.rows * world_size))
 
     def units(
         self,
@@ -249,6 +288,8 @@ class DatasetSpec:
         if self.finite:
             settings |= {"batch_drop_last": self.batch_drop_last}
             settings |= {"grouped": True} if self.grouped else {}
+            if self.as_energon and self.kind == "finite" and not self.listed:
+                settings |= {"dp_size": config.dp_size, "num_workers": max(1, config.num_workers), "limit": self.limit}
         if self.packing_buffer_size is not None:
             settings |= {"packing_buffer_size": self.packing_buffer_size}
         if self.kind != "finite":
@@ -379,13 +420,15 @@ class DatasetSpec:
         unit = lanes * sum(
             max(1, int(leaf.dataset.shard_sizes.sum()) // leaf.dataset.num_samples) for leaf in self.leaves
         )
+        is_far = any(leaf.is_far for leaf in self.leaves)
         settings = StreamSettings(
             batch_size=self.batch_size,
             encoder=self.task_encoder,
             threads=threads,
             reads_rounds=unit * max(self.shuffle_buffer_size, 4 * self.parallel_shard_iters) <= _READ_BYTES,
             read_together=min(_TOGETHER, _TOGETHER_BYTES // unit),
-            background_reads=not config.num_workers,
+            background_reads=_FAR_READERS if is_far else int(not config.num_workers),
+            draws_ahead=min(_TOGETHER, max(_LEAST_AHEAD, _TOGETHER_BYTES // unit)) if is_far else 0,
             restore_generators=not config.num_workers,
             packing_buffer_size=self.packing_buffer_size,
             held_bytes=config.held_bytes,
@@ -396,6 +439,9 @@ class DatasetSpec:
             delivered=delivered,
             rank=config.dp_rank,
             ranks=config.dp_size,
+            energon_ranks=config.dp_size if self.as_energon else 0,
+            energon_workers=max(1, config.num_workers),
+            config=config if self.as_energon else None,
             words=() if worker is None else worker.words,
             barred=frozenset() if worker is None else worker.barred,
         )
@@ -424,9 +470,10 @@ class DatasetSpec:
         if not self.finite:
             return LaneStreams(pipeline, units.blend, position.lanes)
         listing = position.listing
-        plan = self.plan(units, position.epoch)
+        dealt = self.dealt(units, config)
+        plan = dealt or self.plan(units, position.epoch)
         rows = DrawnRows(pipeline, plan) if listing is None else ListedRows(pipeline, listing)
-        return FiniteStreams(pipeline, rows, drop_last=self.batch_drop_last)
+        return FiniteStreams(pipeline, rows, drop_last=self.batch_drop_last, dealt=dealt)
 
 
 def leaf_line(leaf: OpenLeaf) -> str:

@@ -33,12 +33,13 @@ import numpy as np
 import torch
 import torch.utils.data
 
-from energon_bridge.errors import HookTimeoutError, LoaderError
+from energon_bridge.errors import FatalSampleError, HookTimeoutError, LoaderError
 from energon_bridge.loader.board import Board, StackFile
 from energon_bridge.loader.transport import Arena, Message, Outbox
 from energon_bridge.plan.blend import Blend
 from energon_bridge.rng import key_of
 from energon_bridge.samples.slabs import Lender
+from energon_bridge.stream.dealt import Dealt
 from energon_bridge.stream.finite import FiniteStream, PassRows
 from energon_bridge.stream.lane import Lane
 from energon_bridge.stream.pipeline import Pipeline
@@ -110,9 +111,9 @@ class LaneStreams:
 class FiniteStreams:
     """The microbatches of one pass of a finite stream in one process."""
 
-    def __init__(self, pipeline: Pipeline, rows: PassRows, *, drop_last: bool) -> None:
+    def __init__(self, pipeline: Pipeline, rows: PassRows, *, drop_last: bool, dealt: Dealt | None = None) -> None:
         self._pipeline = pipeline
-        self._stream = FiniteStream(pipeline, rows, drop_last=drop_last)
+        self._stream = FiniteStream(pipeline, rows, drop_last=drop_last, dealt=dealt)
 
     @property
     def threaded(self) -> bool:
@@ -146,8 +147,12 @@ def _reported(pipeline: Pipeline, unit: int, make: Callable[[], Produced]) -> Pr
     except HookTimeoutError as error:
         pipeline.say_pending()
         raise HookTimeoutError(watchdog.message if watchdog is not None else str(error)) from None
-    except Exception:
+    except Exception as error:
         pipeline.say_pending()  # no microbatch takes it along
+        settings, cause = pipeline.settings, error.__cause__ if isinstance(error, FatalSampleError) else None
+        # As drop-in the program sees what its hook or its error handler raised, as its own code may expect.
+        if settings.energon_ranks and settings.policy.on_error != "skip" and cause is not None:
+            raise cause from None
         raise
     if pipeline.judge.pending:
         item.reports = pipeline.judge.taken()

@@ -5,7 +5,10 @@ Invariant: the datasets of one opener share one pool of open files, so that it d
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from energon_bridge.format.dataset import PreparedDataset, check_counts, prepared, read_prepared
 from energon_bridge.format.dataset_config import DatasetConfig, DatasetConfigs
@@ -13,7 +16,9 @@ from energon_bridge.format.jsonl import open_jsonl
 from energon_bridge.format.nvmeta import DEFAULT_DATASET_CONFIG, DEFAULT_SPLIT_CONFIG, NOTHING, meta_path
 from energon_bridge.mix.index import Known, MixIndex, Place, stamps_of
 from energon_bridge.mix.tree import LeafRef
-from energon_bridge.storage import READ_TIMEOUT_SECONDS, LocalStore, OpenFiles, Stalls, Store, open_store
+from energon_bridge.storage import READ_TIMEOUT_SECONDS, LocalStore, OpenFiles, Stalls, Store, as_far, open_store
+
+_AT_ONCE = 16
 
 
 class DatasetOpener:
@@ -44,8 +49,7 @@ class DatasetOpener:
 
         Errors are those of `open_dataset` and `open_jsonl`.
         """
-        dataset_config = ref.dataset_config or DEFAULT_DATASET_CONFIG
-        place = (ref.path, ref.split_part, dataset_config, ref.split_config or DEFAULT_SPLIT_CONFIG)
+        place = _place_of(ref)
         dataset = self._opened.get(place)
         if dataset is None:
             if ref.is_jsonl:
@@ -55,6 +59,24 @@ class DatasetOpener:
                 check_counts(dataset)
             self._opened[place] = dataset
         return dataset
+
+    def open_ahead(self, refs: Sequence[LeafRef]) -> None:
+        """Open datasets behind URLs, many at once, for each waits for several answers.
+
+        One that fails is left to `open`, which says why. Code of datasets runs in this thread only.
+        """
+        if self.trust_remote_code:
+            return
+        far = {_place_of(ref): ref for ref in refs if "://" in ref.path and as_far(open_store(ref.path)) is not None}
+        if len(far) < 2:
+            return
+
+        def try_to_open(ref: LeafRef) -> None:
+            with contextlib.suppress(Exception):
+                self.open(ref)
+
+        with ThreadPoolExecutor(min(_AT_ONCE, len(far)), "energon-open") as pool:
+            list(pool.map(try_to_open, far.values()))
 
     def _open(self, place: Place) -> PreparedDataset:
         path, split_part, dataset_config, split_config = place
@@ -97,3 +119,8 @@ class DatasetOpener:
             excluded=frozenset((shard, key) for shard, key in known.excluded) if known.excluded else NOTHING,
             fingerprint=known.fingerprint,
         )
+
+
+def _place_of(ref: LeafRef) -> Place:
+    config, split = ref.dataset_config or DEFAULT_DATASET_CONFIG, ref.split_config or DEFAULT_SPLIT_CONFIG
+    return ref.path, ref.split_part, config, split

@@ -53,8 +53,8 @@ def parse_subset(value: Any, *, where: str, field: str, allow_absolute: bool) ->
         stop = None if last == "end" else last
         if not allow_absolute:
             raise MetadataError(
-                f"{at}: numbers of samples can only stand at a dataset or a join, found {bounds!r}. Use percentages "
-                f"here, or move the range to the dataset."
+                f"{at}: numbers of samples can only stand at a dataset or a join, found {bounds!r} (an absolute range "
+                f"is only allowed for a leaf dataset). Use percentages here, or move the range to the dataset."
             )
         if first < 0 or (stop is not None and stop < first):
             raise wrong_type(bounds, "0 <= start <= end", where=where, field=place)

@@ -29,7 +29,10 @@ def find_shards(store: Store, *, exclude: str | None = None) -> list[str]:
     shards = [name for name in names if name.endswith(".tar")]
     if not shards:
         left_out = f" that {exclude!r} does not exclude" if exclude else ""
-        raise NoShardsError(f"{store.root}: no .tar files{left_out} below this folder.")
+        raise NoShardsError(
+            f"{store.root}: no .tar files{left_out} below this folder. Pictures, JSON, CSV and parquet become a "
+            f"dataset by: energon convert {store.root} OUT"
+        )
     return shards
 
 

@@ -27,13 +27,15 @@ class FirstSample:
     parts: dict[str, bytes]
 
 
-def check_found(field_map: Mapping[str, str], samples: Sequence[FirstSample], *, shard: str) -> None:
+def check_found(
+    field_map: Mapping[str, str], samples: Sequence[FirstSample], *, shard: str, where: str = "--field-map"
+) -> None:
     """Check that some of the first samples have each field of a map; raises FieldMapError saying what they have."""
     for field, access in field_map.items():
-        options = parse_access(access, where="--field-map", field=field)
+        options = parse_access(access, where=where, field=field)
         if samples and not any(_may_have(sample, part, steps) for sample in samples for part, steps in options):
             raise FieldMapError(
-                f"--field-map, field `{field}`: nothing at {access!r} in the first {len(samples)} samples of {shard}. "
+                f"{where}, field `{field}`: nothing at {access!r} in the first {len(samples)} samples of {shard}. "
                 f"They have {_describe(samples)}. Name one of these, such as `jpg,png` or `json[caption]`."
             )
 

@@ -18,13 +18,15 @@ from energon_bridge.storage.ranges import ByteRange
 _FIRST_BYTES = 64 << 10  # enough for the header of nearly every image
 
 
-def read_media(kind: MediaKind, content: ByteRange) -> MediaMetadata:
+def read_media(kind: MediaKind, content: ByteRange | bytes) -> MediaMetadata:
     """Return what a file says of itself; of videos and sound nothing is read that is not needed.
 
     Raises DecodeError if it is no such file, ConfigurationError if PyAV is needed and not installed.
     """
     if kind == "av":
         return AVDecoder(content).get_metadata(get_audio_num_samples=True)
+    if isinstance(content, bytes):
+        return _read_image(content)
     if content.size > _FIRST_BYTES:
         try:
             return _read_image(content.read(_FIRST_BYTES))

@@ -32,8 +32,13 @@ def open_loader(loader: Any, replica: Replica | None) -> Any:
         BroadcastError: The source could not open its loader; every rank raises.
     """
     if replica is None or not replica.links:
-        return loader() if callable(loader) else loader
+        return _opened(loader)
     return BroadcastLoader(loader, replica)
+
+
+def _opened(loader: Any) -> Any:
+    """Return a loader, or what a function returns; a loader may be callable, too."""
+    return loader() if callable(loader) and not hasattr(loader, "__iter__") else loader
 
 
 class BroadcastLoader:
@@ -60,7 +65,7 @@ class BroadcastLoader:
         self.ownership: Ownership | None = None
 
         def opened() -> None:
-            self._loader = loader() if callable(loader) else loader
+            self._loader = _opened(loader)
 
         self._change(opened)
 

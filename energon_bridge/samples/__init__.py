@@ -21,6 +21,7 @@ from energon_bridge.samples.base import (
 )
 from energon_bridge.samples.types import (
     CaptioningSample,
+    ChatMLSample,
     ImageClassificationSample,
     ImageSample,
     InterleavedSample,
@@ -39,6 +40,7 @@ __all__ = [
     "META_FIELDS",
     "Batch",
     "CaptioningSample",
+    "ChatMLSample",
     "CrudeSample",
     "ImageClassificationSample",
     "ImageSample",

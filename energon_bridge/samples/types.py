@@ -29,6 +29,17 @@ class CaptioningSample(Sample):
 
 
 @edataclass
+class ChatMLSample(Sample):
+    """A conversation of several turns with its images, videos and sound, as Megatron-Bridge's datasets have it."""
+
+    conversation: Any
+    imgs: Any = None
+    videos: list[list[torch.Tensor]] | None = None
+    audio: torch.Tensor | None = None
+    tools: list[dict[str, Any]] | None = None
+
+
+@edataclass
 class ImageSample(Sample):
     """An image alone."""
 
@@ -132,6 +143,7 @@ class VQAOCRSample(Sample):
 
 _TYPED: tuple[type[Sample], ...] = (
     CaptioningSample,
+    ChatMLSample,
     ImageClassificationSample,
     ImageSample,
     InterleavedSample,

@@ -7,7 +7,7 @@ can be pickled and used after a fork.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, cast
 
 from energon_bridge.errors import ShortReadError, StorageError
 
@@ -63,6 +63,23 @@ class Store(Protocol):
     def delete(self, rel: str) -> None:
         """Delete `rel` if it is there."""
         ...
+
+
+class FarStore(Store, Protocol):
+    """A store whose answers take long, so that much is asked at once."""
+
+    def read_all(self, wanted: Sequence[tuple[str, Sequence[int], Sequence[int]]]) -> Sequence[Sequence[bytes]]:
+        """Read ranges of several files: for each file its name, offsets and lengths. As `read_ranges` otherwise."""
+        ...
+
+    def sizes(self, rels: Sequence[str]) -> Sequence[int]:
+        """Return the sizes of several files in bytes; raises what `size` raises."""
+        ...
+
+
+def as_far(store: Store) -> FarStore | None:
+    """Return the store if its answers take long, else None."""
+    return cast(FarStore, store) if hasattr(store, "read_all") else None
 
 
 def short_read(url: str, *, offset: int, expected: int, got: int) -> StorageError:

@@ -14,12 +14,11 @@ from __future__ import annotations
 import logging
 import os
 import queue
-import threading
-import weakref
 from collections.abc import Callable
 from typing import Literal, TypeVar
 
 from energon_bridge.errors import StorageError
+from energon_bridge.storage.helpers import Helpers
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +29,6 @@ TRIES = 3
 
 Answer = tuple[T, None] | tuple[None, BaseException]
 Answers = queue.SimpleQueue[Answer[T]]
-Jobs = queue.SimpleQueue[Callable[[], None] | None]
 Way = Literal["direct", "probe", "helper"]
 
 _IN_MEMORY = {"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"}
@@ -51,15 +49,10 @@ class Stalls:
     def __init__(self, seconds: float | None = READ_TIMEOUT_SECONDS) -> None:
         self.seconds = seconds
         self.count = 0
-        self._begin()
+        self._helpers = Helpers("energon-read")
 
     def __reduce__(self) -> tuple[object, ...]:
         return Stalls, (self.seconds,)
-
-    def _begin(self) -> None:
-        self._pid = os.getpid()
-        self._idle: list[Jobs] = []
-        weakref.finalize(self, _end, self._idle).atexit = False
 
     def run(self, read: Callable[[], T], where: Callable[[], str]) -> T:
         """Return what a read returns, or raise what it raises.
@@ -73,8 +66,6 @@ class Stalls:
         """
         if self.seconds is None:
             return read()
-        if self._pid != os.getpid():
-            self._begin()
         answers: Answers[T] = queue.SimpleQueue()
         for number in range(1, TRIES + 1):
             self._start(read, answers)
@@ -100,33 +91,15 @@ class Stalls:
 
     def _start(self, read: Callable[[], T], answers: Answers[T]) -> None:
         """Have an idle helper, or a new one, put what a read gives into a queue."""
-        idle = self._idle
-        try:
-            jobs = idle.pop()
-        except IndexError:
-            jobs = queue.SimpleQueue()
-            threading.Thread(target=_help, args=(jobs,), name="energon-read", daemon=True).start()
+        answer: list[Answer[T]] = []
 
         def job() -> None:
             try:
-                answer: Answer[T] = (read(), None)
+                answer.append((read(), None))
             except BaseException as error:
-                answer = (None, error)
-            idle.append(jobs)
-            answers.put(answer)
+                answer.append((None, error))
 
-        jobs.put(job)
-
-
-def _help(jobs: Jobs) -> None:
-    while (job := jobs.get()) is not None:
-        job()
-        del job  # nothing of the last read stays until the next
-
-
-def _end(idle: list[Jobs]) -> None:
-    for jobs in idle:
-        jobs.put(None)
+        self._helpers.start(job, lambda: answers.put(answer.pop()))
 
 
 def way_to(path: str) -> Way:

@@ -27,8 +27,13 @@ class FileStore(Protocol):
     __class_getitem__: ClassVar[Any] = classmethod(GenericAlias)  # annotations of energon users give it type arguments
 
     def read(self, key: str) -> tuple[bytes, SourceInfo]:
-        """Return the bytes of a file as it is stored; raises FileNotInStoreError or StorageError."""
-        ...
+        """Return the bytes of a file as it is stored; raises FileNotInStoreError or StorageError.
+
+        A store that gives `__getitem__` instead, as code for megatron-energon does, is asked by it.
+        """
+        if type(self).__getitem__ is FileStore.__getitem__:
+            raise NotImplementedError(f"{type(self).__name__} derives from FileStore and must override `read`")
+        return self[key]
 
     def get_path(self) -> str:
         """Return the path or URL of the store; two stores of one path have the same files."""

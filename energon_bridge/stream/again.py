@@ -69,9 +69,11 @@ def restore(pipeline: Pipeline, key: tuple[Any, ...]) -> Any:
     """
     if not key or key[0] != "Batch" or len(key) < 4:
         with pipeline.user_code(restoring=True):
+            pipeline.begin_unknown()
             return _row(pipeline, key)[0]
     _, lane, number, keys, *which = key
     with pipeline.user_code(restoring=True):
+        pipeline.begin(lane, number - (which[0] if which else 0))
         rows = [_row(pipeline, tuple(one)) for one in keys]
         output = which[0] if which else 0
         batches = pipeline.collate([row for row, _ in rows], list(keys), rows[0][1], lane, number - output)

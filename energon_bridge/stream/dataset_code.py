@@ -19,12 +19,14 @@ from energon_bridge.format.dataset import PreparedDataset
 from energon_bridge.format.join import JoinedDataset
 from energon_bridge.format.tar import parse_sample
 from energon_bridge.rng import key_of
-from energon_bridge.samples import SourceInfo
+from energon_bridge.samples import ChatMLSample, SourceInfo
 from energon_bridge.samples.slabs import Slab
 from energon_bridge.stream.activity import INDEX, Activities
 from energon_bridge.stream.reader import Unreadable
 from energon_bridge.stream.report import Place
 from energon_bridge.stream.values import EXCLUDED, NO_PARTS, Problem, RestoreKey, Rows, Values
+from energon_bridge.task_encoder.decoder import SampleDecoder
+from energon_bridge.task_encoder.pickled import ChatMLDecoder
 
 LOADER, FILTER, JOINER = 8, 9, 10
 """First words of the keys that seed these functions; those of the hooks are below (`user_code`)."""
@@ -168,6 +170,10 @@ def has_code(dataset: PreparedDataset | JoinedDataset) -> bool:
 
 def values_of(identity: str, dataset: PreparedDataset, decoder: Any, activities: Activities, number: int = 0) -> Values:
     """Return what makes samples of a dataset; `number` is that of the dataset in a join."""
+    if dataset.sample_type is ChatMLSample:
+        decoder = ChatMLDecoder(SampleDecoder().decode)  # as its own class, which leaves the encoder's aside
+    elif getattr(dataset.sample_loader, "decodes", False):
+        decoder = None
     if has_code(dataset):
         return CodeValues(identity, dataset, decoder, activities, number)
     return Values(identity, dataset, decoder, activities)

@@ -122,6 +122,8 @@ class Draws:
         self._outputs_size = loaded.sizes[at]
         counts.of(leaf)[_BYTES] += 0 if self.taken else loaded.sizes[at]  # of a state: they have been counted
         sample, key, again = loaded.samples[at], loaded.keys[at], bool(self.taken)
+        if self._pipeline.settings.energon_ranks:
+            self._pipeline.number_draw(self.number, self.draw)
         self._outputs.extend(self._pipeline.encode(leaf, sample, key, counts, again=again))
         for _ in range(min(self.taken, len(self._outputs))):
             self._outputs.popleft()
@@ -179,6 +181,8 @@ class Draws:
             self._loading.schedule(segments, ahead=rounds, into=into)
             if rounds:
                 self._read_ahead(segments)
+            elif self.ahead and self._pipeline.settings.draws_ahead:
+                self._read_some_ahead(segments)
 
     def _slab_row(self) -> tuple[Slab, int] | None:
         """Return the slab of the microbatch that the next draw is likely to be in, and its row there."""
@@ -223,3 +227,9 @@ class Draws:
             current = cursor.buffer is segment.buffer and cursor.next_buffer is None
             if current and 2 * segment.high > len(segment.buffer):
                 self._pipeline.read_ahead(cursor.following())
+
+    def _read_some_ahead(self, segments: list[Segment]) -> None:
+        for segment in segments:
+            cursor = self._pipeline.cursor(self.number, segment.leaf)
+            if cursor.buffer is segment.buffer and self._pipeline.read_some_ahead(segment.buffer, segment.high):
+                self._pipeline.read_some_ahead(cursor.next_buffer or cursor.following(), 0)

@@ -19,13 +19,15 @@ import torch
 
 from energon_bridge.errors import EmptyDatasetError, FatalSampleError
 from energon_bridge.stream.again import load_again
+from energon_bridge.stream.dealt import Dealt
 from energon_bridge.stream.grouping import group_of
 from energon_bridge.stream.packing import pack_rows, select_packs
 from energon_bridge.stream.passes import FinitePlan
 from energon_bridge.stream.pipeline import Ahead, Pipeline, Segment, attach
 from energon_bridge.stream.reader import RoundBuffer
 from energon_bridge.stream.rows import SAMPLE, Row, make_again
-from energon_bridge.stream.state import COUNTERS, Counts, Produced, Ref
+from energon_bridge.stream.state import COUNTERS, Counts, NoBatch, Produced, Ref
+from energon_bridge.task_encoder.current import NUMBER
 
 _SKIPPED = COUNTERS.index("skipped")
 WHOLE_PACK = -2
@@ -92,6 +94,8 @@ class DrawnRows:
     def __init__(self, pipeline: Pipeline, plan: FinitePlan) -> None:
         self._pipeline = pipeline
         self._plan = plan
+        # As drop-in the numbers of draws are those of megatron-energon, where its order is.
+        self._number_of = plan.sample_number if isinstance(plan, Dealt) else None
         self.count = plan.num_draws
         self._ahead: dict[int, Ahead] = {}
 
@@ -116,12 +120,16 @@ class DrawnRows:
         """Return the encoded samples of draws [start, stop)."""
         self.prepare(start, stop)
         ahead = self._ahead.pop(start)
-        rows = []
+        rows: list[Row] = []
+        draw = start - 1
         while len(ahead):
             loaded = ahead.take()
             columns = zip(loaded.leaves, loaded.samples, loaded.keys, loaded.sizes, strict=True)
             for leaf, sample, key, size in columns:
                 counts.of(leaf)[COUNTERS.index("bytes")] += size
+                draw += 1
+                if self._number_of is not None:
+                    NUMBER.set(self._number_of(draw))
                 for (_, index, epoch, output), encoded in self._pipeline.encode(leaf, sample, key, counts):
                     rows.append(Row((Ref(leaf, index, epoch, output),), SAMPLE, encoded, 0))
         return rows
@@ -202,17 +210,29 @@ class FiniteStream:
         pipeline: Loads and encodes.
         rows: The rows of the pass.
         drop_last: Leave out a last microbatch that is not full.
+        dealt: The rows of each microbatch, where they are not simply the next ones.
     """
 
-    def __init__(self, pipeline: Pipeline, rows: PassRows, *, drop_last: bool) -> None:
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        rows: PassRows,
+        *,
+        drop_last: bool,
+        dealt: Dealt | None = None,
+    ) -> None:
         self._pipeline = pipeline
         self._rows = rows
+        self._dealt = dealt
         ends = rows.ends
         self._microbatches = (
             num_microbatches(rows.count, pipeline.rows, drop_last=drop_last) if ends is None else len(ends)
         )
 
     def _span(self, number: int) -> tuple[int, int]:
+        if self._dealt is not None:
+            return self._dealt.span(number)
+        number %= self._microbatches
         ends = self._rows.ends
         if ends is not None:
             return ends[number - 1] if number else 0, ends[number]
@@ -221,21 +241,25 @@ class FiniteStream:
 
     def prepare(self, number: int) -> None:
         """Start loading a microbatch."""
-        self._rows.prepare(*self._span(number % self._microbatches))
+        self._rows.prepare(*self._span(number))
 
     def produce(self, number: int) -> Produced:
         """Return microbatch `number`; one that does not exist, or has no sample left, is masked.
+
+        As drop-in of megatron-energon nothing is masked: a microbatch that has no sample left is a `NoBatch`.
 
         Raises:
             EmptyDatasetError: Every sample of the dataset was skipped.
         """
         counts = Counts()
-        real = number < self._microbatches
-        for attempt in range(self._microbatches):
+        as_energon = bool(self._pipeline.settings.energon_ranks)
+        real = as_energon or number < self._microbatches
+        for attempt in range(1 if as_energon else self._microbatches):
             counted = counts if real and not attempt else Counts()
             # Two numbers that fall on one microbatch differ in their mask only.
-            unit = (number + attempt) % self._microbatches
+            unit = number if as_energon else (number + attempt) % self._microbatches
             with self._pipeline.user_code():
+                self._pipeline.begin(-1, unit)
                 rows = self._rows.take(*self._span(unit), counted)
                 batches = self._batched(rows, unit, counted) if rows else []
             if len(batches) > 1:
@@ -251,6 +275,8 @@ class FiniteStream:
                     )
                 break
         else:
+            if as_energon:
+                return Produced(NoBatch(), 0, None, counts)
             all_rows = f"every one of the {self._rows.count} {self._rows.what} of the split"
             raise EmptyDatasetError(f"{self._pipeline.paths}: {all_rows} was skipped")
         exists = real and not attempt

@@ -99,6 +99,7 @@ class Lane:
     def _batch(self, counts: Counts) -> None:
         """Make the next batches, or none where a hook refuses the rows."""
         pipeline, skip = self._pipeline, 0
+        pipeline.begin(self.number, self._microbatches - (self._batches_taken if self._batched else 0))
         if self._batched:  # of a state: what was delivered of it is left out
             rows = self._made_again(self._batched, counts)
             skip, counts = self._batches_taken, Counts()

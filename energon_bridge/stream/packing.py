@@ -111,7 +111,9 @@ class Packing:
         self._outputs: deque[Row] = deque()
         self.held = 0
         pipeline.budget.join(self)
-        self.target = target or size - int(size / 2 * (draws.number * _GOLDEN % 1.0))
+        # As drop-in every buffer is full: code for megatron-energon may count on it.
+        late = 0.0 if pipeline.settings.energon_ranks else draws.number * _GOLDEN % 1.0
+        self.target = target or size - int(size / 2 * late)
         rows = [(stage, [Row((ref,), SAMPLE, None, 0) for ref in refs], number) for stage, refs, number in held]
         self._packs = _Packs(_Pack(members, taken) for stage, members, taken in rows if stage is Stage.PACK)
         self._keep([(members[0], wait) for stage, members, wait in rows if stage is Stage.BUFFER])

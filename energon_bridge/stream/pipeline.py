@@ -16,7 +16,9 @@ import numpy as np
 import torch
 
 from energon_bridge.errors import DecodeError, FatalSampleError, SkipSample
+from energon_bridge.samples import SourceInfo
 from energon_bridge.samples.slabs import LENDER, SLABS, Lender, Slab, SlabPool
+from energon_bridge.storage.network import MADE
 from energon_bridge.stream.activity import Activities
 from energon_bridge.stream.budget import Budget
 from energon_bridge.stream.cooking import StorePool, cook_of, cooker_of
@@ -30,6 +32,7 @@ from energon_bridge.stream.state import COUNTERS, Counts
 from energon_bridge.stream.user_code import UserCode, running_hooks
 from energon_bridge.stream.values import Columns, Problem, RestoreKey
 from energon_bridge.stream.watchdog import Watchdog, WatchdogSettings
+from energon_bridge.task_encoder.current import BATCH, FAILED, NUMBER, UNKNOWN
 from energon_bridge.task_encoder.deferred import decode_deferred
 
 _THREADS = "energon"
@@ -75,12 +78,14 @@ class Pipeline:
         self.judge = Judge(settings.policy, settings.encoder, self.code.hooks, settings.delivered)
         self.activities = Activities(words[1:])
         self.load_seconds = self.batch_seconds = 0.0
+        self._asked = MADE.values()
         self.watchdog: Watchdog | None = None
         self.budget = Budget(settings.held_bytes, settings.lanes)
         self._sources: list[LeafSource | None] = [None] * len(leaves)
         self._cursors: OrderedDict[tuple[int, int], Cursor] = OrderedDict()
         self._pool = ThreadPoolExecutor(settings.threads, f"{_THREADS}-load") if settings.threads else None
-        self._reading = ThreadPoolExecutor(1, f"{_THREADS}-read") if settings.background_reads else None
+        readers = settings.background_reads
+        self._reading = ThreadPoolExecutor(readers, f"{_THREADS}-read") if readers else None
         self._memory: Lender | None = None
         # Where rows are packed or grouped, a slab would stay as long as the last of its images waits.
         straight = settings.packing_buffer_size is None and not self.code.groups and self.rows > 1
@@ -165,6 +170,14 @@ class Pipeline:
         if self._reading is not None and buffer.reader.slow:
             self._reading.submit(buffer.read_ahead)
 
+    def read_some_ahead(self, buffer: RoundBuffer, low: int) -> bool:
+        """Start reading the draws of a round from `low` on, some of them; say whether they are all that are left."""
+        some = self.settings.draws_ahead
+        if self._reading is not None and buffer.asked < min(low + some // 2, len(buffer)):
+            low, buffer.asked = max(low, buffer.asked), low + some
+            self._reading.submit(buffer.read_ahead, low, buffer.asked)
+        return buffer.asked >= len(buffer)
+
     def write_into(self, memory: Lender) -> None:
         """Decode the images of microbatches, and stack the others, into memory of that lender."""
         self._memory = memory
@@ -184,9 +197,16 @@ class Pipeline:
         """Watch over the microbatches that are made; `where` names the process, `said` is called with each message."""
         self.watchdog = Watchdog(settings, self.code.now, self.activities, where, said)
 
-    def seconds_since(self, start: float) -> tuple[float, float, float]:
-        """Return the seconds since then, and those of them spent waiting for loads and batching; start anew."""
-        found = time.perf_counter() - start, self.load_seconds, self.batch_seconds
+    def seconds_since(self, start: float) -> tuple[float, ...]:
+        """Return the seconds since then, and those of them spent waiting for loads and batching; start anew.
+
+        What this process has asked servers since the last call follows, if it has asked anything.
+        """
+        found: tuple[float, ...] = (time.perf_counter() - start, self.load_seconds, self.batch_seconds)
+        if MADE.requests != self._asked[0]:
+            now = MADE.values()
+            found += tuple(after - before for before, after in zip(self._asked, now, strict=True))
+            self._asked = now
         self.load_seconds = self.batch_seconds = 0.0
         return found
 
@@ -248,11 +268,10 @@ class Pipeline:
         """Return the microbatches of some rows (one, but where a batch hook is a generator), with mask and key."""
         if self.settings.batch_size is None and not self.code.groups:
             batches = [samples[0]]
-            attach(batches[0], "__restore_key__", keys[0])
+            self._attach(batches[0], "__restore_key__", keys[0])
         else:
             seeds = self.source(first_leaf).user_key, *first_sample(keys[0])[1:]
-            # Of a lane the number counts its own microbatches; a pass has no lanes.
-            whole = number if lane < 0 else number * self.leaves[0].order.num_lanes + lane
+            whole = self._shown(lane, number)
             start = time.perf_counter()
             SLABS.set(self.slabs)
             try:
@@ -263,12 +282,44 @@ class Pipeline:
                 self.batch_seconds += time.perf_counter() - start
             for output, batch in enumerate(batches):
                 which = (output,) if len(batches) > 1 else ()
-                attach(batch, "__restore_key__", ("Batch", lane, number + output, tuple(keys), *which))
+                self._attach(batch, "__restore_key__", ("Batch", lane, number + output, tuple(keys), *which))
         for batch in batches:
             valid = np.empty(len(samples), np.bool_)
             valid.fill(True)
-            attach(batch, "__valid__", torch.from_numpy(valid))
+            self._attach(batch, "__valid__", torch.from_numpy(valid))
         return batches
+
+    def _attach(self, batch: Any, name: str, value: Any) -> None:
+        """Set a meta field; as drop-in a dict keeps its own keys, for programs that call `model(**batch)`."""
+        if not (self.settings.energon_ranks and type(batch) is dict and name not in batch):
+            attach(batch, name, value)
+
+    def begin(self, lane: int, number: int) -> None:
+        """Say which microbatch is being made, by its number in its lane (-1: in its pass), for hooks that ask."""
+        if not self.code.present:
+            return
+        BATCH.set(UNKNOWN if self.code.waits else self._shown(lane, number))
+        NUMBER.set(UNKNOWN if self.settings.energon_ranks else -1)
+
+    def begin_unknown(self) -> None:
+        """Say that a sample is made of which nobody knows the microbatch."""
+        BATCH.set(UNKNOWN)
+        NUMBER.set(UNKNOWN if self.settings.energon_ranks else -1)
+
+    def _shown(self, lane: int, number: int) -> int:
+        """Return the number of a microbatch as hooks see it."""
+        # Of a lane the number counts its own microbatches; a pass has no lanes.
+        whole = number if lane < 0 else number * self.leaves[0].order.num_lanes + lane
+        return whole // self.settings.energon_ranks if self.settings.energon_ranks else whole
+
+    def number_draw(self, lane: int, draw: int) -> None:
+        """As drop-in: say which number the draw of a lane has whose sample is about to be encoded."""
+        if self.code.waits:
+            return
+        settings = self.settings
+        turn, row = divmod(draw, self.rows)
+        batch, worker = divmod(self._shown(lane, turn), settings.energon_workers)
+        NUMBER.set((batch * self.rows + row) * settings.energon_workers + worker)
 
     def batches(
         self,
@@ -327,14 +378,19 @@ class Pipeline:
             FatalSampleError: The run stops.
         """
         now = self.code.now
-        hook = hook or now.hook
+        hook, given = hook or now.hook, now.sample
         now.rest()
         name = "skipped"
         if not isinstance(error, SkipSample):
             shown = members[:MAX_MEMBERS]
             places = [place] if place else [self.source(leaf).place(index) for leaf, index in shown]
             paths = {leaf: self.leaves[leaf].dataset.path for leaf, _ in members}
-            name = self.judge.failed(error, hook, places, len(members), paths)
+            sources = tuple(SourceInfo(one.dataset, one.index, one.shard, one.parts) for one in places)
+            token = FAILED.set(({"__key__": places[0].key} if given is None else given, sources))
+            try:
+                name = self.judge.failed(error, hook, places, len(members), paths)
+            finally:
+                FAILED.reset(token)
         for leaf, _ in members:
             counts.of(leaf)[COUNTERS.index(name)] += 1
 
@@ -353,9 +409,8 @@ class Pipeline:
         """Enter wherever hooks may run."""
         if not (restoring or self.code.present):
             return contextlib.nullcontext()
-        return running_hooks(
-            self.settings.cache, self.code.tally, put_back=restoring or self.settings.restore_generators
-        )
+        put_back = restoring or self.settings.restore_generators
+        return running_hooks(self.settings.cache, self.code.tally, put_back=put_back, config=self.settings.config)
 
 
 def first_sample(key: tuple[Any, ...]) -> RestoreKey:

@@ -9,6 +9,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,12 +20,17 @@ from energon_bridge.format.dataset import PreparedDataset, read_index
 from energon_bridge.format.tar_ranges import open_sample
 from energon_bridge.plan.leaf import Round
 from energon_bridge.rng import IntArray, UIntArray
+from energon_bridge.storage import as_far
 from energon_bridge.storage.ranges import ByteRange
 
 _INDEX_CACHE_BYTES = 64 << 20
 _SLOW_READ_SECONDS = 0.005
 _MOST_IN_VAIN = 16
+_INDEXES_AT_ONCE = 16
 _DAMAGED = (ShortReadError, CorruptShardError, ShardMissingError)
+
+Ranges = tuple[str, list[int], list[int]]
+"""A shard, and offsets and lengths of ranges of it."""
 
 
 class Unreadable:
@@ -94,7 +100,8 @@ class LeafReader:
         self._in_vain = 0
         self._tolerant = tolerant
         self.bytes_read = 0
-        self.slow = False
+        self._far = as_far(dataset.store)
+        self.slow = self._far is not None
         self._ends = np.cumsum(dataset.shard_counts)
         self._indices: dict[int, UIntArray] = {}
         self._cached = 0
@@ -130,6 +137,8 @@ class LeafReader:
         by_place = np.argsort(indices, kind="stable")
         ordered = indices[by_place]
         shards = self.shards_of(ordered)
+        if self._far is not None:
+            self._read_indices(shards)
         local = ordered - (self._ends[shards] - self.dataset.shard_counts[shards])
         begins, ends = np.empty_like(ordered), np.empty_like(ordered)
         new_shards = np.flatnonzero(np.diff(shards)) + 1
@@ -145,11 +154,13 @@ class LeafReader:
         out: list[Any] = [memoryview(b"")] * ordered.size
         places, begin_list, end_list, edge_list = by_place.tolist(), begins.tolist(), ends.tolist(), edges.tolist()
         total = 0
-        for name, runs in self._by_shard(shards[firsts], large[firsts]):
-            run_starts, run_lengths = starts[runs].tolist(), lengths[runs].tolist()
+        wanted = [
+            (runs.tolist(), (name, starts[runs].tolist(), lengths[runs].tolist()))
+            for name, runs in self._by_shard(shards[firsts], large[firsts])
+        ]
+        for runs, (_, run_starts, run_lengths), blocks in self._blocks(wanted):
             total += sum(run_lengths)
-            blocks = self.dataset.store.read_ranges(name, run_starts, run_lengths)
-            for run, start, block in zip(runs.tolist(), run_starts, blocks, strict=True):
+            for run, start, block in zip(runs, run_starts, blocks, strict=True):
                 data = memoryview(block)
                 low, high = edge_list[run], edge_list[run + 1]
                 if high - low == 1:
@@ -162,10 +173,28 @@ class LeafReader:
             size = end_list[row] - begin_list[row]
             sample = ByteRange(store=self.dataset.store, rel=name, offset=begin_list[row], size=size)
             out[places[row]] = Unread(sample, self)
-        self.slow = time.perf_counter() - started > _SLOW_READ_SECONDS
+        self.slow = self._far is not None or time.perf_counter() - started > _SLOW_READ_SECONDS
         with self._lock:
             self.bytes_read += total
         return out
+
+    def _blocks(self, wanted: list[tuple[list[int], Ranges]]) -> Iterator[tuple[list[int], Ranges, Sequence[bytes]]]:
+        """Read the ranges of each shard, all at once where answers take long."""
+        if self._far is not None:
+            blocks = self._far.read_all([ranges for _, ranges in wanted])
+            return ((*one, of_shard) for one, of_shard in zip(wanted, blocks, strict=True))
+        return ((runs, ranges, self.dataset.store.read_ranges(*ranges)) for runs, ranges in wanted)
+
+    def _read_indices(self, shards: IntArray) -> None:
+        """Read the indexes of shards that are not known yet, several at once."""
+        missing = [shard for shard in dict.fromkeys(shards.tolist()) if shard not in self._indices]
+        if len(missing) < 2:
+            return
+        with ThreadPoolExecutor(min(_INDEXES_AT_ONCE, len(missing)), "energon-index") as pool:
+            found = list(pool.map(lambda shard: read_index(self.dataset, shard, cut_off=self._tolerant), missing))
+        with self._lock:
+            for shard, index in zip(missing, found, strict=True):
+                self._keep(shard, index)
 
     def _large(self, sizes: IntArray) -> NDArray[np.bool_]:
         """Tell which samples are left unread, by their bytes."""
@@ -189,26 +218,38 @@ class LeafReader:
         if index is not None:
             return index
         with self._lock:
-            if shard not in self._indices:
-                index = self._indices[shard] = read_index(self.dataset, shard, cut_off=self._tolerant)
-                self.bytes_read += index.nbytes
-                self._cached += index.nbytes
-                while self._cached > _INDEX_CACHE_BYTES and len(self._indices) > 1:
-                    self._cached -= self._indices.pop(next(iter(self._indices))).nbytes
-            return self._indices[shard]
+            index = self._indices.get(shard)
+            if index is None:
+                index = read_index(self.dataset, shard, cut_off=self._tolerant)
+                self._keep(shard, index)
+            return index
+
+    def _keep(self, shard: int, index: UIntArray) -> None:
+        """Keep an index, and drop the oldest ones of too many."""
+        if shard in self._indices:
+            return
+        self._indices[shard] = index
+        self.bytes_read += index.nbytes
+        self._cached += index.nbytes
+        while self._cached > _INDEX_CACHE_BYTES and len(self._indices) > 1:
+            self._cached -= self._indices.pop(next(iter(self._indices))).nbytes
 
 
 class RoundBuffer:
     """The bytes of one round of one leaf, read as a unit (or, where `fetch` says so, only the draws asked for).
 
     A sample's bytes are let go when they are fetched, so memory falls as a round is worked through.
+
+    Attributes:
+        asked: Draws from the first one on that are read, or about to be read ahead.
     """
 
-    __slots__ = ("_lock", "_raw", "_was_read", "epochs", "first", "indices", "reader")
+    __slots__ = ("_lock", "_raw", "_was_read", "asked", "epochs", "first", "indices", "reader")
 
     def __init__(self, reader: Reader, of: Round) -> None:
         self.reader = reader
         self.first = of.first
+        self.asked = 0
         self.indices = of.indices
         self.epochs = of.epochs
         self._raw: list[Any] = [None] * of.indices.size
@@ -221,16 +262,16 @@ class RoundBuffer:
     def fetch(self, low: int, high: int, *, ahead: bool) -> list[Any]:
         """Return what was read for the draws [low, high) of the round; with `ahead`, read the rest of it as well."""
         with self._lock:
-            if not self._was_read[low]:
+            if 0 in self._was_read[low:high]:
                 self._read(low, len(self) if ahead else high)
             out = self._raw[low:high]
             self._raw[low:high] = [None] * (high - low)
         return out
 
-    def read_ahead(self) -> None:
-        """Read what has not been read yet."""
+    def read_ahead(self, low: int = 0, high: int | None = None) -> None:
+        """Read what has not been read yet of the draws [low, high)."""
         with self._lock:
-            self._read(0, len(self))
+            self._read(low, len(self) if high is None else min(high, len(self)))
 
     def _read(self, low: int, high: int) -> None:
         was_read = np.frombuffer(self._was_read, dtype=bool)

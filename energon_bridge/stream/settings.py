@@ -22,7 +22,8 @@ class StreamSettings:
         threads: Threads that read and decode ahead; 0 does everything in the calling thread.
         reads_rounds: Read whole rounds at a time, the next one ahead of need; False reads draws as they are needed.
         read_together: Samples of a leaf that a lane reads at once, in several rounds if one has fewer.
-        background_reads: Read ahead on a thread of its own.
+        background_reads: Threads that read ahead.
+        draws_ahead: Draws of each lane that are read ahead where rounds are not.
         restore_generators: Put the global random generators back after each microbatch.
         packing_buffer_size: Encoded samples from which the encoder selects packs; None: it does not pack.
         held_bytes: Bytes that the contents of samples waiting to be packed may take, all lanes of the process together.
@@ -33,6 +34,9 @@ class StreamSettings:
         delivered: Leaves of which the run has delivered something; none where it begins.
         rank, ranks: Number of this process among those that keep quarantine files.
         words: Where the thread that runs hooks, and then each that loads, writes what it does (`Activity.words`).
+        energon_ranks, energon_workers: For the drop-in of megatron-energon: numbers of ranks, and of workers of each,
+            by which microbatches and samples are counted as there; 0 ranks: nothing is as there.
+        config: For the drop-in: the worker configuration, for hooks that ask.
         barred: Leaf (`user_key_of`) and index of the samples that are not tried again.
     """
 
@@ -41,7 +45,8 @@ class StreamSettings:
     threads: int = 0
     reads_rounds: bool = True
     read_together: int = 0
-    background_reads: bool = False
+    background_reads: int = 0
+    draws_ahead: int = 0
     restore_generators: bool = False
     packing_buffer_size: int | None = None
     held_bytes: int = 1 << 30
@@ -52,5 +57,8 @@ class StreamSettings:
     delivered: Collection[int] = ()
     rank: int = 0
     ranks: int = 1
+    energon_ranks: int = 0
+    energon_workers: int = 1
+    config: Any = None
     words: Sequence[Words] = ()
     barred: frozenset[tuple[int, int]] = frozenset()

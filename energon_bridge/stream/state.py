@@ -207,6 +207,12 @@ class Counts(dict[int, list[int]]):
             self[leaf] = [a + b for a, b in zip(self.of(leaf), counted, strict=True)]
 
 
+class NoBatch:
+    """Stands for a microbatch of a pass of which the hooks left nothing, where none may take its place."""
+
+    __slots__ = ()
+
+
 @dataclass(slots=True)
 class Produced:
     """One microbatch with the state of its unit after it.
@@ -218,7 +224,7 @@ class Produced:
         counts: What it adds to the counters.
         reports: Failures on the way to it.
         seconds: Time that its process spent on it: in all, waiting for samples to be read and decoded, and in `batch`
-            and `encode_batch`.
+            and `encode_batch`; and then, if it asked servers, what it asked (`network.REQUESTS`).
     """
 
     batch: Any
@@ -226,7 +232,7 @@ class Produced:
     state: LaneState | None
     counts: Counts
     reports: tuple[Report, ...] = ()
-    seconds: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    seconds: tuple[float, ...] = (0.0, 0.0, 0.0)
 
     def plain(self) -> tuple[Any, ...]:
         """Return all of it as a tuple of tuples, which cross to the training process faster than records."""

@@ -33,7 +33,17 @@ from energon_bridge.rng import fold
 from energon_bridge.stores import CachePool
 from energon_bridge.stream.activity import Activity, Words
 from energon_bridge.stream.dataset_code import Unmade
-from energon_bridge.task_encoder.current import BATCH, CACHE, DELIVERING, LAST, SAMPLE, tallying
+from energon_bridge.task_encoder.current import (
+    BATCH,
+    CACHE,
+    CONFIG,
+    DELIVERING,
+    LAST,
+    NUMBER,
+    SAMPLE,
+    UNKNOWN,
+    tallying,
+)
 from energon_bridge.task_encoder.deferred import decode_deferred
 
 logger = logging.getLogger(__name__)
@@ -54,6 +64,7 @@ class UserCode:
     Attributes:
         encodes: Whether code of the user's sees every sample that is drawn.
         groups: Whether rows are batched by groups.
+        waits: Whether samples wait to be packed or grouped, and so may be encoded again for another microbatch.
         posts: Whether `postencode_sample` is code of the user's.
         now: The hook that runs, and what it was given.
         drawing: The steps that have worked when a draw has given samples.
@@ -84,6 +95,7 @@ class UserCode:
         self._pre = encodes or pre
         self.encodes = self._pre or (self.posts and not packs) or makes
         self.groups = not is_default(_hook(encoder, "batch_group_criterion"))
+        self.waits = packs or self.groups
         self._batches = not (is_default(encoder.batch) and is_default(encoder.encode_batch))
         self.now = Activity(words)
         self.tally: Counter[str] = Counter()
@@ -135,7 +147,7 @@ class UserCode:
         if self._pre:
             now.hook = self._first_name
             seed_everything(fold(leaf_key, _ENCODE, index, epoch))
-            encoded = self._listed(self._first(sample))
+            encoded = self._encoded(self._first(sample))
         if self.posts and not self._packs:
             now.hook = "decode_deferred"
             decode_deferred(encoded)
@@ -143,6 +155,16 @@ class UserCode:
         now.sample = None
         now.hook = ""
         return encoded
+
+    def _encoded(self, value: Any) -> list[Any]:
+        """Return what the first hook gives; what a generator yields may come in several microbatches."""
+        if not isinstance(value, GeneratorType):
+            return self._listed(value)
+        token = BATCH.set(UNKNOWN)
+        try:
+            return self._listed(value)
+        finally:
+            BATCH.reset(token)
 
     def post(self, sample: Any, leaf_key: int, index: int, epoch: int, output: int) -> Any:
         """Return a sample that is about to be packed or batched, by `postencode_sample`."""
@@ -170,6 +192,7 @@ class UserCode:
 
         `last` says that nothing will join what is left over.
         """
+        SAMPLE.set(())
         self.now.hook, self.now.sample = "select_samples_to_pack", samples
         seed_everything(fold(leaf_key, _SELECT, index, epoch, output))
         token = LAST.set(last)
@@ -185,6 +208,7 @@ class UserCode:
 
     def pack(self, samples: list[Any], leaf_key: int, index: int, epoch: int, output: int) -> list[Any]:
         """Return the rows that a pack becomes; the numbers are those of its first sample."""
+        SAMPLE.set(())
         self.now.hook, self.now.sample = "pack_selected_samples", samples
         seed_everything(fold(leaf_key, _PACK, index, epoch, output))
         with _delivering() if self.posts else contextlib.nullcontext():
@@ -218,7 +242,8 @@ class UserCode:
         now.hook, now.sample = "batch", samples
         if self._batches:
             seed_everything(fold(leaf_key, _BATCH, index, epoch, output))
-        BATCH.set(number)
+            SAMPLE.set(())
+            BATCH.set(number)
         with _delivering() if self.posts else contextlib.nullcontext():
             raw = self._listed(self.encoder.batch(samples), "the batch")
             now.hook = "encode_batch"
@@ -287,14 +312,22 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 @contextlib.contextmanager
-def running_hooks(cache: CachePool, tally: Counter[str], *, put_back: bool) -> Iterator[None]:
-    """Lend hooks a cache pool and a tally; with `put_back`, leave the global generators as they were found."""
-    token = CACHE.set(cache)
+def running_hooks(cache: CachePool, tally: Counter[str], *, put_back: bool, config: Any = None) -> Iterator[None]:
+    """Lend hooks a cache pool, a tally and what `CONFIG` says.
+
+    With `put_back`, leave the global generators as they were found.
+    """
+    of_loader = CONFIG.set(config)
+    token, sample, batch, number = CACHE.set(cache), SAMPLE.set(()), BATCH.set(-1), NUMBER.set(-1)
     try:
         with tallying(tally), generators_put_back() if put_back else contextlib.nullcontext():
             yield
     finally:
+        CONFIG.reset(of_loader)
         CACHE.reset(token)
+        SAMPLE.reset(sample)
+        BATCH.reset(batch)
+        NUMBER.reset(number)
 
 
 @contextlib.contextmanager

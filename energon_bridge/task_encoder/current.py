@@ -9,21 +9,31 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.rng import fold
+from energon_bridge.samples import SourceInfo
 from energon_bridge.stores import CachePool, NoCachePool
 
 SAMPLE: ContextVar[tuple[int, ...]] = ContextVar("energon_bridge_sample")
 """Keys of the draw whose sample a hook has."""
 BATCH: ContextVar[int] = ContextVar("energon_bridge_batch")
-"""Number of the microbatch in the global sequence."""
+"""Number of the microbatch in the global sequence (as drop-in: of the rank), or `UNKNOWN`."""
+NUMBER: ContextVar[int] = ContextVar("energon_bridge_number", default=-1)
+"""As drop-in: number of the draw whose sample a hook has, as megatron-energon counts, or `UNKNOWN`; else -1."""
+UNKNOWN = -2
+"""Stands for a number that would not be the same if the sample were encoded again."""
 DELIVERING: ContextVar[bool] = ContextVar("energon_bridge_delivering", default=False)
 """Whether samples are about to be delivered, after which nothing stays deferred."""
 CACHE: ContextVar[CachePool] = ContextVar("energon_bridge_cache")
 """The cache pool of the loader."""
 LAST: ContextVar[bool] = ContextVar("energon_bridge_last_buffer", default=False)
 """Whether the buffer that is selected from will not be filled again."""
+FAILED: ContextVar[tuple[Any, tuple[SourceInfo, ...]]] = ContextVar("energon_bridge_failed", default=(None, ()))
+"""While the policy decides on a failure: the sample or samples that the hook was given, and where they come from."""
+CONFIG: ContextVar[Any] = ContextVar("energon_bridge_config", default=None)
+"""As drop-in: the worker configuration of the loader whose hooks run."""
 TALLY: ContextVar[Counter[str]] = ContextVar("energon_bridge_tally")
 """What `count_over_long` has counted since the engine last took it."""
 
@@ -31,24 +41,41 @@ TALLY: ContextVar[Counter[str]] = ContextVar("energon_bridge_tally")
 def current_sample_index() -> int:
     """Return a number of 63 bits that stands for the draw whose sample a hook has, the same whenever it is encoded.
 
+    Under the drop-in of megatron-energon it is a running number of the rank, as there: workers count for themselves and
+    take turns.
+
     Raises:
-        ConfigurationError: No hook that has a sample is running.
+        ConfigurationError: No hook that has a sample is running, or, as drop-in, the number cannot be known again.
     """
     keys = SAMPLE.get(())
     if not keys:
         raise ConfigurationError("current_sample_index can only be asked for inside a hook that has one sample")
-    return fold(*keys) >> 1
+    number = NUMBER.get()
+    if number == UNKNOWN:
+        raise ConfigurationError(
+            "current_sample_index: the running number of a sample is not known when it is encoded again, as it is for "
+            "packs and groups after a resume, and by restore_sample. Use sample.__key__ or sample.__restore_key__, or "
+            "draw from the global generators, which are seeded for each sample"
+        )
+    return fold(*keys) >> 1 if number < 0 else number
 
 
 def current_batch_index() -> int:
-    """Return the number of the microbatch that `batch` or `encode_batch` makes, counted over the whole run.
+    """Return the number of the microbatch that is being made, counted over the whole run.
+
+    Under the drop-in of megatron-energon it counts the microbatches of this rank, as there.
 
     Raises:
-        ConfigurationError: Neither of them is running.
+        ConfigurationError: No hook is running, or the sample may be encoded for one microbatch and again for another.
     """
     number = BATCH.get(-1)
+    if number == UNKNOWN:
+        raise ConfigurationError(
+            "current_batch_index: this hook may run for one microbatch and, after a resume, again for another, because "
+            "samples are packed, grouped, or yielded by a generator. Ask for it in batch or encode_batch"
+        )
     if number < 0:
-        raise ConfigurationError("current_batch_index can only be asked for inside batch and encode_batch")
+        raise ConfigurationError("current_batch_index can only be asked for inside a hook of a loader")
     return number
 
 

@@ -13,7 +13,8 @@
     anything else                the bytes
 
 The extension is what stands after the last dot of the part's name. Pickles (`pkl`, `pickle`, `pyd`) stay bytes, since
-reading one runs the code that it holds. A decoder keeps no state and may be used from many
+reading one runs the code that it holds; with `read_pickles` those of plain values, arrays and tensors are read, and any
+other is a DecodeError (`pickled`). A decoder keeps no state and may be used from many
 threads; image codecs release the GIL.
 """
 
@@ -54,6 +55,7 @@ from energon_bridge.task_encoder.images import (
     guess_image_extension,
     image_form,
 )
+from energon_bridge.task_encoder.pickled import plain_pickle
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +82,8 @@ class SampleDecoder:
     cannot be decoded. None: no limit. Pillow's own `Image.MAX_IMAGE_PIXELS` holds beside `max_pixels`: for larger
     images raise both.
 
+    With `read_pickles` pickles of plain values are read; otherwise they stay bytes.
+
     Raises ConfigurationError for a form that does not exist, or a size or limit that is none.
     """
 
@@ -91,6 +95,7 @@ class SampleDecoder:
     image_target: int | tuple[int, int] | None = None
     max_pixels: int | None = MAX_PIXELS
     max_part_bytes: int | None = MAX_PART_BYTES
+    read_pickles: bool = False
     _form: ImageForm | None = field(init=False, repr=False, compare=False)
 
     @property
@@ -152,6 +157,8 @@ class SampleDecoder:
         if kind.is_av or (self.guess_content and kind_by_head(bytes(raw[:HEAD_BYTES])) == "av"):
             return self._av(bytes(raw), part_name)
         codec = _CODECS.get(kind.extension)
+        if self.read_pickles and kind.extension in _PICKLES:
+            codec = plain_pickle
         if kind.extension in _ARCHIVES and self.max_part_bytes is not None and codec is not None:
             codec = partial(_bounded, codec=codec, most=self.max_part_bytes)
         # A memoryview would keep the whole read alive.
@@ -201,6 +208,7 @@ class SampleDecoder:
         }
 
 
+_PICKLES = ("pkl", "pickle", "pyd")
 _ARCHIVES = ("npz", "pth")
 _PIECE = 1 << 20
 _RAW = (bytes, bytearray, memoryview, ByteRange)

@@ -54,7 +54,7 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
 
     Args:
         tokenizer: Has `encode(text, add_special_tokens=False)` and the ids of its special tokens.
-        image_processor: Called as `image_processor(images=[image], return_tensors="pt")`.
+        image_processor: Called as `image_processor(images=[image], return_tensors="pt")`; None: for texts only.
         multimodal_sample_config: Placeholders and conversation template.
         seq_length: Longest sequence, image tokens included.
         image_tokens_per_image: Tokens that stand for one image. None: computed from `image_grid_thw` where the image
@@ -66,7 +66,7 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
             it is encoded. None: by best fit into `seq_length` tokens, where packing is on.
 
     Raises:
-        ConfigurationError: The image tokens alone fill `seq_length`, or the image token has no id.
+        ConfigurationError: No tokenizer, image tokens that alone fill `seq_length`, or an image token without an id.
     """
 
     decoder: SampleDecoder | None = SampleDecoder(image_decode="pilrgb")
@@ -84,10 +84,11 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
         add_bos: bool = True,
         packer: Packer[MultiModalSample] | None = None,
     ) -> None:
-        if tokenizer is None or image_processor is None:
+        if tokenizer is None:
             raise ConfigurationError(
-                "MultiModalTaskEncoder needs a tokenizer and an image processor of the transformers interface; got "
-                f"tokenizer={tokenizer!r}, image_processor={image_processor!r} (pass both, or your own task_encoder)"
+                "MultiModalTaskEncoder needs a tokenizer and, for images, an image processor of the transformers "
+                f"interface; got tokenizer=None, image_processor={image_processor!r} (pass both, or your own task "
+                "encoder)"
             )
         self.tokenizer = tokenizer
         self.image_processor = image_processor
@@ -213,6 +214,11 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
                 if sequence.full:
                     return visual
                 if number:
+                    if self.image_processor is None:
+                        raise ConfigurationError(
+                            "the sample has an image, and MultiModalTaskEncoder was made with image_processor=None: "
+                            "pass the image processor of the model, or your own task_encoder"
+                        )
                     image = process_image(self.image_processor, images[len(visual)])
                     expanded = self._image_tokens(image)
                     if not sequence.has_room(len(expanded)):

@@ -156,7 +156,7 @@ def _validate(
     sums = torch.zeros(2, dtype=torch.float64, device=ranks.device)
     written: list[list[Prediction]] = []
     training.model.eval()
-    for batch in islice(data.val_dataloader(), settings.limit_batches):
+    for batch in islice(data.val_dataloader().one_pass(), settings.limit_batches):
         sums += run_schedule(training, [batch], forward_only=True)
         if settings.generate:
             written.append(write_answers(training, bundle, batch))

@@ -1,0 +1,261 @@
+"""`energon convert SOURCE OUT`: looks at the source, proposes how it becomes a dataset, and writes it.
+
+On a terminal each proposal is a question that Enter accepts; elsewhere proposals and flags are all there is.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import click
+
+from energon_bridge.cli.assistant import shorten
+from energon_bridge.cli.output import count_of, format_bytes
+from energon_bridge.cli.progress import shard_progress
+from energon_bridge.errors import ConfigurationError, SourceError
+from energon_bridge.format.parallel import available_cores
+from energon_bridge.prepare.convert import (
+    Converted,
+    ConvertOptions,
+    check_first_files,
+    convert,
+    propose_samples_per_shard,
+)
+from energon_bridge.prepare.dataset_yaml import describe_fields
+from energon_bridge.prepare.sources import KINDS, open_source
+from energon_bridge.prepare.sources.base import Layout, Source, check_layout, first_rows
+from energon_bridge.prepare.split import SplitRule, parse_ratio
+from energon_bridge.samples import CrudeSample, sample_type_by_name
+
+_SHOWN = 3
+_TRAINED = ("CaptioningSample", "VQASample")
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+
+
+@click.command("convert")
+@click.argument("source", type=click.Path(path_type=Path))
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option("--kind", type=click.Choice(KINDS), default=None, help="What the source is, if it is not recognised.")
+@click.option("--media", type=click.Path(path_type=Path), help="Folder that paths are relative to. [default: beside]")
+@click.option("--sample-type", default=None, help="Class name: CaptioningSample, CrudeSample, ...")
+@click.option(
+    "--field", "fields", multiple=True, metavar="FIELD=COLUMN", help="Column of a field: caption=captions[0]."
+)
+@click.option("--split-ratio", default=None, help="Shares of train, val and test, by sample: 99,1,0.")
+@click.option("--shuffle", type=int, default=None, metavar="SEED", help="Shuffle the samples of each split part.")
+@click.option("--samples-per-shard", type=click.IntRange(min=1), default=None, help="Exactly so many in each shard.")
+@click.option(
+    "--bytes-per-shard", default=None, metavar="SIZE", help="No larger shards: 500M, 1Gi. Looks at all first."
+)
+@click.option("--keys", type=click.Choice(["keep", "number"]), default="keep", help="Keys of a WebDataset's samples.")
+@click.option("--on-error", type=click.Choice(["stop", "skip"]), default="stop", help="What samples that fail do.")
+@click.option("--media-metadata/--no-media-metadata", default=True, help="Write down sizes and lengths of media.")
+@click.option("--dry-run", is_flag=True, help="Show the first samples, and write nothing.")
+@click.option("--overwrite", is_flag=True, help="Replace what is in OUT.")
+@click.option("--ask/--no-ask", default=None, help="Ask about the proposals. [default: on a terminal]")
+@click.option("--num-workers", type=click.IntRange(min=1), default=None, help="Processes. [default: one per core]")
+@click.option("--progress/--no-progress", default=True, help="Show a progress bar.")
+def command(
+    source: Path,
+    out: Path,
+    kind: str | None,
+    media: Path | None,
+    sample_type: str | None,
+    fields: tuple[str, ...],
+    split_ratio: str | None,
+    shuffle: int | None,
+    samples_per_shard: int | None,
+    bytes_per_shard: str | None,
+    keys: str,
+    on_error: str,
+    media_metadata: bool,
+    dry_run: bool,
+    overwrite: bool,
+    ask: bool | None,
+    num_workers: int | None,
+    progress: bool,
+) -> None:
+    """Make a prepared dataset in the folder OUT of SOURCE.
+
+    SOURCE is a JSON, JSONL, CSV or TSV file that names media files (conversations of LLaVA, ShareGPT and OpenAI, COCO
+    captions, any table), a folder of pictures with captions beside them, a folder for each class, parquet files, a
+    Hugging Face dataset on disk, or a WebDataset to be sharded or shuffled anew. Media are copied as they are.
+
+    Started again after it was killed, it goes on; when the source grew, it adds what is new.
+
+    \b
+    energon convert llava.json data/llava --media images
+    energon convert photos data/photos --split-ratio 9,1,0 --dry-run
+    energon convert metadata.csv data/faces --field caption=description
+    energon convert tars data/shuffled --shuffle 1 --bytes-per-shard 1Gi
+    """
+    if out.absolute() == source.absolute():
+        raise ConfigurationError(f"{out}: is the source itself. Write to another folder.")
+    limit = _size(bytes_per_shard) if bytes_per_shard is not None else None
+    workers = num_workers or min(16, available_cores())
+    opened = open_source(source, kind=kind, media=media, numbered=keys == "number", num_workers=workers)
+    asking = _is_terminal() if ask is None else ask
+    click.echo(f"{source}: {opened.kind}, {count_of(len(opened), 'sample')}.")
+    check_first_files(opened)
+    layout = _layout(opened, sample_type, fields, asking=asking)
+    check_layout(layout)
+    rule = _rule(opened, split_ratio, asking=asking)
+    if samples_per_shard is None and limit is None:
+        samples_per_shard = propose_samples_per_shard(opened, layout)
+        if asking:
+            samples_per_shard = click.prompt("Samples in a shard", default=samples_per_shard, type=click.IntRange(1))
+    options = ConvertOptions(
+        layout=layout,
+        split=rule,
+        shuffle=shuffle,
+        samples_per_shard=samples_per_shard,
+        bytes_per_shard=limit,
+        media=media_metadata,
+        skip_errors=on_error == "skip",
+    )
+    _show(opened, options)
+    if dry_run:
+        click.echo(f"Nothing is written: this was a dry run of {out}.")
+        return
+    with shard_progress("Converting samples", enabled=progress) as advance:
+        done = convert(opened, out, options, num_workers=workers, overwrite=overwrite, progress=advance)
+    _report(out, done, layout)
+
+
+def _is_terminal() -> bool:
+    try:
+        return sys.stdin is not None and sys.stdin.isatty()
+    except ValueError:  # it was closed
+        return False
+
+
+def _size(text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]i?)?b?", text.strip().lower())
+    size = int(float(match[1]) * _UNITS[match[2] or ""]) if match else 0
+    if size < 1:
+        raise ConfigurationError(f"--bytes-per-shard {text!r}: expected a size like 500M, 1G or 1Gi.")
+    return size
+
+
+def _layout(source: Source, sample_type: str | None, fields: tuple[str, ...], *, asking: bool) -> Layout:
+    """Return the proposal with what flags and answers change."""
+    proposed = source.propose()
+    name = sample_type or proposed.sample_type
+    if sample_type is None and asking:
+        name = click.prompt("Sample type", default=name)
+    cls = sample_type_by_name(name)
+    given: dict[str, str] = {}
+    for text in fields:
+        field, equals, column = text.partition("=")
+        if not equals or not field or not column:
+            raise ConfigurationError(f"--field {text!r}: expected FIELD=COLUMN, like caption=description.")
+        given[field] = column
+    if issubclass(cls, CrudeSample):
+        return Layout(sample_type="CrudeSample", fields=given, bare=proposed.bare)
+    rows = first_rows(source)
+    files = list(dict.fromkeys(column for row in rows for column in row.files))
+    known = proposed.fields if name == proposed.sample_type else _guessed(source, proposed, cls, files)
+    described = describe_fields(cls)
+    chosen = {field: column for field, column in known.items() if any(field == one for one, _, _ in described)} | given
+    if asking:
+        for field, required, kind in described:
+            if field in given or (not required and field not in chosen):
+                continue
+            label = f"Column of {field} ({kind})"
+            chosen[field] = click.prompt(label, default=chosen.get(field), type=str)
+    wanted = {column.partition("[")[0] for column in chosen.values()}
+    if source.kind != "WebDataset":
+        columns = {*files, *(column for row in rows for column in row.values)}
+        for field, column in chosen.items():
+            if column.partition("[")[0] not in columns:
+                raise ConfigurationError(
+                    f"--field {field}={column}: the first rows have no such column; they have "
+                    f"{', '.join(sorted(columns))}."
+                )
+    first_file = next((column for column in files if column in wanted), None)
+    return replace(
+        proposed,
+        sample_type=cls.__name__,
+        fields=chosen,
+        bare=proposed.bare or (frozenset([first_file]) if first_file is not None else frozenset()),
+    )
+
+
+def _guessed(source: Source, proposed: Layout, cls: type, files: list[str]) -> dict[str, str]:
+    """Guess the fields of a type that was not proposed: of conversations, the first image and the first answer."""
+    known = dict(proposed.fields)
+    names = {name for name, _, _ in describe_fields(cls)}
+    if "image" in names and "image" not in known and files:
+        column = "images" if "images" in files else files[0]
+        first = next(row.files[column] for row in first_rows(source) if column in row.files)
+        known["image"] = f"{column}[0]" if isinstance(first, tuple) else column
+    row = first_rows(source, 1)[0]
+    for column, text in (("conversations", "value"), ("messages", "content")):
+        turns = row.values.get(column)
+        if isinstance(turns, list) and {"caption", "context"} & names:
+            roles = [str(turn.get("from", turn.get("role"))) for turn in turns]
+            asks = next((n for n, role in enumerate(roles) if role in ("human", "user")), 0)
+            says = next((n for n, role in enumerate(roles) if role in ("gpt", "assistant")), len(roles) - 1)
+            known |= {"caption": f"{column}[{says}][{text}]", "context": f"{column}[{asks}][{text}]"}
+    return known
+
+
+def _rule(source: Source, split_ratio: str | None, *, asking: bool) -> SplitRule | None:
+    if split_ratio is not None:
+        return parse_ratio(split_ratio)
+    if source.split_parts:
+        return None
+    proposed = "9,1,0" if len(source) < 10_000 else "99,1,0"
+    return parse_ratio(click.prompt("Shares of train, val and test", default=proposed) if asking else proposed)
+
+
+def _show(source: Source, options: ConvertOptions) -> None:
+    layout = options.layout
+    click.echo(f"Sample type: {layout.sample_type}")
+    for field, column in layout.fields.items():
+        click.echo(f"  {field} from {column}")
+    if options.split is None:
+        parts = ", ".join(f"{name} {count:,}" for name, count in source.split_parts)
+    else:
+        parts = ", ".join(f"{name} {float(share):g}" for name, share in options.split.ratios if share)
+    click.echo(f"Split: {parts}")
+    for number in range(min(_SHOWN, len(source))):
+        try:
+            sample = source.sample(number, layout)
+            parts = ", ".join(f"{name} ({format_bytes(size)})" for name, size in sample.sizes())
+        except SourceError as error:
+            if not options.skip_errors:
+                raise
+            click.echo(f"Sample {number} is skipped: {error}")
+            continue
+        click.echo(f"Sample {sample.key}: {parts}")
+        values = source.row(number).values
+        if values:
+            click.echo("  " + str(shorten(values)))
+
+
+def _report(out: Path, done: Converted, layout: Layout) -> None:
+    for part, shards in done.split_parts.items():
+        if shards:
+            count = sum(done.shard_counts[shard] for shard in shards)
+            click.echo(f"{part}: {count_of(count, 'sample')} in {count_of(len(shards), 'shard')}")
+    if done.num_reused:
+        click.echo(f"Left as they were: {count_of(done.num_reused, 'shard')}.")
+    if done.skipped:
+        click.echo(f"Skipped {count_of(len(done.skipped), 'sample')}:")
+        for message in done.skipped[:5]:
+            click.echo(f"  {message}")
+    total = count_of(sum(done.shard_counts.values()), "sample")
+    click.echo(f"Done: {total} in {count_of(len(done.shard_counts), 'shard')} in {out}.")
+    if layout.is_crude or layout.sample_type in _TRAINED:
+        click.echo(f"Try it with a tiny model: {train_line(out)}")
+
+
+def train_line(out: Path) -> str:
+    """Return the command that trains a tiny model on a converted dataset."""
+    config = "configs/tiny/qwen2.5_vl_instruct.yaml"
+    return f"python scripts/pretrain_vlm.py --config {config} data.path={os.fspath(out)}"

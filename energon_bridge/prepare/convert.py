@@ -1,0 +1,409 @@
+"""Converting a source into a prepared dataset: a plan of independent shards, and one step at the end.
+
+Which samples a shard holds is arithmetic on their numbers, so the bytes do not depend on the workers. A finished shard
+leaves a record that says what it was made of. Started again, after a kill or with a source that grew, whatever would be
+made of the same is left as it is.
+
+    out/.nv-meta.parts/options.json   what the conversion under way was told; other options are refused
+    out/.nv-meta/convert/             the same, and the records, of the finished one
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, field
+from fractions import Fraction
+from functools import partial
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+
+from energon_bridge.errors import ConfigurationError, SampleError, SourceError
+from energon_bridge.format.nvmeta import INFO_JSON, META_FOLDER, meta_path, read_info
+from energon_bridge.format.parallel import map_shards
+from energon_bridge.format.tar_index import index_name
+from energon_bridge.prepare.shards import (
+    END_BYTES,
+    PartsFolder,
+    ShardFile,
+    ShardRecord,
+    member_size,
+    publish,
+    record_path,
+)
+from energon_bridge.prepare.sources.base import Layout, Source, SourceSample, check_layout, contents_of, first_rows
+from energon_bridge.prepare.split import SplitRule
+from energon_bridge.rng import Permutation, draws, key_of
+from energon_bridge.storage import open_store
+
+Progress = Callable[[int, int], None]
+
+_FORMAT = 1  # of the shards: raised, everything is written again
+_OPTIONS = "options.json"
+_RECORDS = "convert"
+_PROPOSED_BYTES = 512 << 20
+_MOST_PER_SHARD = 10_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvertOptions:
+    """How a source is converted. `split` is for sources without splits of their own; sizes as in `ShardWriter`."""
+
+    layout: Layout
+    split: SplitRule | None = None
+    shuffle: int | None = None
+    samples_per_shard: int | None = None
+    bytes_per_shard: int | None = None
+    media: bool = True
+    skip_errors: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Converted:
+    """Samples by shard and shards by split part, what was skipped, and how many shards were left as they were."""
+
+    shard_counts: dict[str, int]
+    split_parts: dict[str, list[str]]
+    skipped: tuple[str, ...]
+    num_reused: int
+
+
+@dataclass(frozen=True, slots=True)
+class _FailedSample:
+    """A sample that could not even be named; it fails where others are read."""
+
+    where: str
+    error: str
+    key: str = ""
+
+    def sizes(self) -> list[tuple[str, int]]:
+        raise SourceError(self.error)
+
+    def mark(self) -> str:
+        return self.error
+
+    def read(self) -> tuple[list[tuple[str, bytes]], Mapping[str, str]]:
+        raise SourceError(self.error)
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    shard: str
+    samples: list[SourceSample] = field(repr=False)
+
+
+def convert(
+    source: Source,
+    out: str | os.PathLike[str],
+    options: ConvertOptions,
+    *,
+    num_workers: int = 1,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> Converted:
+    """Write the samples of a source as a prepared dataset; `progress(done, total)` counts samples.
+
+    It can be repeated at any time: what is there and would be made of the same is kept. Raises SourceError for a
+    sample that cannot be converted (unless `skip_errors`), ConfigurationError if `out` holds something else.
+    """
+    check_layout(options.layout)
+    plan = list(_plan(source, options))
+    with PartsFolder(Path(out), locked=True) as parts:
+        told = _told(source, options)
+        _check_folder(parts, told, overwrite=overwrite)
+        partial_options = parts.path / f"{_OPTIONS}.partial"
+        partial_options.write_bytes(told)
+        os.replace(partial_options, parts.path / _OPTIONS)
+        jobs = _Jobs(source, options.layout, plan)
+        make = partial(_make_shard, parts.root, options)
+        skipped: list[str] = []
+        done = reused = 0
+        with closing(map_shards(make, jobs, num_workers=num_workers)) as results:
+            for (_, numbers), (was_there, failed) in zip(plan, results, strict=True):
+                skipped += failed
+                reused += was_there
+                done += len(numbers)
+                if progress is not None:
+                    progress(done, len(source))
+        if len(skipped) == len(source):
+            raise SourceError(f"{source.where}: all {len(source):,} samples fail; the first: {skipped[0]}")
+        return _finish(parts, plan, options, told, tuple(skipped), reused)
+
+
+def propose_samples_per_shard(source: Source, layout: Layout) -> int:
+    """Propose as many samples for a shard as make about 512 MiB, by the first ones: 1, 2 or 5 times a power of ten."""
+    sizes = []
+    for number in range(min(20, len(source))):
+        try:
+            sizes.append(sum(size for _, size in source.sample(number, layout).sizes()))
+        except (SourceError, SampleError):
+            continue
+    wanted = min(_MOST_PER_SHARD, max(1, _PROPOSED_BYTES * len(sizes) // max(1, sum(sizes)))) if sizes else 1000
+    power = 10 ** int(math.log10(wanted))
+    return max(factor * power for factor in (1, 2, 5) if factor * power <= wanted)
+
+
+def check_first_files(source: Source) -> None:
+    """Raise SourceError if none of the files that the first rows name is there; it says where they may be."""
+    files = [content for row in first_rows(source) for content in contents_of(row) if hasattr(content, "path")]
+    missing = [content.path for content in files if not os.path.exists(content.path)]
+    if not missing or len(missing) < len(files):
+        return
+    first = Path(missing[0])
+    for parent in first.parents:
+        if not parent.is_dir():
+            continue
+        rest = first.relative_to(parent)
+        near = [one for one in sorted(parent.iterdir()) if one.is_dir() and (one / rest).exists()]
+        found = f" It is in {near[0]}: --media {near[0]}." if near else ""
+        break
+    else:
+        found = ""
+    raise SourceError(
+        f"{source.where}: none of the {len(missing)} files that the first rows name is there, such as {first}.{found} "
+        "--media is the folder that the paths are relative to."
+    )
+
+
+def split_numbers(count: int, rule: SplitRule) -> dict[str, np.ndarray]:
+    """Deal sample numbers out to split parts by ratio; a number stays in its part when the source grows.
+
+    Of 9,1,0 each ten numbers in a row give nine to train and one, chosen by a fixed key, to val.
+    """
+    shares = [(name, share) for name, share in rule.ratios if share]
+    total = sum(share for _, share in shares)
+    period = math.lcm(*((share / total).denominator for _, share in shares))
+    period = min(period, 1000)
+    blocks = -(-count // period)
+    ranks = np.argsort(draws(key_of("convert split"), blocks * period).reshape(blocks, period), axis=1)
+    places = np.argsort(ranks, axis=1).reshape(-1)[:count]
+    parts, so_far = {}, Fraction(0)
+    for name, share in shares:
+        start, so_far = round(so_far * period), so_far + share / total
+        parts[name] = np.flatnonzero((places >= start) & (places < round(so_far * period)))
+    return parts
+
+
+def _plan(source: Source, options: ConvertOptions) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield the name of each shard and the numbers of its samples."""
+    parts: dict[str, np.ndarray] = {}
+    if options.split is not None and options.split.ratios:
+        parts = split_numbers(len(source), options.split)
+    else:
+        start = 0
+        for name, count in source.split_parts or (("train", len(source)),):
+            parts[name] = np.arange(start, start + count)
+            start += count
+    for name, numbers in parts.items():
+        ordered = numbers
+        if options.shuffle is not None and len(numbers):
+            places = Permutation(len(numbers), key_of("convert", options.shuffle, name))
+            ordered = numbers[places.at_many(np.arange(len(numbers)))]
+        for shard, chosen in enumerate(_cut(source, ordered, options)):
+            yield f"{name}/{shard:05d}.tar", chosen
+
+
+def _cut(source: Source, numbers: np.ndarray, options: ConvertOptions) -> Iterator[np.ndarray]:
+    most = options.samples_per_shard or _MOST_PER_SHARD
+    if options.bytes_per_shard is None:
+        yield from (numbers[at : at + most] for at in range(0, len(numbers), most))
+        return
+    start, size = 0, END_BYTES
+    for at, number in enumerate(numbers.tolist()):
+        sample = _sample(source, options.layout, number)
+        try:
+            more = sum(member_size(f"{sample.key}.{part}", length) for part, length in sample.sizes())
+        except (SourceError, SampleError):
+            more = 0  # it fails, or is skipped, when it is read
+        full = options.samples_per_shard is not None and at - start >= options.samples_per_shard
+        if at > start and (full or size + more > options.bytes_per_shard):
+            yield numbers[start:at]
+            start, size = at, END_BYTES
+        size += more
+    if start < len(numbers):
+        yield numbers[start:]
+
+
+class _Jobs(Sequence[_Job]):
+    """The shards of a plan as jobs, each put together when it is due."""
+
+    def __init__(self, source: Source, layout: Layout, plan: Sequence[tuple[str, np.ndarray]]) -> None:
+        self._source, self._layout, self._plan = source, layout, plan
+
+    def __len__(self) -> int:
+        return len(self._plan)
+
+    @overload
+    def __getitem__(self, at: int) -> _Job: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[_Job]: ...
+    def __getitem__(self, at: int | slice) -> _Job | list[_Job]:
+        if isinstance(at, slice):
+            return [self[one] for one in range(*at.indices(len(self)))]
+        shard, numbers = self._plan[at]
+        return _Job(shard, [_sample(self._source, self._layout, number) for number in numbers.tolist()])
+
+
+def _sample(source: Source, layout: Layout, number: int) -> SourceSample:
+    try:
+        return source.sample(number, layout)
+    except SourceError as error:
+        return _FailedSample(f"{source.where}, sample {number}", str(error))
+
+
+def _make_shard(root: Path, options: ConvertOptions, job: _Job) -> tuple[bool, list[str]]:
+    """Write a shard, unless it is there and made of the same; returns whether it was, and what was skipped."""
+    parts = root / PartsFolder.NAME
+    digest = hashlib.blake2b(_key(options), digest_size=16)
+    for sample in job.samples:
+        digest.update(sample.mark().encode("utf-8", "surrogateescape") + b"\0\0")
+    made_of = digest.hexdigest()
+    there = _load(root, job.shard)
+    if there is not None and there.made_of == made_of and _is_whole(root, job.shard, there):
+        return True, there.skipped
+    shard = ShardFile(parts / job.shard, media=options.media)
+    try:
+        for sample in job.samples:
+            try:
+                content, fields = sample.read()
+                shard.add(sample.key, content)
+            except (SourceError, SampleError) as error:
+                message = str(error) if str(error).startswith(sample.where) else f"{sample.where}: {error}"
+                if not options.skip_errors:
+                    raise SourceError(message) from error
+                shard.record.skipped.append(message)
+                continue
+            for name, access in fields.items():
+                used = shard.record.fields.setdefault(name, [])
+                if access not in used:
+                    used.append(access)
+    except BaseException:
+        shard.abort()
+        raise
+    return False, shard.close(made_of=made_of).skipped
+
+
+def _key(options: ConvertOptions) -> bytes:
+    """Return what of the options a shard depends on, its samples apart."""
+    return repr((_FORMAT, _plain_layout(options.layout), options.media)).encode()
+
+
+def _plain_layout(layout: Layout) -> list[Any]:
+    return [layout.sample_type, dict(layout.fields), sorted(layout.bare)]
+
+
+def _load(root: Path, shard: str) -> ShardRecord | None:
+    """Return the record of a shard, of this run or the one before it."""
+    for folder in (root / PartsFolder.NAME, root / META_FOLDER / _RECORDS):
+        try:
+            return ShardRecord.decode(record_path(folder / shard).read_bytes())
+        except (OSError, ValueError):
+            continue
+    return None
+
+
+def _is_whole(root: Path, shard: str, record: ShardRecord) -> bool:
+    if not record.scan.keys:
+        return True
+    for folder in (root / PartsFolder.NAME, root):
+        if (folder / shard).exists():
+            return (folder / shard).stat().st_size == record.size
+    return False
+
+
+def _finish(
+    parts: PartsFolder,
+    plan: Sequence[tuple[str, np.ndarray]],
+    options: ConvertOptions,
+    told: bytes,
+    skipped: tuple[str, ...],
+    reused: int,
+) -> Converted:
+    root = parts.root
+    records = {shard: _load(root, shard) for shard, _ in plan}
+    shards = [shard for shard, record in records.items() if record is not None and record.scan.keys]
+    split_parts: dict[str, list[str]] = {}
+    for shard, _ in plan:
+        split_parts.setdefault(shard.partition("/")[0], [])
+    for shard in shards:
+        split_parts[shard.partition("/")[0]].append(shard)
+    if options.split is not None:
+        split_parts |= {name: [] for name, _ in options.split.ratios if name not in split_parts}
+    store = open_store(root)
+    old = read_info(store).shard_counts if store.exists(meta_path(INFO_JSON)) else {}
+
+    def load(shard: str) -> ShardRecord:
+        record = records[shard]
+        assert record is not None
+        return record
+
+    counts = {shard: len(load(shard).scan.keys) for shard in shards}
+    if counts != old or reused < len(plan) or any(parts.path.rglob("*.rec")):
+        extra = {meta_path(f"{_RECORDS}/{_OPTIONS}"): told}
+        for shard, record in records.items():
+            if record is not None:
+                extra[meta_path(f"{_RECORDS}/{record_path(Path(shard)).as_posix()}")] = record.encode()
+        publish(
+            parts,
+            shards,
+            load=load,
+            sample_type=_type_name(options.layout),
+            split_parts=split_parts,
+            extra=extra,
+        )
+        for gone in old.keys() - counts.keys():
+            store.delete(gone)
+            store.delete(index_name(gone))
+            store.delete(meta_path(f"{_RECORDS}/{record_path(Path(gone)).as_posix()}"))
+    parts.remove()
+    return Converted(shard_counts=counts, split_parts=split_parts, skipped=skipped, num_reused=reused)
+
+
+def _type_name(layout: Layout) -> str:
+    return "CrudeWebdataset" if layout.is_crude else layout.sample_type
+
+
+def _told(source: Source, options: ConvertOptions) -> bytes:
+    """Return the source and the options of a conversion, to compare with those of another run."""
+    plain = {
+        "source": os.path.abspath(source.where),
+        "layout": _plain_layout(options.layout),
+        "split": str(asdict(options.split)["ratios"]) if options.split is not None else None,
+        **{
+            name: getattr(options, name)
+            for name in ("shuffle", "samples_per_shard", "bytes_per_shard", "media", "skip_errors")
+        },
+    }
+    return json.dumps(plain, indent=2).encode()
+
+
+def _check_folder(parts: PartsFolder, told: bytes, *, overwrite: bool) -> None:
+    """Refuse a folder that holds something else than this conversion, begun or ended."""
+    root = parts.root
+    for path in (parts.path / _OPTIONS, root / META_FOLDER / _RECORDS / _OPTIONS):
+        if not path.exists():
+            continue
+        before, now = json.loads(path.read_bytes()), json.loads(told)
+        other = [name for name in now if before.get(name) != now[name] and name != "skip_errors"]
+        is_finished = (root / meta_path(INFO_JSON)).exists()
+        if other and not overwrite and (is_finished or "source" in other):
+            differences = ", ".join(f"{name} was {before.get(name)} and is {now[name]}" for name in other)
+            raise ConfigurationError(
+                f"{root}: holds a conversion with other options: {differences}. Give the same ones to go on with it, "
+                "--overwrite to begin anew, or another folder."
+            )
+        return
+    if overwrite:
+        return
+    others = sorted(one.name for one in root.iterdir() if one != parts.path)
+    if others:
+        raise ConfigurationError(
+            f"{root}: holds {others[0]}{' and more' * (len(others) > 1)}, which no conversion wrote. Give another "
+            "folder, or --overwrite to write into this one."
+        )

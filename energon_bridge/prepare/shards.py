@@ -1,0 +1,347 @@
+"""Writing tars and their indexes in one pass over the bytes.
+
+    out/.nv-meta.parts/train/00000.tar   a finished shard, until all are finished
+    out/.nv-meta.parts/train/00000.rec   what is in it: a `ShardRecord` as zlib-compressed JSON
+    out/train/00000.tar, .tar.idx        where `publish` moves it
+    out/.nv-meta/                        info, split, dataset.yaml and key index; `publish` writes .info.json last
+
+Invariants: a shard's bytes depend on its samples alone (owner 0, time 0, mode 644); a name that ends in `.tar` or
+`.rec` is complete, because it was renamed; a dataset is readable only when all of it is there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import shutil
+import tarfile
+import time
+import uuid
+import zlib
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import ClassVar
+
+from energon_bridge.errors import ConfigurationError, DecodeError, SourceError, StorageError
+from energon_bridge.format.key_index import KeyIndexWriter
+from energon_bridge.format.media import metadata_row
+from energon_bridge.format.media_kinds import HEAD_BYTES, MediaFilter
+from energon_bridge.format.names import split_member_name
+from energon_bridge.format.nvmeta import (
+    DEFAULT_DATASET_CONFIG,
+    DEFAULT_SPLIT_CONFIG,
+    INDEX_SQLITE,
+    INDEX_UUID,
+    INFO_JSON,
+    meta_path,
+    render_info,
+    render_splits,
+)
+from energon_bridge.format.tar_index import encode_index, index_name
+from energon_bridge.format.tar_scan import ShardScan
+from energon_bridge.prepare.dataset_yaml import render_dataset_yaml
+from energon_bridge.prepare.media_files import read_media
+from energon_bridge.prepare.staging import Staging
+from energon_bridge.storage import LocalStore, open_store
+
+try:
+    import fcntl
+except ImportError:  # not on Windows
+    fcntl = None  # type: ignore[assignment]
+
+PARTS_FOLDER = ".nv-meta.parts"
+RECORD_SUFFIX = ".rec"
+END_BYTES = 1024
+"""Zeros that end an archive."""
+
+_BLOCK = 512
+_FLUSH_BYTES = 1 << 20
+_LOCK_SECONDS = 3.0
+_LARGEST_PLAIN = 8 << 30  # what eleven octal digits can say
+_BEFORE_SIZE = b"0000644\0" + b"0000000\0" * 2
+_TIME = b"00000000000\0"
+_AFTER_CHECKSUM = b"0" + bytes(100) + b"ustar\x0000" + bytes(247)
+_FIXED_SUM = sum(_BEFORE_SIZE + _TIME + b" " * 8 + _AFTER_CHECKSUM)
+_MEDIA = MediaFilter(strategy="EXTENSION")
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, kw_only=True)
+class ShardRecord:
+    """What the indexes say of one shard, and how it came about.
+
+    `fields` gives each field of the sample type the accesses that its samples used; `made_of` identifies the input.
+    """
+
+    scan: ShardScan = field(default_factory=ShardScan)
+    media: list[tuple[str, str, str]] = field(default_factory=list)
+    fields: dict[str, list[str]] = field(default_factory=dict)
+    skipped: list[str] = field(default_factory=list)
+    size: int = 0
+    made_of: str = ""
+
+    def encode(self) -> bytes:
+        """Write the record."""
+        columns = {
+            name: value.tolist() if isinstance(value, array) else value for name, value in asdict(self.scan).items()
+        }
+        plain = {name: getattr(self, name) for name in ("media", "fields", "skipped", "size", "made_of")}
+        return zlib.compress(json.dumps({"scan": columns, **plain}, separators=(",", ":")).encode(), 1)
+
+    @classmethod
+    def decode(cls, data: bytes) -> ShardRecord:
+        """Read a record; raises ValueError if it is none."""
+        try:
+            plain = json.loads(zlib.decompress(data))
+            scan = ShardScan(**plain.pop("scan"))
+        except (zlib.error, KeyError, TypeError) as error:
+            raise ValueError(f"no record of a shard: {error}") from error
+        for name in ("offsets", "part_samples", "part_offsets", "part_sizes"):
+            setattr(scan, name, array("q", getattr(scan, name)))
+        return cls(scan=scan, **plain)
+
+
+def member_size(name: str, size: int) -> int:
+    """Return how many bytes a member takes in a tar, its header included."""
+    return len(_header(name, size)) + (size + 511 & -512)
+
+
+def _header(name: str, size: int) -> bytes:
+    """Return the header of a member: one block, or a PAX header before it where the name or the size needs one."""
+    raw = name.encode("utf-8", "surrogateescape")
+    if len(raw) > 100 or not name.isascii() or size >= _LARGEST_PLAIN:
+        info = tarfile.TarInfo(name)
+        info.size = size
+        return info.tobuf(tarfile.PAX_FORMAT, "utf-8", "surrogateescape")
+    digits = b"%011o\0" % size
+    checksum = b"%06o\0 " % (_FIXED_SUM + sum(raw) + sum(digits))
+    return raw.ljust(100, b"\0") + _BEFORE_SIZE + digits + _TIME + checksum + _AFTER_CHECKSUM
+
+
+class ShardFile:
+    """One tar being written, and the record of it; what is under `path` appears with `close`."""
+
+    def __init__(self, path: Path, *, media: bool) -> None:
+        self.path = path
+        self.record = ShardRecord()
+        self.num_bytes = 0
+        self._media = media
+        self._pending: list[bytes] = []
+        self._pending_bytes = 0
+        self._partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+        with _writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = open(self._partial, "wb", buffering=0)  # noqa: SIM115 - `close` closes it
+
+    @property
+    def num_samples(self) -> int:
+        """Return the number of samples so far."""
+        return len(self.record.scan.keys)
+
+    def add(self, key: str, parts: Sequence[tuple[str, bytes]]) -> None:
+        """Add a sample; raises SourceError if its key or the name of a part cannot stand in a tar."""
+        scan = self.record.scan
+        names = [f"{key}.{part}" for part, _ in parts]
+        for name, (part, _) in zip(names, parts, strict=True):
+            if split_member_name(name) != (key, part) or "\0" in name or name.startswith("/"):
+                raise SourceError(
+                    f"{name!r} cannot be the name of a tar member with the key {key!r} and the part {part!r}. Keys "
+                    "have no dot after their last slash and do not begin with a slash or __, parts have no slash."
+                )
+        if not names or len(set(names)) < len(names):
+            raise SourceError(f"sample {key!r} has {'a part twice' if names else 'no parts'}: {names}.")
+        scan.keys.append(key)
+        scan.offsets.append(self.num_bytes)
+        for name, (part, data) in zip(names, parts, strict=True):
+            header = _header(name, len(data))
+            scan.part_samples.append(self.num_samples - 1)
+            scan.part_names.append(part)
+            scan.part_offsets.append(self.num_bytes + len(header))
+            scan.part_sizes.append(len(data))
+            self._write(header, data, bytes(-len(data) % _BLOCK))
+            if self._media and _MEDIA.may_pass(name):
+                self._look_into(name, data)
+
+    def close(self, *, made_of: str = "") -> ShardRecord:
+        """End the tar, give it its name and write its record. A shard without samples leaves only a record."""
+        record = self.record
+        record.scan.offsets.append(self.num_bytes)
+        record.made_of = made_of
+        self._write(bytes(END_BYTES))
+        record.size = self.num_bytes
+        with _writing(self.path):
+            self._flush()
+            self._file.close()
+            if self.num_samples:
+                os.replace(self._partial, self.path)
+            else:
+                os.unlink(self._partial)
+            write_record(self.path, record)
+        return record
+
+    def abort(self) -> None:
+        """Throw away what was written."""
+        self._file.close()
+        with contextlib.suppress(OSError):
+            os.unlink(self._partial)
+
+    def _write(self, *pieces: bytes) -> None:
+        for piece in pieces:
+            self._pending.append(piece)
+            self.num_bytes += len(piece)
+            self._pending_bytes += len(piece)
+        if self._pending_bytes >= _FLUSH_BYTES:
+            with _writing(self.path):
+                self._flush()
+
+    def _flush(self) -> None:
+        data = memoryview(b"".join(self._pending))
+        self._pending, self._pending_bytes = [], 0
+        while data:
+            data = data[self._file.write(data) :]
+
+    def _look_into(self, name: str, data: bytes) -> None:
+        try:
+            kind = _MEDIA.kind_of(name, data[:HEAD_BYTES])
+            if kind is not None:
+                self.record.media.append((name, *metadata_row(read_media(kind, data))))
+        except (DecodeError, ConfigurationError) as error:  # the second: PyAV is not installed
+            _logger.info("%s: no media metadata: %s", name, error)
+
+
+def record_path(shard: Path) -> Path:
+    """Return where the record of a shard lies."""
+    return shard.with_suffix(RECORD_SUFFIX)
+
+
+def write_record(shard: Path, record: ShardRecord) -> None:
+    """Write the record of a shard as a whole."""
+    path = record_path(shard)
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    partial.write_bytes(record.encode())
+    os.replace(partial, path)
+
+
+class PartsFolder:
+    """The folder `.nv-meta.parts` of a dataset that is being written; `locked` keeps other writers out."""
+
+    NAME: ClassVar[str] = PARTS_FOLDER
+
+    def __init__(self, root: Path, *, locked: bool) -> None:
+        store = open_store(root)
+        if not isinstance(store, LocalStore):
+            raise ConfigurationError(f"{root}: shards are written to a local folder; copy the folder when it is done.")
+        self.root = Path(store.root)
+        self.path = self.root / PARTS_FOLDER
+        self._lock = -1
+        with _writing(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            if locked and fcntl is not None:
+                self._lock = os.open(self.path, os.O_RDONLY)
+                self._claim()
+
+    def remove(self) -> None:
+        """Remove the folder with all that is in it."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def close(self) -> None:
+        """Let others write; a folder with nothing in it goes."""
+        with contextlib.suppress(OSError):
+            self.path.rmdir()
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def __enter__(self) -> PartsFolder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _claim(self) -> None:
+        """Take the lock. The workers of a run that was just killed hold it for a moment longer."""
+        deadline = time.monotonic() + _LOCK_SECONDS
+        while True:
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() < deadline:
+                    time.sleep(0.05)
+                    continue
+                self.close()
+                raise ConfigurationError(f"{self.root}: another conversion writes here. Wait for it to end.") from None
+            except OSError:
+                return  # a file system without locks
+            break
+        for partial in self.path.rglob("*.partial"):
+            partial.unlink(missing_ok=True)
+
+
+def publish(
+    parts: PartsFolder,
+    shards: Sequence[str],
+    *,
+    load: Callable[[str], ShardRecord],
+    sample_type: str,
+    split_parts: Mapping[str, Sequence[str]],
+    extra: Mapping[str, bytes] | None = None,
+) -> dict[str, int]:
+    """Move finished shards into place and write `.nv-meta`; returns the samples by shard.
+
+    `load` returns the record of a shard. A shard that is not among the parts is in its place already. `extra` are more
+    files of the dataset. Where a shard replaces another one, the dataset is unprepared until all is done, so that no
+    reader sees tars and indexes of different ages.
+    """
+    root = parts.root
+    counts: dict[str, int] = {}
+    fields: dict[str, dict[str, None]] = {}
+    identity = hashlib.blake2b(digest_size=16)
+    store = open_store(root)
+    with Staging(store) as staging:
+        with KeyIndexWriter(staging.path(meta_path(INDEX_SQLITE)), shards) as writer:
+            for number, shard in enumerate(shards):
+                record = load(shard)
+                writer.add(number, record.scan)
+                writer.add_media(record.media)
+                counts[shard] = len(record.scan.keys)
+                index = encode_index(record.scan.offsets)
+                identity.update(f"{shard}\0{record.scan.keys}\0{record.scan.part_names}".encode())
+                identity.update(index + record.scan.part_sizes.tobytes())
+                staging.add(index_name(shard), index)
+                for name, accesses in record.fields.items():
+                    fields.setdefault(name, {}).update(dict.fromkeys(accesses))
+            writer.finish()
+        field_map = {name: ",".join(sorted(accesses)) for name, accesses in fields.items()}
+        for rel, data in (extra or {}).items():
+            staging.add(rel, data)
+        staging.add(meta_path(DEFAULT_SPLIT_CONFIG), render_splits(split_parts))
+        staging.add(meta_path(DEFAULT_DATASET_CONFIG), render_dataset_yaml(sample_type, field_map or None))
+        staging.add(meta_path(INDEX_UUID), str(uuid.UUID(bytes=identity.digest())).encode())
+        staging.add(meta_path(INFO_JSON), render_info(counts))
+        with _writing(root):
+            moved = [shard for shard in shards if (parts.path / shard).exists()]
+            if any((root / shard).exists() for shard in moved):
+                (root / meta_path(INFO_JSON)).unlink(missing_ok=True)
+            for shard in moved:
+                (root / shard).parent.mkdir(parents=True, exist_ok=True)
+                os.replace(parts.path / shard, root / shard)
+        staging.commit()
+    return counts
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Turn what the file system complains of into a StorageError."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be written: {error}. Is there room on the disk?") from error

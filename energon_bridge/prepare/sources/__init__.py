@@ -1,0 +1,90 @@
+"""Which kind of source a path is; the readers are in the modules beside this one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from energon_bridge.errors import ConfigurationError, DatasetNotFoundError, SourceError
+from energon_bridge.prepare.sources.base import Source
+
+KINDS = ("table", "pairs", "classes", "parquet", "huggingface", "webdataset")
+_TABLES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv")
+_LISTS = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
+
+
+def open_source(
+    path: Path, *, kind: str | None = None, media: Path | None = None, numbered: bool = False, num_workers: int = 1
+) -> Source:
+    """Open a source of `energon convert`, of a kind or of what it looks like; raises what its reader does."""
+    if not path.exists():
+        hint = " hf:// and other URLs are not read here: download them first." if "://" in str(path) else ""
+        raise DatasetNotFoundError(f"{path}: no such file or folder. Check the path.{hint}")
+    if media is not None and not media.is_dir():
+        raise ConfigurationError(f"--media {media}: no such folder.")
+    kind, path = (kind, path) if kind is not None else _look(path)
+    readers: dict[str, Callable[[], Source]] = {
+        "table": lambda: _table(path, media),
+        "pairs": lambda: _folder(path, as_classes=False),
+        "classes": lambda: _folder(path, as_classes=True),
+        "folder": lambda: _folder(path, as_classes=None),
+        "parquet": lambda: _arrow(path, media, saved=False),
+        "huggingface": lambda: _arrow(path, media, saved=True),
+        "webdataset": lambda: _tars(path, numbered=numbered, num_workers=num_workers),
+    }
+    source = readers[kind]()
+    if len(source) == 0:
+        raise SourceError(f"{path}: has no samples ({source.kind}).")
+    return source
+
+
+def _look(path: Path) -> tuple[str, Path]:
+    """Return what a path looks like, and the file that lists the samples if a folder has one."""
+    suffix = path.suffix.lower()
+    if path.is_file():
+        if suffix in _TABLES:
+            return "table", path
+        kinds = {".parquet": "parquet", ".tar": "webdataset"}
+        if suffix not in kinds:
+            known = ", ".join((*_TABLES, *kinds))
+            raise SourceError(f"{path}: what is a {suffix or 'file without a suffix'}? Known are {known} and folders.")
+        return kinds[suffix], path
+    if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
+        return "huggingface", path
+    for pattern, kind in (("*.tar", "webdataset"), ("*.parquet", "parquet")):
+        if next((one for one in path.rglob(pattern) if not one.name.startswith(".")), None) is not None:
+            return kind, path
+    for name in _LISTS:
+        if (path / name).exists():
+            return "table", path / name
+    tables = [one for one in sorted(path.iterdir()) if one.suffix.lower() in _TABLES[1:]]
+    if tables:
+        raise SourceError(
+            f"{path}: is it the folder, or the list {tables[0].name} in it? Give the file, {tables[0]}, or say "
+            "--kind pairs or --kind classes."
+        )
+    return "folder", path
+
+
+def _table(path: Path, media: Path | None) -> Source:
+    from energon_bridge.prepare.sources.tables import open_table
+
+    return open_table(path, media)
+
+
+def _folder(path: Path, *, as_classes: bool | None) -> Source:
+    from energon_bridge.prepare.sources.folders import FolderSource
+
+    return FolderSource(path, as_classes=as_classes)
+
+
+def _arrow(path: Path, media: Path | None, *, saved: bool) -> Source:
+    from energon_bridge.prepare.sources.arrow import open_parquet, open_saved
+
+    return open_saved(path, media) if saved else open_parquet(path, media)
+
+
+def _tars(path: Path, *, numbered: bool, num_workers: int) -> Source:
+    from energon_bridge.prepare.sources.tars import TarSource
+
+    return TarSource(path, numbered=numbered, num_workers=num_workers)

@@ -1,0 +1,242 @@
+"""Parquet files, and datasets that Hugging Face's library saved to disk (arrow streams). Needs pyarrow.
+
+Rows are read where they are written, in the process that writes them; the one that plans reads metadata only, and the
+rows that it shows. Labels of Hugging Face's `ClassLabel` come with their names.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+from energon_bridge.errors import ConfigurationError, SourceError
+from energon_bridge.prepare.sources.base import (
+    SPLIT_NAMES,
+    SPLIT_ORDER,
+    Layout,
+    Row,
+    first_rows,
+    lay_out,
+    located,
+)
+from energon_bridge.prepare.sources.proposing import CONVERSATIONS, propose_layout
+from energon_bridge.prepare.sources.tables import as_files, conversation_row, holds_media
+
+_SPLIT = re.compile(r"(train|validation|valid|val|dev|test)(?=[-_.]|$)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Group:
+    """A row group of a parquet file, or an arrow file (group -1), with the label names of its columns."""
+
+    path: str
+    group: int
+    num_rows: int
+    labels: tuple[tuple[str, tuple[str, ...]], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArrowSample:
+    """A row that has not been read yet."""
+
+    key: str
+    where: str
+    group: _Group
+    at: int
+    number: int
+    media: Path
+    columns: tuple[str, ...]
+    layout: Layout
+
+    def sizes(self) -> list[tuple[str, int]]:
+        """Return its parts with their sizes; reads the row."""
+        return [(name, len(data)) for name, data in self.read()[0]]
+
+    def mark(self) -> str:
+        """Return what changes if the file does."""
+        stat = Path(self.group.path).stat()
+        return f"{self.key}\0{self.group.path} {stat.st_size} {stat.st_mtime_ns} {self.group.group} {self.at}"
+
+    def read(self) -> tuple[list[tuple[str, bytes]], Mapping[str, str]]:
+        """Return its parts, and the accesses of its fields."""
+        row = read_row(self.group, self.at, self.where, self.media, self.columns)
+        return lay_out(row, self.layout, self.number).read()
+
+
+def read_row(group: _Group, at: int, where: str, media: Path, columns: tuple[str, ...]) -> Row:
+    """Return a row; raises SourceError."""
+    values: dict[str, Any] = _table(group.path, group.group).slice(at, 1).to_pylist()[0]
+    with located(where):
+        if any(name in values for name in CONVERSATIONS):
+            return conversation_row(values, where, media)
+        files = {}
+        for column in columns:
+            value = values.pop(column, None)
+            if value:
+                files[column] = as_files(value, media, column)
+        for column, names in group.labels:
+            value = values.get(column)
+            if isinstance(value, int) and 0 <= value < len(names):
+                values["label_name" if column == "label" else f"{column}_name"] = names[value]
+        return Row(where=where, values=values, files=files)
+
+
+class ArrowSource:
+    """The rows of some files, in their order."""
+
+    def __init__(self, root: Path, files: list[tuple[str, Path]], media: Path | None, kind: str) -> None:
+        self.kind = kind
+        self.where = str(root)
+        self._media = (root if media is None else media).absolute()
+        self._groups: list[_Group] = []
+        self._starts = [0]
+        counts: dict[str, int] = {}
+        for part, path in files:
+            groups = _groups_of(path)
+            for group in groups:
+                self._groups.append(group)
+                self._starts.append(self._starts[-1] + group.num_rows)
+            counts[part] = counts.get(part, 0) + sum(group.num_rows for group in groups)
+        self.split_parts = tuple(counts.items()) if "" not in counts else ()
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def row(self, number: int) -> Row:
+        """Return a row."""
+        group, at, where = self._place(number)
+        return read_row(group, at, where, self._media, self._columns)
+
+    def sample(self, number: int, layout: Layout) -> ArrowSample:
+        """Return a sample to be read."""
+        group, at, where = self._place(number)
+        return ArrowSample(
+            key=f"{number:09d}",
+            where=where,
+            group=group,
+            at=at,
+            number=number,
+            media=self._media,
+            columns=self._columns,
+            layout=layout,
+        )
+
+    def propose(self) -> Layout:
+        """Say what the rows seem to be."""
+        return propose_layout(first_rows(self, 20))
+
+    @cached_property
+    def _columns(self) -> tuple[str, ...]:
+        seen: dict[str, list[bool]] = {}
+        for number in range(min(20, len(self))):
+            group, at, _ = self._place(number)
+            for name, value in _table(group.path, group.group).slice(at, 1).to_pylist()[0].items():
+                if value:
+                    seen.setdefault(name, []).append(holds_media(value))
+        return tuple(name for name, found in seen.items() if sum(found) * 2 > len(found))
+
+    def _place(self, number: int) -> tuple[_Group, int, str]:
+        place = bisect_right(self._starts, number) - 1
+        group = self._groups[place]
+        at = number - self._starts[place]
+        inside = f", row group {group.group}" if group.group >= 0 else ""
+        return group, at, f"{group.path}{inside}, row {at}"
+
+
+def open_parquet(path: Path, media: Path | None) -> ArrowSource:
+    """Open a parquet file, or all below a folder; names like `train-00000-of-00004.parquet` are a split."""
+    paths = [path] if path.is_file() else sorted(path.rglob("*.parquet"))
+    root = path.parent if path.is_file() else path
+    named = [(_split_of(one, root), one) for one in paths]
+    if len(paths) == 1 or any(part is None for part, _ in named):
+        return ArrowSource(root, [("", one) for one in paths], media, "parquet")
+    found = sorted(((part or "", one) for part, one in named), key=lambda item: (SPLIT_ORDER.index(item[0]), item[1]))
+    return ArrowSource(root, found, media, "parquet")
+
+
+def open_saved(path: Path, media: Path | None) -> ArrowSource:
+    """Open what `Dataset.save_to_disk` or `DatasetDict.save_to_disk` wrote."""
+    splits = {"": path}
+    if (path / "dataset_dict.json").exists():
+        names = json.loads((path / "dataset_dict.json").read_bytes())["splits"]
+        unknown = [name for name in names if name not in SPLIT_NAMES]
+        if unknown:
+            raise SourceError(
+                f"{path}: has the split {unknown[0]!r}; known are train, validation and test. Convert its folder by "
+                f"itself: {path / unknown[0]}"
+            )
+        splits = {SPLIT_NAMES[name]: path / name for name in names}
+    files = []
+    for part in sorted(splits, key=lambda name: (*SPLIT_ORDER, "").index(name)):
+        state = json.loads((splits[part] / "state.json").read_bytes())
+        if state.get("_indices_data_files"):
+            raise SourceError(f"{splits[part]}: has indices; call `flatten_indices()` before `save_to_disk`.")
+        files += [(part, splits[part] / file["filename"]) for file in state["_data_files"]]
+    return ArrowSource(path, files, media, "Hugging Face dataset")
+
+
+def _split_of(path: Path, root: Path) -> str | None:
+    for name in reversed(path.relative_to(root).parts):
+        match = _SPLIT.match(name)
+        if match is not None:
+            return SPLIT_NAMES[match[1]]
+    return None
+
+
+def _groups_of(path: Path) -> list[_Group]:
+    parquet = path.suffix == ".parquet"
+    arrow = _pyarrow()
+    try:
+        if parquet:
+            file = _parquet(str(path))
+            labels = _labels(file.schema_arrow.metadata)
+            counts = [file.metadata.row_group(number).num_rows for number in range(file.metadata.num_row_groups)]
+            return [
+                _Group(path=str(path), group=number, num_rows=count, labels=labels)
+                for number, count in enumerate(counts)
+            ]
+        table = _table(str(path), -1)
+    except (OSError, arrow.ArrowException) as error:
+        raise SourceError(f"{path}: cannot be read: {error}. Was the download cut off?") from error
+    return [_Group(path=str(path), group=-1, num_rows=table.num_rows, labels=_labels(table.schema.metadata))]
+
+
+def _labels(metadata: Mapping[bytes, bytes] | None) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    text = (metadata or {}).get(b"huggingface")
+    features = json.loads(text).get("info", {}).get("features", {}) if text else {}
+    return tuple(
+        (name, tuple(feature["names"]))
+        for name, feature in features.items()
+        if isinstance(feature, dict) and feature.get("_type") == "ClassLabel" and feature.get("names")
+    )
+
+
+def _pyarrow() -> Any:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise ConfigurationError(
+            "parquet files and Hugging Face datasets are read with pyarrow: pip install 'energon-bridge[parquet]'"
+        ) from error
+    return pyarrow
+
+
+@lru_cache(maxsize=16)
+def _parquet(path: str) -> Any:
+    return _pyarrow().parquet.ParquetFile(path)
+
+
+@lru_cache(maxsize=2)
+def _table(path: str, group: int) -> Any:
+    """Return the rows of a group; an arrow file is mapped into memory, so that only what is used is read."""
+    if group >= 0:
+        return _parquet(path).read_row_group(group, use_threads=False)
+    arrow = _pyarrow()
+    return arrow.ipc.open_stream(arrow.memory_map(path)).read_all()

@@ -1,0 +1,348 @@
+"""What every source of `energon convert` is: rows by number, each of plain values and files.
+
+A reader turns its format into rows; `lay_out` turns a row into the parts of a sample, as a `Layout` says. So a reader
+knows nothing of tars, and the writer nothing of formats.
+
+    Row(values={"caption": "a cat"}, files={"image": FileRef("cat.jpg")})
+    Layout(sample_type="CaptioningSample", fields={"image": "image", "caption": "caption"}, bare={"image"})
+    -> jpg: the file, json: {"caption": "a cat"}, field map {"image": "jpg", "caption": "json[caption]"}
+
+Invariants: samples can be pickled and hold no media of files, only where they lie; reading one again gives the same.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from energon_bridge.errors import ConfigurationError, FieldMapError, SourceError
+from energon_bridge.format.field_map import FieldMap, parse_access
+from energon_bridge.format.media_kinds import kind_by_name
+from energon_bridge.prepare.dataset_yaml import describe_fields
+from energon_bridge.samples import CrudeSample, sample_type_by_name
+
+SPLIT_NAMES = {"train": "train", "val": "val", "valid": "val", "validation": "val", "dev": "val", "test": "test"}
+SPLIT_ORDER = ("train", "val", "test")
+
+
+@dataclass(frozen=True, slots=True)
+class FileRef:
+    """A file that becomes a part as it is."""
+
+    path: str
+    extension: str
+
+    def read(self) -> bytes:
+        """Return its bytes; raises SourceError."""
+        try:
+            with open(self.path, "rb", buffering=0) as file:
+                return file.read()
+        except OSError as error:
+            raise self._unreadable(error) from error
+
+    def size(self) -> int:
+        """Return its size; raises SourceError."""
+        try:
+            return os.stat(self.path).st_size
+        except OSError as error:
+            raise self._unreadable(error) from error
+
+    def mark(self) -> str:
+        """Return what changes if the file does."""
+        try:
+            found = os.stat(self.path)
+        except OSError:
+            return f"{self.path} missing"
+        return f"{self.path} {found.st_size} {found.st_mtime_ns}"
+
+    def _unreadable(self, error: OSError) -> SourceError:
+        remedy = "Is --media the folder that paths are relative to? --on-error skip leaves such samples out."
+        return SourceError(f"{self.path} cannot be read: {error.strerror}. {remedy}")
+
+
+@dataclass(frozen=True, slots=True)
+class Blob:
+    """Bytes that become a part as they are."""
+
+    data: bytes
+    extension: str
+
+    def read(self) -> bytes:
+        """Return the bytes."""
+        return self.data
+
+    def size(self) -> int:
+        """Return their number."""
+        return len(self.data)
+
+    def mark(self) -> str:
+        """Return what changes if they do."""
+        return self.data.hex()
+
+
+Content = FileRef | Blob
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One row of a source: plain values and files by column. `where` names it in errors; no key: its number."""
+
+    where: str
+    values: dict[str, Any]
+    files: dict[str, Content | tuple[Content, ...]]
+    key: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """How rows become samples: the type, and the column (`captions[0]`) of each of its fields.
+
+    Crude samples have no fields and keep all columns. Parts of `bare` columns are named by their format alone (`jpg`),
+    others have the name of the column before it.
+    """
+
+    sample_type: str
+    fields: Mapping[str, str] = field(default_factory=dict)
+    bare: frozenset[str] = frozenset()
+
+    @property
+    def is_crude(self) -> bool:
+        """Whether all columns are kept, and none is a field."""
+        return issubclass(sample_type_by_name(self.sample_type), CrudeSample)
+
+
+class SourceSample(Protocol):
+    """A sample that has not been read yet."""
+
+    @property
+    def key(self) -> str:
+        """Return its key."""
+        ...
+
+    @property
+    def where(self) -> str:
+        """Say where it stands, for errors."""
+        ...
+
+    def sizes(self) -> list[tuple[str, int]]:
+        """Return its parts with their sizes in bytes; raises SourceError."""
+        ...
+
+    def mark(self) -> str:
+        """Return what changes if the sample does; never raises."""
+        ...
+
+    def read(self) -> tuple[list[tuple[str, bytes]], Mapping[str, str]]:
+        """Return its parts, and the access of each field to them; raises SourceError."""
+        ...
+
+
+class Source(Protocol):
+    """Rows by number. `split_parts` are (name, rows) in their order where the source has splits of its own."""
+
+    kind: str
+    where: str
+    split_parts: tuple[tuple[str, int], ...]
+
+    def __len__(self) -> int: ...
+
+    def row(self, number: int) -> Row:
+        """Return a row; raises SourceError."""
+        ...
+
+    def sample(self, number: int, layout: Layout) -> SourceSample:
+        """Return a sample to be read, here or in another process; raises SourceError."""
+        ...
+
+    def propose(self) -> Layout:
+        """Say what the rows seem to be; raises SourceError if they are nothing that can be converted."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowSample:
+    """A sample made of a row."""
+
+    key: str
+    where: str
+    parts: tuple[tuple[str, Content], ...]
+    fields: Mapping[str, str]
+
+    def sizes(self) -> list[tuple[str, int]]:
+        """Return its parts with their sizes."""
+        with located(self.where):
+            return [(name, content.size()) for name, content in self.parts]
+
+    def mark(self) -> str:
+        """Return what changes if the sample does."""
+        return "\0".join((self.key, *(f"{name} {content.mark()}" for name, content in self.parts)))
+
+    def read(self) -> tuple[list[tuple[str, bytes]], Mapping[str, str]]:
+        """Return its parts, and the accesses of its fields."""
+        with located(self.where):
+            return [(name, content.read()) for name, content in self.parts], self.fields
+
+
+class located:  # noqa: N801 - used like a function
+    """Name the place in front of a SourceError raised inside."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, SourceError) and not str(error).startswith(self._where):
+            raise SourceError(f"{self._where}: {error}") from error
+
+
+def lay_out(row: Row, layout: Layout, number: int) -> RowSample:
+    """Make a sample of a row; raises SourceError if a column is missing or does not fit."""
+    crude = not layout.fields
+    wanted = {access.partition("[")[0] for access in layout.fields.values()}
+    parts: list[tuple[str, Content]] = []
+    names: dict[str, list[str]] = {}
+    for column, contents in row.files.items():
+        if not crude and column not in wanted:
+            continue
+        bare = column in layout.bare
+        if isinstance(contents, tuple):
+            prefix = "" if bare else f"{column}."
+            found = [(f"{prefix}{at}.{content.extension}", content) for at, content in enumerate(contents)]
+        else:
+            found = [(contents.extension if bare else f"{column}.{contents.extension}", contents)]
+        names[column] = [name for name, _ in found]
+        parts += found
+    values = row.values
+    fields: dict[str, str] = {}
+    for name, access in layout.fields.items():
+        column, bracket, steps = access.partition("[")
+        if column in names:
+            fields[name] = _file_access(row, names[column], name, column, bracket + steps)
+            continue
+        value = _value_at(row, name, access)
+        fitted = _fitted(value, _declared(layout.sample_type)[name][1])
+        if fitted is not value:
+            if bracket:
+                raise SourceError(f"{row.where}: `{access}` is {value!r}, which does not fit the field `{name}`.")
+            values = {**values, column: fitted}
+        fields[name] = f"json[{column}]{bracket}{steps}"
+    if values:
+        data = json.dumps(values, ensure_ascii=False, separators=(",", ":"), default=_not_plain(row)).encode()
+        parts.append(("json", Blob(data, "json")))
+    if not parts:
+        raise SourceError(f"{row.where}: is empty.")
+    return RowSample(key=row.key or f"{number:09d}", where=row.where, parts=tuple(parts), fields=fields)
+
+
+def _file_access(row: Row, names: Sequence[str], name: str, column: str, steps: str) -> str:
+    if len(names) == 1 and (not steps or names[0].endswith("json")):
+        return names[0] + steps
+    at = steps.strip("[]")
+    if at.isdigit() and int(at) < len(names):
+        return names[int(at)]
+    raise SourceError(
+        f"{row.where}: `{column}` has {len(names)} files, so the field `{name}` cannot be {column}{steps}. "
+        f"--on-error skip leaves such samples out, --sample-type CrudeSample takes any number."
+    )
+
+
+def _value_at(row: Row, name: str, access: str) -> Any:
+    column = access.partition("[")[0]
+    if column not in row.values:
+        known = ", ".join([*row.files, *row.values]) or "none"
+        raise SourceError(
+            f"{row.where}: has no `{column}`, from which the field `{name}` is to come. It has {known}. Name a column "
+            f"with --field {name}=COLUMN; --on-error skip leaves such samples out."
+        )
+    try:
+        return FieldMap({name: access})(row.values)[name]
+    except KeyError as error:
+        raise SourceError(f"{row.where}: there is nothing at `{access}` for the field `{name}`.") from error
+
+
+def _fitted(value: Any, declared: str) -> Any:
+    """Make a list of one text, and a number of digits, where the field is declared so."""
+    if isinstance(value, str):
+        if declared.startswith("list[str]"):
+            return [value]
+        if declared.startswith("int") and value.strip().lstrip("-").isdigit():
+            return int(value)
+    return value
+
+
+@functools.cache
+def _declared(sample_type: str) -> dict[str, tuple[bool, str]]:
+    return {name: (required, kind) for name, required, kind in describe_fields(sample_type_by_name(sample_type))}
+
+
+def _not_plain(row: Row) -> Any:
+    def refuse(value: Any) -> str:
+        if hasattr(value, "isoformat"):
+            return str(value.isoformat())
+        if isinstance(value, bytes):
+            raise SourceError(f"{row.where}: bytes that are no media of a known format ({value[:8]!r}…).")
+        return str(value)  # decimals and the like
+
+    return refuse
+
+
+def check_layout(layout: Layout) -> None:
+    """Check that a layout names fields of its type, and all that it requires; raises ConfigurationError."""
+    cls = sample_type_by_name(layout.sample_type)
+    if layout.is_crude:
+        if layout.fields:
+            raise ConfigurationError(f"{layout.sample_type} has no fields: leave --field out.")
+        return
+    for name, access in layout.fields.items():
+        if len(parse_access(access, where="--field", field=name)) > 1:
+            raise FieldMapError(f"--field {name}={access}: names several columns; a column has no comma in its name.")
+    declared = _declared(layout.sample_type)
+    for name in layout.fields:
+        if name not in declared:
+            raise FieldMapError(f"--field {name}: {cls.__name__} has no such field; it has {', '.join(declared)}.")
+    missing = [name for name, (required, _) in declared.items() if required and name not in layout.fields]
+    if missing:
+        flags = " ".join(f"--field {name}=COLUMN" for name in missing)
+        raise FieldMapError(f"{cls.__name__} requires the fields {', '.join(missing)}, too: add {flags}.")
+
+
+def media_file(text: str, root: Path) -> FileRef:
+    """Return the file of a path below `root`; raises SourceError for a URL and for a path that leads out."""
+    if "://" in text:
+        raise SourceError(f"{text[:100]!r} is a URL. Download the files first (img2dataset does), then give --media.")
+    path = os.path.normpath(os.path.join(root, text))
+    if not path.startswith(f"{os.path.normpath(root)}{os.sep}") and str(root) != os.sep:
+        raise SourceError(f"the path {text!r} leads out of {root}. Give the folder that holds all files: --media.")
+    return FileRef(path, Path(path).suffix[1:].lower() or "bin")
+
+
+def is_media_path(value: Any) -> bool:
+    """Whether a value looks like the path of a media file."""
+    return isinstance(value, str) and len(value) < 4096 and "\n" not in value and kind_by_name(value) is not None
+
+
+def first_rows(source: Source, count: int = 100) -> list[Row]:
+    """Return the first rows that can be read; raises SourceError if none can."""
+    rows: list[Row] = []
+    failed: SourceError | None = None
+    for number in range(min(count, len(source))):
+        try:
+            rows.append(source.row(number))
+        except SourceError as error:
+            failed = failed or error
+    if not rows and failed is not None:
+        raise failed
+    return rows
+
+
+def contents_of(row: Row) -> Iterable[Content]:
+    """Yield all files of a row."""
+    for contents in row.files.values():
+        yield from contents if isinstance(contents, tuple) else (contents,)

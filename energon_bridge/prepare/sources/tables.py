@@ -1,0 +1,335 @@
+"""Rows of JSON, JSONL, CSV and TSV files: conversations with media, COCO captions, and any table with paths in it.
+
+A JSON file is read as a whole. Of a JSONL file only the offsets of its lines are held, and a line is parsed when its
+sample is due.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import csv
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from energon_bridge.errors import SourceError
+from energon_bridge.format.media_kinds import HEAD_BYTES, extension_by_head
+from energon_bridge.prepare.sources.base import (
+    Blob,
+    Content,
+    Layout,
+    Row,
+    RowSample,
+    first_rows,
+    is_media_path,
+    lay_out,
+    located,
+    media_file,
+)
+from energon_bridge.prepare.sources.proposing import CONVERSATIONS, propose_layout
+
+_MEDIA_KEYS = {
+    "image": "images",
+    "images": "images",
+    "video": "videos",
+    "videos": "videos",
+    "audio": "audios",
+    "audios": "audios",
+}
+_LOOKED_AT = 100
+
+
+class TableSource:
+    """Entries by number, each a mapping of columns, of which those with media paths become files."""
+
+    split_parts: tuple[tuple[str, int], ...] = ()
+
+    def __init__(self, path: Path, entries: Entries, media: Path | None, kind: str) -> None:
+        self.kind = kind
+        self.where = str(path)
+        self._entries = entries
+        self._media = (path.parent if media is None else media).absolute()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def row(self, number: int) -> Row:
+        """Return a row."""
+        entry, where = self._entries.entry(number)
+        with located(where):
+            if any(name in entry for name in CONVERSATIONS):
+                return conversation_row(entry, where, self._media)
+            values, files = dict(entry), {}
+            for column in self._columns:
+                value = values.pop(column, None)
+                if value is not None and value != "":
+                    files[column] = as_files(value, self._media, column)
+            return Row(where=where, values=values, files=files)
+
+    def sample(self, number: int, layout: Layout) -> RowSample:
+        """Return a sample to be read."""
+        return lay_out(self.row(number), layout, number)
+
+    def propose(self) -> Layout:
+        """Say what the rows seem to be."""
+        rows = first_rows(self)
+        if not self._columns and not any(row.files for row in rows):
+            for row in rows[:1]:
+                for name, value in row.values.items():
+                    if isinstance(value, str) and "://" in value[:10] and is_media_path(value.partition("?")[0]):
+                        raise SourceError(
+                            f"{row.where}: the column `{name}` holds URLs ({value[:60]}), and no column holds files. "
+                            "Download them first (img2dataset does), or convert without them: --sample-type CrudeSample"
+                        )
+        return propose_layout(rows)
+
+    @cached_property
+    def _columns(self) -> tuple[str, ...]:
+        """Return the columns that hold media, by the first entries."""
+        seen: dict[str, list[bool]] = {}
+        for number in range(min(_LOOKED_AT, len(self))):
+            try:
+                entry = self._entries.entry(number)[0]
+            except SourceError:
+                continue
+            for name, value in entry.items():
+                if value is not None and value != "" and value != []:
+                    seen.setdefault(name, []).append(holds_media(value))
+        return tuple(name for name, found in seen.items() if sum(found) * 2 > len(found))
+
+
+def holds_media(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(holds_media(item) for item in value)
+    if isinstance(value, Mapping):
+        return set(value) == {"bytes", "path"}
+    return isinstance(value, bytes) or (is_media_path(value) and "://" not in value)
+
+
+def as_files(value: Any, media: Path, column: str) -> Content | tuple[Content, ...]:
+    """Return the files that a value stands for: a path, bytes, `{"bytes": …, "path": …}`, a data URI, or a list."""
+    if isinstance(value, list | tuple):
+        found = [as_files(item, media, column) for item in value]
+        return tuple(item for item in found if not isinstance(item, tuple))
+    if isinstance(value, Mapping):
+        data, path = value.get("bytes"), value.get("path")
+        if data is None and isinstance(path, str):
+            return media_file(path, media)
+        value = data
+        if isinstance(data, bytes) and isinstance(path, str) and is_media_path(path):
+            return Blob(data, path.rpartition(".")[2].lower())
+    if isinstance(value, bytes):
+        extension = extension_by_head(value[:HEAD_BYTES])
+        if extension is None:
+            raise SourceError(f"`{column}`: bytes of no format that is known ({value[:8]!r}…).")
+        return Blob(value, extension)
+    if isinstance(value, str) and value.startswith("data:"):
+        try:
+            return as_files(base64.b64decode(value.partition(",")[2], validate=True), media, column)
+        except binascii.Error as error:
+            raise SourceError(f"`{column}`: a data URI that cannot be read: {error}.") from error
+    if not isinstance(value, str):
+        raise SourceError(f"`{column}`: is {str(value)[:60]!r}, expected the path of a file.")
+    return media_file(value, media)
+
+
+def conversation_row(entry: Mapping[str, Any], where: str, media: Path) -> Row:
+    """Take the media out of a conversation: its own keys, and those inside of messages in the manner of OpenAI."""
+    values: dict[str, Any] = {}
+    files: dict[str, tuple[Content, ...]] = {}
+    named: list[str] = []
+
+    def take(column: str, value: Any) -> None:
+        found = as_files(value if isinstance(value, list) else [value], media, column)
+        files[column] = (*files.get(column, ()), *(found if isinstance(found, tuple) else (found,)))
+        named.extend(item for item in (value if isinstance(value, list) else [value]) if is_media_path(item))
+
+    for name, value in entry.items():
+        if name in _MEDIA_KEYS:
+            if value:
+                take(_MEDIA_KEYS[name], value)
+        elif name in CONVERSATIONS:
+            if not isinstance(value, list) or not all(isinstance(turn, Mapping) for turn in value):
+                raise SourceError(f"`{name}`: expected a list of turns, found {str(value)[:60]!r}.")
+            values[name] = [_without_media(turn, take) for turn in value]
+        else:
+            values[name] = value
+    if named:
+        values["files"] = named
+    return Row(where=where, values=values, files=dict(files))
+
+
+def _without_media(turn: Mapping[str, Any], take: Callable[[str, Any], None]) -> dict[str, Any]:
+    content = turn.get("content")
+    if not isinstance(content, list):
+        return dict(turn)
+    pieces: list[Any] = []
+    for piece in content:
+        kind = piece.get("type") if isinstance(piece, Mapping) else None
+        kind = kind.removesuffix("_url") if isinstance(kind, str) else None
+        payload = next((piece[name] for name in (f"{kind}_url", kind, "url", "path") if name in piece), None)
+        if kind in _MEDIA_KEYS and payload is not None:
+            take(_MEDIA_KEYS[kind], payload["url"] if isinstance(payload, Mapping) and "url" in payload else payload)
+            pieces.append({"type": kind})
+        else:
+            pieces.append(piece)
+    return {**turn, "content": pieces}
+
+
+class Entries:
+    """Mappings by number, each with the place where it stands."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def entry(self, number: int) -> tuple[Mapping[str, Any], str]:
+        """Return an entry and its place; raises SourceError."""
+        raise NotImplementedError
+
+
+class ListedEntries(Entries):
+    """Entries in memory; `unit` and `first` number them as people do."""
+
+    def __init__(self, path: Path, entries: Sequence[Any], *, unit: str = "entry", first: int = 0) -> None:
+        self._path, self._entries, self._unit, self._first = path, entries, unit, first
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def entry(self, number: int) -> tuple[Mapping[str, Any], str]:
+        """Return an entry and its place."""
+        entry = self._entries[number]
+        where = f"{self._path}, {self._unit} {number + self._first}"
+        if not isinstance(entry, Mapping):
+            raise SourceError(f"{where}: expected an object, found {str(entry)[:60]!r}.")
+        return entry, where + (f" (id {entry['id']})" if "id" in entry else "")
+
+
+class LineEntries(Entries):
+    """The lines of a JSONL file, parsed one by one."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            text = np.memmap(file, np.uint8, "r") if size else np.zeros(0, np.uint8)
+            ends = [np.flatnonzero(text[at : at + (1 << 24)] == 10) + at + 1 for at in range(0, size, 1 << 24)]
+            borders = np.concatenate([np.zeros(1, np.int64), *ends])
+            if borders[-1] != size:
+                borders = np.append(borders, size)
+        filled = np.flatnonzero(np.diff(borders) > 2)  # `{}` and a line end: what is shorter is no entry
+        self._starts, self._ends, self._lines = borders[:-1][filled], borders[1:][filled], filled + 1
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def entry(self, number: int) -> tuple[Mapping[str, Any], str]:
+        """Return an entry and its place."""
+        start, end = int(self._starts[number]), int(self._ends[number])
+        where = f"{self._path}, line {self._lines[number]}"
+        with self._path.open("rb") as file:
+            file.seek(start)
+            data = file.read(end - start)
+        try:
+            entry = json.loads(data)
+        except ValueError as error:
+            raise SourceError(
+                f"{where}: is no JSON: {error}. Fix the line; --on-error skip leaves such lines out."
+            ) from error
+        if not isinstance(entry, Mapping):
+            raise SourceError(f"{where}: expected an object, found {str(entry)[:60]!r}.")
+        return entry, where + (f" (id {entry['id']})" if "id" in entry else "")
+
+
+def open_table(path: Path, media: Path | None) -> TableSource | CocoSource:
+    """Open a .json, .jsonl, .csv or .tsv file; raises SourceError."""
+    suffix = path.suffix.lower()
+    if suffix in (".jsonl", ".ndjson"):
+        return TableSource(path, LineEntries(path), media, "JSON lines")
+    if suffix in (".csv", ".tsv"):
+        return TableSource(path, _read_csv(path, "," if suffix == ".csv" else "\t"), media, suffix[1:].upper())
+    try:
+        content = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise SourceError(f"{path}: is no JSON: {error}. With one object on each line, call it .jsonl.") from error
+    if isinstance(content, Mapping):
+        if isinstance(content.get("images"), list) and isinstance(content.get("annotations"), list):
+            return CocoSource(path, content, media)
+        lists = [name for name, value in content.items() if isinstance(value, list) and value]
+        if len(lists) != 1:
+            raise SourceError(
+                f"{path}: an object with {', '.join(map(str, content)) or 'nothing'}; expected a list of objects, or "
+                "COCO's `images` and `annotations`."
+            )
+        content = content[lists[0]]
+    if not isinstance(content, list):
+        raise SourceError(f"{path}: expected a list of objects, found {str(content)[:60]!r}.")
+    return TableSource(path, ListedEntries(path, content), media, "JSON list")
+
+
+def _read_csv(path: Path, delimiter: str) -> ListedEntries:
+    csv.field_size_limit(1 << 30)
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            reader = csv.DictReader(file, delimiter=delimiter, restkey="")
+            rows = list(reader)
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise SourceError(f"{path}: cannot be read as UTF-8 {delimiter!r}-separated text: {error}.") from error
+    for number, row in enumerate(rows):
+        if "" in row or None in row.values():
+            raise SourceError(
+                f"{path}, row {number + 2}: has {'more' if '' in row else 'fewer'} fields than the "
+                f"{len(reader.fieldnames or ())} columns of the header ({', '.join(reader.fieldnames or ())})."
+            )
+    return ListedEntries(path, rows, unit="row", first=2)
+
+
+class CocoSource:
+    """COCO captions: one sample for each image, with all its captions."""
+
+    kind = "COCO captions"
+    split_parts: tuple[tuple[str, int], ...] = ()
+
+    def __init__(self, path: Path, content: Mapping[str, Any], media: Path | None) -> None:
+        self.where = str(path)
+        self._media = (path.parent if media is None else media).absolute()
+        try:
+            captions: dict[Any, list[str]] = {}
+            for annotation in content["annotations"]:
+                captions.setdefault(annotation["image_id"], []).append(annotation["caption"])
+            self._images = [(image["id"], image["file_name"]) for image in content["images"]]
+        except (KeyError, TypeError) as error:
+            raise SourceError(
+                f"{path}: these are no COCO captions: {error} is missing in `images` or `annotations`. "
+                "(Captions are in captions_*.json, boxes in instances_*.json.)"
+            ) from error
+        self._captions = captions
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def row(self, number: int) -> Row:
+        """Return an image and its captions."""
+        image, name = self._images[number]
+        where = f"{self.where}, image {image}"
+        with located(where):
+            values = {"image_id": image, "file_name": name, "captions": self._captions.get(image, [])}
+            if not values["captions"]:
+                raise SourceError("has no captions. --on-error skip leaves such images out.")
+            key = str(Path(name).with_suffix("")).replace(".", "_")
+            return Row(where=where, values=values, files={"image": media_file(name, self._media)}, key=key)
+
+    def sample(self, number: int, layout: Layout) -> RowSample:
+        """Return a sample to be read."""
+        return lay_out(self.row(number), layout, number)
+
+    def propose(self) -> Layout:
+        """Return images with their first captions."""
+        fields = {"image": "image", "caption": "captions[0]"}
+        return Layout(sample_type="CaptioningSample", fields=fields, bare=frozenset(["image"]))

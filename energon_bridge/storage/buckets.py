@@ -1,0 +1,248 @@
+"""What lies behind a remote URL: where objects are read from, how they are listed and written, what answers mean.
+
+Credentials, signatures, regions, endpoints, listing and uploads are the providers' own libraries' business: boto3
+(extra `s3`), google-cloud-storage (`gcs`), azure-storage-blob with azure-identity (`azure`). Reading asks them for
+signatures only: of S3 and Azure a signed URL for an object or a container, of Google Cloud Storage a token. These
+libraries are used under a lock, and a fork makes clients of its own.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import threading
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from typing import Any, Protocol
+from urllib.parse import quote
+
+from energon_bridge.errors import ConfigurationError, StorageError
+from energon_bridge.storage.http import Refused, Target
+
+_SIGNED_SECONDS = 3600
+_USED_SECONDS = 1500
+_MOST_SIGNED = 50_000
+_RENEW_SECONDS = 5.0
+
+
+class Bucket(Protocol):
+    """A bucket, a container or a web server; keys are what follows its name in a URL."""
+
+    @property
+    def name(self) -> str:
+        """Say what it is, for people: `the bucket 'x'`."""
+        ...
+
+    def target(self, key: str, *, fresh: bool) -> Target: ...
+    def recover(self, refused: Refused) -> bool: ...
+
+    def list(self, prefix: str, most: int | None = None) -> Iterator[tuple[str, int]]:
+        """Yield key and bytes of the objects whose keys begin with `prefix`, `most` of them at most."""
+        ...
+
+    def put(self, key: str, data: bytes) -> None: ...
+    def put_file(self, key: str, path: str) -> None: ...
+    def delete(self, key: str) -> None: ...
+
+
+class HttpBucket:
+    """A web server: it can be read only."""
+
+    def __init__(self, scheme: str, place: str) -> None:
+        self._root = f"{scheme}://{place}"
+        self.name = f"the server {place}"
+
+    def target(self, key: str, *, fresh: bool) -> Target:
+        """Return the URL as it is."""
+        return Target(f"{self._root}/{quote(key, safe=_AS_THEY_ARE)}")
+
+    def recover(self, refused: Refused) -> bool:
+        """Return False."""
+        return False
+
+    def list(self, prefix: str, most: int | None = None) -> Iterator[tuple[str, int]]:
+        """Refuse: there is no listing that all web servers have."""
+        raise StorageError(f"{self._root}/{prefix}: a web server cannot list its files. {_READ_ONLY}")
+
+    def put(self, key: str, data: bytes) -> None:
+        """Refuse to write."""
+        raise StorageError(f"{self._root}/{key}: cannot write to a web server. {_READ_ONLY}")
+
+    def put_file(self, key: str, path: str) -> None:
+        """Refuse to write."""
+        self.put(key, b"")
+
+    def delete(self, key: str) -> None:
+        """Refuse to delete."""
+        self.put(key, b"")
+
+
+_AS_THEY_ARE = "/%?&=:@!$'()*+,;~"
+_READ_ONLY = "Prepare the dataset where it lies, and give its URL to training only."
+
+
+class S3Bucket:
+    """A bucket of S3, or of a server that speaks its protocol (`AWS_ENDPOINT_URL`)."""
+
+    def __init__(self, bucket: str) -> None:
+        self._bucket = bucket
+        self.name = f"the bucket {bucket!r}"
+        self._lock = threading.Lock()
+        self._client: Any = None
+        self._made = 0.0
+        self._region: str | None = None
+        self._signed: dict[str, tuple[float, Target]] = {}
+
+    def target(self, key: str, *, fresh: bool) -> Target:
+        """Return a signed URL, which is used for some time."""
+        now = time.monotonic()
+        known = None if fresh else self._signed.get(key)
+        if known is not None and known[0] > now:
+            return known[1]
+        with self._lock:
+            if fresh and now - self._made > _RENEW_SECONDS:
+                self._client = None  # credentials that a file or the environment has by now
+                self._signed.clear()
+            url = self._s3().generate_presigned_url(
+                "get_object", Params={"Bucket": self._bucket, "Key": key}, ExpiresIn=_SIGNED_SECONDS
+            )
+            if len(self._signed) >= _MOST_SIGNED:
+                self._signed.clear()
+            target = Target(url)
+            self._signed[key] = now + _USED_SECONDS, target
+        return target
+
+    def recover(self, refused: Refused) -> bool:
+        """Learn the region of the bucket."""
+        region = refused.headers.get("x-amz-bucket-region")
+        if refused.status not in (301, 307, 400) or not region or region == self._region:
+            return False
+        with self._lock:
+            self._region, self._client = region, None
+            self._signed.clear()
+        return True
+
+    def list(self, prefix: str, most: int | None = None) -> Iterator[tuple[str, int]]:
+        """Yield key and bytes of objects."""
+        more: dict[str, Any] = {} if most is None else {"MaxKeys": most}
+        token: dict[str, str] = {}
+        while True:
+            with self._lock:
+                page = self._s3().list_objects_v2(Bucket=self._bucket, Prefix=prefix, **more, **token)
+            for found in page.get("Contents", ()):
+                yield found["Key"], found["Size"]
+            if most is not None or not page.get("IsTruncated"):
+                return
+            token = {"ContinuationToken": page["NextContinuationToken"]}
+
+    def put(self, key: str, data: bytes) -> None:
+        """Write an object."""
+        with self._lock:
+            self._s3().put_object(Bucket=self._bucket, Key=key, Body=data)
+
+    def put_file(self, key: str, path: str) -> None:
+        """Write an object, in parts if it is large."""
+        with self._lock:
+            self._s3().upload_file(path, self._bucket, key)
+
+    def delete(self, key: str) -> None:
+        """Delete an object if it is there."""
+        with self._lock:
+            self._s3().delete_object(Bucket=self._bucket, Key=key)
+
+    def _s3(self) -> Any:
+        if self._client is None:
+            boto3 = _library("boto3", "s3")
+            core = importlib.import_module("botocore.config")
+            session = boto3.session.Session()
+            unsigned = session.get_credentials() is None
+            # A checksum would be a header that is signed; regions other than the default one need the newer signature.
+            config = core.Config(
+                signature_version=importlib.import_module("botocore").UNSIGNED if unsigned else "s3v4",
+                region_name=self._region or session.region_name or "us-east-1",
+                request_checksum_calculation="when_required",
+                response_checksum_validation="when_required",
+                connect_timeout=10,
+                read_timeout=30,
+                retries={"mode": "standard", "max_attempts": 6},
+            )
+            self._client = session.client("s3", config=config)
+            self._made = time.monotonic()
+        return self._client
+
+
+class GcsBucket:
+    """A bucket of Google Cloud Storage, or of an emulator (`STORAGE_EMULATOR_HOST`)."""
+
+    def __init__(self, bucket: str) -> None:
+        self._bucket = bucket
+        self.name = f"the bucket {bucket!r}"
+        self._lock = threading.Lock()
+        self._client: Any = None
+        self._headers: dict[str, str] = {}
+        self._until = 0.0
+        host = os.environ.get("STORAGE_EMULATOR_HOST") or "https://storage.googleapis.com"
+        self._host = host.rstrip("/") if "://" in host else f"http://{host.rstrip('/')}"
+
+    def target(self, key: str, *, fresh: bool) -> Target:
+        """Return the URL and a header with a token, which is used for some time."""
+        if fresh or time.monotonic() > self._until:
+            with self._lock:
+                if fresh or time.monotonic() > self._until:
+                    self._renew()
+        name = quote(key, safe="")
+        return Target(f"{self._host}/download/storage/v1/b/{self._bucket}/o/{name}?alt=media", self._headers)
+
+    def _renew(self) -> None:
+        client, left = self._gcs(), float(_USED_SECONDS)
+        credentials = client._credentials  # there is no public name for them
+        if not isinstance(credentials, importlib.import_module("google.auth.credentials").AnonymousCredentials):
+            credentials.refresh(importlib.import_module("google.auth.transport.requests").Request())
+            self._headers = {"Authorization": f"Bearer {credentials.token}"}
+            if credentials.expiry is not None:
+                left = (credentials.expiry - datetime.now(UTC).replace(tzinfo=None)).total_seconds() - 60
+        self._until = time.monotonic() + max(1.0, min(left, _USED_SECONDS))
+
+    def recover(self, refused: Refused) -> bool:
+        """Return False."""
+        return False
+
+    def list(self, prefix: str, most: int | None = None) -> Iterator[tuple[str, int]]:
+        """Yield key and bytes of objects."""
+        with self._lock:
+            found = list(self._gcs().list_blobs(self._bucket, prefix=prefix, max_results=most))
+        yield from ((blob.name, blob.size) for blob in found)
+
+    def put(self, key: str, data: bytes) -> None:
+        """Write an object."""
+        with self._lock:
+            self._gcs().bucket(self._bucket).blob(key).upload_from_string(data)
+
+    def put_file(self, key: str, path: str) -> None:
+        """Write an object."""
+        with self._lock:
+            self._gcs().bucket(self._bucket).blob(key).upload_from_filename(path)
+
+    def delete(self, key: str) -> None:
+        """Delete an object if it is there."""
+        with self._lock:
+            self._gcs().bucket(self._bucket).delete_blobs([key], on_error=lambda blob: None)
+
+    def _gcs(self) -> Any:
+        if self._client is None:
+            storage = _library("google.cloud.storage", "gcs")
+            try:
+                self._client = storage.Client()
+            except (OSError, importlib.import_module("google.auth.exceptions").DefaultCredentialsError):
+                self._client = storage.Client.create_anonymous_client()
+        return self._client
+
+
+def _library(name: str, extra: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ConfigurationError(
+            f"URLs of this kind need {name}: {error}. Run `pip install 'energon-bridge[{extra}]'`."
+        ) from error
