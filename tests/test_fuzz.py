@@ -10,17 +10,20 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import pickle
 import random
 import shutil
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from clips import write_sound, write_video
 from defects import good_parts
 from engine import config_of
 from hostile import LONG, Note, damaged_bytes, limited, seed_of
@@ -38,6 +41,42 @@ from energon_bridge.prepare import parse_patterns, prepare_dataset, render_datas
 from energon_bridge.testing import write_shard
 
 SAMPLES = 12
+
+
+def fuzzed(
+    one_round: Callable[[random.Random, Note], None], refusal: type[Exception], seed: int, rounds: int, **limits: int
+) -> list[str]:
+    """Return what was raised in rounds with damage, other than the refusal, in a child with limits of time and memory.
+
+    Each is printed at once, too: a long run that is stopped has said what it found (`pytest -s`).
+    """
+
+    def job(note: Note) -> list[str]:
+        warnings.simplefilter("ignore")
+        found: list[str] = []
+        outcomes: Counter[str] = Counter()
+        what = [""]
+
+        def say(text: str, number: int) -> None:
+            what[0] = f"round {number}: {text}"
+            note(what[0])
+
+        for number in range(rounds):
+            try:
+                one_round(random.Random(f"{seed} {number}"), partial(say, number=number))
+                outcomes["read"] += 1
+            except refusal:
+                outcomes["refused"] += 1
+            except BaseException as error:
+                found.append(f"{what[0]}: {type(error).__name__}: {error}"[:500])
+                print(f"FOUND {found[-1]}", flush=True)  # noqa: T201
+            if number % 1000 == 999:
+                print(f"{number + 1} of {rounds} rounds: {len(found)} found", flush=True)  # noqa: T201
+        assert min(outcomes["read"], outcomes["refused"]) > rounds // 20
+        return found
+
+    found: list[str] = limited(job, **limits)
+    return found
 
 
 def write_dataset(folder: Path) -> Path:
@@ -99,32 +138,18 @@ def test_damaged_files_are_errors_of_ours_or_skips(intact: Path, tmp_path: Path)
     files = sorted(str(path.relative_to(intact)) for path in intact.rglob("*") if path.is_file())
     assert {Path(name).suffix for name in files} >= {".tar", ".idx", ".sqlite", ".yaml", ".json", ".jsonl"}
 
-    def job(note: Note) -> list[str]:
-        warnings.simplefilter("ignore")
-        found: list[str] = []
-        outcomes: Counter[str] = Counter()
-        for number in range(rounds):
-            chance = random.Random(f"{seed} {number}")
-            folder = tmp_path / "damaged"
-            shutil.rmtree(folder, ignore_errors=True)
-            shutil.copytree(intact, folder)
-            names = chance.sample(files, chance.choice((1, 1, 2)))
-            for name in names:
-                (folder / name).write_bytes(damaged_bytes((folder / name).read_bytes(), chance))
-            action: Callable[[Path, random.Random], None] = chance.choice((read_all, read_all, look_up, prepare_again))
-            what = f"round {number}: {action.__name__} after damage to {', '.join(names)}"
-            note(what)
-            try:
-                action(folder, chance)
-                outcomes["read"] += 1
-            except EnergonError:
-                outcomes["refused"] += 1
-            except BaseException as error:
-                found.append(f"{what}: {type(error).__name__}: {error}"[:500])
-        assert min(outcomes["read"], outcomes["refused"]) > rounds // 20
-        return found
+    def one_round(chance: random.Random, say: Callable[[str], None]) -> None:
+        folder = tmp_path / "damaged"
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(intact, folder)
+        names = chance.sample(files, chance.choice((1, 1, 2)))
+        for name in names:
+            (folder / name).write_bytes(damaged_bytes((folder / name).read_bytes(), chance))
+        action: Callable[[Path, random.Random], None] = chance.choice((read_all, read_all, look_up, prepare_again))
+        say(f"{action.__name__} after damage to {', '.join(names)}")
+        action(folder, chance)
 
-    assert limited(job, seconds=6 * 3600 if LONG else 120) == []
+    assert fuzzed(one_round, EnergonError, seed, rounds, seconds=6 * 3600 if LONG else 120) == []
 
 
 def _saved(save: Callable[[Any], None]) -> bytes:
@@ -147,30 +172,35 @@ CORPUS: dict[str, bytes] = {
         for name, kind in (("jpg", "jpeg"), ("png", "png"), ("gif", "gif"), ("bmp", "bmp"), ("webp", "webp"))
     },
     "tif": _saved(lambda file: PICTURE.save(file, "tiff", compression="tiff_lzw")),
+    "pkl": pickle.dumps({"a": [1, "x", b"yz"], "b": (None, 2.5)}),
 }
 
 
-def test_damaged_parts_are_decoding_errors(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """Return `CORPUS` with videos and sounds, which PyAV writes."""
+    folder = tmp_path_factory.mktemp("media")
+    media = [
+        write_video(folder / "a.mp4", frames=6, sound="aac"),
+        write_video(folder / "a.mkv", frames=4, varying=True),
+    ]
+    for name, codec in (("a.wav", "pcm_s16le"), ("a.flac", "flac"), ("a.mp3", "libmp3lame")):
+        media.append(write_sound(folder / name, codec=codec, seconds=0.2))
+    return CORPUS | {path.suffix[1:]: path.read_bytes() for path in media}
+
+
+def test_damaged_parts_are_decoding_errors(corpus: dict[str, bytes]) -> None:
     seed, rounds = seed_of("fuzz of parts"), 1_000_000 if LONG else 3000
 
-    def job(note: Note) -> list[str]:
-        warnings.simplefilter("ignore")
-        decoders = [SampleDecoder(), SampleDecoder(image_decode="pil", guess_content=True)]
-        found: list[str] = []
-        outcomes: Counter[str] = Counter()
-        for number in range(rounds):
-            chance = random.Random(f"{seed} {number}")
-            name = chance.choice(list(CORPUS))
-            data = damaged_bytes(CORPUS[name], chance)
-            note(f"round {number}: {name}: {data[:200]!r}")
-            try:
-                chance.choice(decoders).decode(name, data)
-                outcomes["decoded"] += 1
-            except DecodeError:
-                outcomes["refused"] += 1
-            except BaseException as error:
-                found.append(f"round {number}: {name}: {type(error).__name__}: {error}"[:500])
-        assert min(outcomes["decoded"], outcomes["refused"]) > rounds // 20
-        return found
+    decoders = [
+        SampleDecoder(av_decode="torch", video_decode_audio=True, read_pickles=True),
+        SampleDecoder(image_decode="pil", guess_content=True),
+    ]
 
-    assert limited(job, seconds=3600 if LONG else 60, memory=4 << 30) == []
+    def one_round(chance: random.Random, say: Callable[[str], None]) -> None:
+        name = chance.choice(list(corpus))
+        data = damaged_bytes(corpus[name], chance)
+        say(f"{name}: {data[:200]!r}")
+        chance.choice(decoders).decode(name, data)
+
+    assert fuzzed(one_round, DecodeError, seed, rounds, seconds=3600 if LONG else 60, memory=4 << 30) == []

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import json
 import os
 import re
 import resource
@@ -10,13 +12,14 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+from click.testing import CliRunner
 from engine import config_of, counts_of, digest, loaders_of, numbers_of, text_dataset, train_dataset, with_prepared
 from forked import free_port
 from hostile import Note, limited
@@ -33,6 +36,7 @@ from energon_bridge import (
     get_val_dataset,
     read_quarantine,
 )
+from energon_bridge.cli.main import main
 from energon_bridge.errors import (
     CorruptShardError,
     EnergonError,
@@ -169,6 +173,59 @@ def test_preparing_on_a_full_disk_leaves_the_dataset_as_it_was(tmp_path: Path, a
     found = limited(job, seconds=60)
     assert any("cannot write the key index" in message for message in found)
     assert content_of(root) == before
+
+
+@pytest.fixture
+def read_only(tmp_path: Path) -> Iterator[Path]:
+    """Give a folder with a prepared dataset and a mix that nobody may write to without special rights."""
+    text_dataset(tmp_path / "data", train=[5, 9])
+    blend = [{"path": "data", "split_part": "train"}]
+    mix = {"__module__": "megatron.energon", "__class__": "MetadatasetV2", "splits": {"train": {"blend": blend}}}
+    (tmp_path / "mix.yaml").write_text(json.dumps(mix))
+    paths = [tmp_path, *tmp_path.rglob("*")]
+    for path in paths:
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    yield tmp_path
+    for path in paths:
+        path.chmod(0o755)
+
+
+def drop_capabilities() -> None:
+    """Give up the rights that let root write anywhere, in this process."""
+    version_3 = (ctypes.c_uint32 * 2)(0x20080522, 0)
+    assert ctypes.CDLL(None).capset(version_3, (ctypes.c_uint32 * 6)()) == 0
+
+
+def test_a_read_only_dataset_is_read_and_what_would_write_into_it_is_refused(read_only: Path) -> None:
+    data, mix = read_only / "data", read_only / "mix.yaml"
+
+    def job(note: Note) -> tuple[list[list[str]], list[str]]:
+        drop_capabilities()
+        streams = []
+        for source in (data, mix):
+            note(f"reading {source}")
+            (loader,) = loaders_of(train_dataset(source), 1, 0)
+            streams.append([digest(batch) for batch, _ in zip(loader, range(20), strict=False)])
+        said = []
+        for command in (
+            ["info", str(data)],
+            ["lint", str(data)],
+            ["plan", str(mix), "--steps", "2", "--batch-size", "2"],
+        ):
+            note(" ".join(command))
+            result = CliRunner().invoke(main, command)
+            assert result.exit_code == 0, result.output
+        split = parse_patterns(["train:.*"])
+        for write in (lambda: prepare_dataset(data, split=split), lambda: rebuild_index(data)):
+            with pytest.raises(EnergonError) as refused:
+                write()
+            said.append(str(refused.value))
+        return streams, said
+
+    streams, said = limited(job, seconds=60)
+    assert streams[0] == streams[1]
+    for message in said:
+        assert re.search(rf"{data}.*[Pp]ermission denied", message), message
 
 
 # Servers -------------------------------------------------------------------------------------------------------------

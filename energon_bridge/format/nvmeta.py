@@ -40,6 +40,8 @@ NOTHING: frozenset[tuple[str, str]] = frozenset()
 DEFAULT_DATASET_CONFIG = "dataset.yaml"
 # The release of energon whose formats are written, and what wrote them; energon's readers take any text here.
 FORMAT_VERSION = f"7.4.1+energon-bridge.{__version__}"
+_MAX_COUNT = 1 << 48
+"""More samples than a shard can have: a sample takes 512 bytes at least, and sums of counts stay exact in 64 bits."""
 _OWN_VERSION = re.compile(r"(?P<format>.+)\+energon-bridge\.(?P<version>.+)")
 
 
@@ -114,7 +116,7 @@ def read_info(store: Store) -> DatasetInfo:
             version = expect_string(version, where=where, field="energon_version")
         counts = expect_mapping(info["shard_counts"], where=where, field="shard_counts")
         for shard, count in counts.items():
-            if type(count) is not int or count < 0:
+            if type(count) is not int or not 0 <= count < _MAX_COUNT:
                 raise wrong_type(count, "a number of samples", where=where, field=f"shard_counts.{shard}")
         return DatasetInfo(shard_counts=counts, energon_version=version)
     raise NotPreparedError(

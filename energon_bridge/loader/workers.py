@@ -188,8 +188,19 @@ def produced(stream: Stream, units: Iterator[int], ahead: int) -> Generator[Prod
 
 
 def outgoing(item: Produced, outbox: Outbox) -> Message:
-    """Return the message for an item: of plain values, which pickle fastest."""
-    message = outbox.pack(item.plain())
+    """Return the message for an item: of plain values, which pickle fastest.
+
+    Raises:
+        LoaderError: The batch cannot be pickled.
+    """
+    try:
+        message = outbox.pack(item.plain())
+    except (pickle.PicklingError, AttributeError, TypeError) as error:  # which of them, Python's version decides
+        raise LoaderError(
+            f"a batch ({type(item.batch).__name__}) cannot be sent from the worker to the training process, because "
+            f"pickle refuses it: {error}. Let the task encoder return tensors, arrays, and objects of classes that stand "
+            "at the top of a module (no lambdas, open files or generators), or load with num_workers=0"
+        ) from error
     item.batch = None
     return outbox.unshared(message)
 

@@ -1,4 +1,4 @@
-"""What this process has asked of object stores and web servers, as plain numbers."""
+"""What this process has asked of object stores and web servers, and how often a read stalled, as plain numbers."""
 
 from __future__ import annotations
 
@@ -7,17 +7,21 @@ from dataclasses import dataclass, fields
 
 @dataclass(slots=True)
 class Requests:
-    """Requests; those made again after a failure; rivals of slow ones; bytes that came; seconds that reads waited."""
+    """Requests; those made again after a failure; rivals of slow ones; bytes that came; seconds that reads waited.
+
+    And of files: tries of a read that took longer than `read_timeout_seconds`.
+    """
 
     requests: int = 0
     request_retries: int = 0
     request_hedges: int = 0
     request_bytes: int = 0
     request_seconds: float = 0.0
+    stalled_reads: int = 0
 
     def values(self) -> tuple[float, ...]:
         """Return the numbers in the order of `REQUESTS`."""
-        return self.requests, self.request_retries, self.request_hedges, self.request_bytes, self.request_seconds
+        return tuple(getattr(self, name) for name in REQUESTS)
 
 
 REQUESTS = tuple(each.name for each in fields(Requests))

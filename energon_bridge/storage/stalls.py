@@ -19,6 +19,7 @@ from typing import Literal, TypeVar
 
 from energon_bridge.errors import StorageError
 from energon_bridge.storage.helpers import Helpers
+from energon_bridge.storage.network import MADE
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +74,7 @@ class Stalls:
                 value, error = answers.get(timeout=self.seconds)
             except queue.Empty:
                 self.count += 1
+                MADE.stalled_reads += 1
                 logger.warning(
                     "%s: reading takes longer than %g s%s (stalled reads of this process so far: %d)",
                     where(),

@@ -200,10 +200,10 @@ class Pipeline:
     def seconds_since(self, start: float) -> tuple[float, ...]:
         """Return the seconds since then, and those of them spent waiting for loads and batching; start anew.
 
-        What this process has asked servers since the last call follows, if it has asked anything.
+        What this process has asked servers since the last call follows, if it has asked anything or a read stalled.
         """
         found: tuple[float, ...] = (time.perf_counter() - start, self.load_seconds, self.batch_seconds)
-        if MADE.requests != self._asked[0]:
+        if (MADE.requests, MADE.stalled_reads) != (self._asked[0], self._asked[-1]):
             now = MADE.values()
             found += tuple(after - before for before, after in zip(self._asked, now, strict=True))
             self._asked = now
