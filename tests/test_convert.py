@@ -43,9 +43,9 @@ from energon_bridge.format.nvmeta import read_info
 from energon_bridge.prepare import rebuild_index
 from energon_bridge.prepare.convert import split_numbers
 from energon_bridge.prepare.split import parse_ratio
+from energon_bridge.storage import open_store
 
 LONG = bool(os.environ.get("ENERGON_LONG_TESTS"))
-from energon_bridge.storage import open_store
 
 
 @pytest.fixture(params=SOURCES)

@@ -243,10 +243,7 @@ def expect_keys(
 def wrong_type(value: Any, expected: str, *, where: str, field: str) -> MetadataError:
     """Build the error for a value of the wrong type."""
     place = f", field `{field}`" if field else ""
-    try:
-        text = repr(value)
-    except ValueError:  # of an integer with more digits than Python writes
-        text = "a huge number"
+    text = repr(value)
     text = text if len(text) <= 80 else text[:77] + "..."
     found = "nothing (an empty value)" if value is None else f"{text} ({type(value).__name__})"
     return MetadataError(f"{where}{place}: expected {expected}, found {found}.")

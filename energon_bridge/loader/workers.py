@@ -198,8 +198,8 @@ def outgoing(item: Produced, outbox: Outbox) -> Message:
     except (pickle.PicklingError, AttributeError, TypeError) as error:  # which of them, Python's version decides
         raise LoaderError(
             f"a batch ({type(item.batch).__name__}) cannot be sent from the worker to the training process, because "
-            f"pickle refuses it: {error}. Let the task encoder return tensors, arrays, and objects of classes that stand "
-            "at the top of a module (no lambdas, open files or generators), or load with num_workers=0"
+            f"pickle refuses it: {error}. Let the task encoder return tensors, arrays, and objects of classes that "
+            "stand at the top of a module (no lambdas, open files or generators), or load with num_workers=0"
         ) from error
     item.batch = None
     return outbox.unshared(message)
