@@ -36,13 +36,8 @@ LONG = bool(os.environ.get("ENERGON_LONG_TESTS"))
 SEED = int(os.environ.get("ENERGON_CHAOS_SEED", "0"))
 BATCHES, TRAINERS = (6000, 100) if LONG else (150, 3)
 
-SURVIVES_MORE = True
-"""Whether workers that stop, hang with the interpreter lock held, or end with exit code 0 (which torch's handler of
-SIGTERM gives) are replaced, forked copies of a loader do no harm, and loaders made in other threads end with the
-trainer: switches those cases on."""
-
-SIGNALS = [signal.SIGKILL, signal.SIGSEGV, *([signal.SIGTERM, signal.SIGSTOP] if SURVIVES_MORE else [])]
-ORDERS = ["crash", *(["exit", "hang"] if SURVIVES_MORE else [])]
+SIGNALS = [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM, signal.SIGSTOP]
+ORDERS = ["crash", "exit", "hang"]
 """What a hook does when it is told to."""
 HANG_SECONDS = 2.0
 
@@ -67,9 +62,13 @@ def expected(data: Path, encoder: str) -> list[str]:
 def loader_of(data: Path, encoder: Any, **kwargs: Any) -> SavableDataLoader:
     """Return a loader with two workers, which may die as often as they like."""
     name, encoder = (encoder, ENCODERS[encoder]()) if isinstance(encoder, str) else ("skipping", encoder)
-    more = {"watchdog_timeout_seconds": HANG_SECONDS, "on_hang": "replace"} if SURVIVES_MORE else {}
     config = config_of(1, 2, prefetch_factor=2, max_worker_restarts=1 << 20, **kwargs)
-    return get_savable_loader(train_dataset(data, name, task_encoder=encoder), worker_config=config, **more)
+    return get_savable_loader(
+        train_dataset(data, name, task_encoder=encoder),
+        worker_config=config,
+        watchdog_timeout_seconds=HANG_SECONDS,
+        on_hang="replace",
+    )
 
 
 def worker_processes() -> list[int]:
@@ -210,7 +209,7 @@ def train(data: Path, pipe: int, in_thread: bool) -> None:
         loop()
 
 
-@pytest.mark.parametrize("in_thread", [False, *([True] if SURVIVES_MORE else [])])
+@pytest.mark.parametrize("in_thread", [False, True])
 def test_nothing_outlives_a_killed_trainer(data: Path, in_thread: bool) -> None:
     choose = random.Random(f"{SEED} {in_thread}")
     before = shared_memory()
@@ -236,24 +235,22 @@ def leave(action: Callable[[], Any]) -> None:
     assert start_forked(action).result()[0]
 
 
-if SURVIVES_MORE:
+def test_a_forked_child_that_drops_its_copy_of_a_loader_does_no_harm(data: Path) -> None:
+    holder: list[Any] = [loader_of(data, "skipping")]
+    holder.append(iter(holder[0]))  # no other name holds either, so that the child's copies go with the list
 
-    def test_a_forked_child_that_drops_its_copy_of_a_loader_does_no_harm(data: Path) -> None:
-        holder: list[Any] = [loader_of(data, "skipping")]
-        holder.append(iter(holder[0]))  # no other name holds either, so that the child's copies go with the list
+    def drop() -> None:
+        holder.clear()
+        gc.collect()
 
-        def drop() -> None:
-            holder.clear()
-            gc.collect()
-
-        found: list[str] = []
-        try:
-            while len(found) < 60:
-                found.append(digest(next(holder[1])))
-                if len(found) % 20 == 3:
-                    before = worker_processes()
-                    leave(drop)
-                    assert worker_processes() == before
-        finally:
-            holder[0].close()
-        assert found == expected(data, "skipping")[:60]
+    found: list[str] = []
+    try:
+        while len(found) < 60:
+            found.append(digest(next(holder[1])))
+            if len(found) % 20 == 3:
+                before = worker_processes()
+                leave(drop)
+                assert worker_processes() == before
+    finally:
+        holder[0].close()
+    assert found == expected(data, "skipping")[:60]

@@ -92,13 +92,15 @@ def test_an_index_that_does_not_know_parts_will_do(dataset: Path) -> None:
         store.get("s3.png")
 
 
-@pytest.mark.parametrize("damage", ["missing", "garbage", "shards"])
+@pytest.mark.parametrize("damage", ["missing", "garbage", "names", "shards"])
 def test_an_index_that_cannot_be_used_is_refused(damage: str, dataset: Path) -> None:
     index = dataset / ".nv-meta" / "index.sqlite"
     if damage == "missing":
         index.unlink()
     elif damage == "garbage":
         index.write_bytes(b"no database" * 500)
+    elif damage == "names":
+        index.write_bytes(index.read_bytes().replace(b"tablesample_parts", b"tablesample_part\xea"))
     else:
         info = dataset / ".nv-meta" / ".info.json"
         info.write_text(json.dumps({"shard_counts": {"shard_000.tar": 3}}))

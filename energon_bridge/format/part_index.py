@@ -132,7 +132,7 @@ class PartIndex:
                 # Views, which may never end, are no tables.
                 for name in _TABLES.intersection(name for (name,) in rows):
                     check_table(connection, "main", name)
-            except sqlite3.Error as error:
+            except (sqlite3.Error, ValueError) as error:  # ValueError: of names that are not UTF-8
                 connection.close()
                 raise self._damaged(str(error)) from error
             self._connection, self._tables = connection, frozenset(name for (name,) in rows)

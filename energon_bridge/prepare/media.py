@@ -195,7 +195,7 @@ def _measure_shard(store: Store, index: str, media: MediaFilter, shard: tuple[in
     try:
         with closing(sqlite3.connect(sqlite_uri(index), uri=True)) as connection:
             rows = connection.execute(_SHARD_PARTS, (number,)).fetchall()
-    except sqlite3.Error as error:
+    except (sqlite3.Error, ValueError) as error:  # ValueError: of text that is not UTF-8
         raise KeyIndexError(
             f"{store.root}: cannot read the key index: {error}. Write it again with `energon prepare --tar-index-only "
             f"{store.root}`."
