@@ -96,7 +96,7 @@ def test_a_replica_has_one_stream_and_replicas_share_the_data_out(
         rank.data.num_workers = num_workers
         config = rank.data._build_worker_config(num_workers)
         train, val = rank.data.build()
-        return (config.rank, config.world_size), digests(train, STEPS_OF_AN_EPOCH), len(list(val))
+        return (config.rank, config.world_size), digests(train, STEPS_OF_AN_EPOCH), len(list(val.one_pass()))
 
     results = on_all_ranks(dataset, tmp_path, load, collection=collection)
     assert [dp for dp, _ in results] == [0, 0, 0, 0, 1, 1, 1, 1]
