@@ -107,6 +107,16 @@ def open_dataset_count(root: Path) -> int:
     return open_dataset(root, split_part="train").num_samples
 
 
+def test_a_damaged_key_index_is_named_before_it_is_replaced(tars: Path):
+    prepare_dataset(tars, split=ALL_TRAIN)
+    index = tars / ".nv-meta/index.sqlite"
+    index.write_bytes(index.read_bytes().replace(b"tablesample_parts", b"tablesample_part\xea"))
+    before = snapshot(tars)
+    with pytest.raises(StorageError, match=r"the media metadata of .*index\.sqlite \(delete it to do"):
+        prepare_dataset(tars, split=ALL_TRAIN)
+    assert snapshot(tars) == before
+
+
 def test_excluded_tars_are_left_out(tars: Path):
     (tars / "a/s_0.tar").write_bytes(b"garbage")
     (tars / "x.tgz").write_bytes(b"")

@@ -112,7 +112,7 @@ class KeyIndexWriter:
         """Turn what sqlite complains of into a StorageError."""
         try:
             yield
-        except sqlite3.Error as error:
+        except (sqlite3.Error, UnicodeDecodeError) as error:  # names in a damaged file need not be text
             raise StorageError(
                 f"{self._path}: cannot write the key index{doing}: {error}. Is there room on the disk, and a limit on "
                 "the size of files?"
