@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -236,9 +238,34 @@ def test_an_interval_is_one_line(smoke: RunConfig, caplog: pytest.LogCaptureFixt
 
 def test_a_dry_run_describes_and_leaves_nothing(smoke: RunConfig) -> None:
     text = training.dry_run(smoke)
-    assert "micro_batch_size: 2" in text
     assert "model: LlavaForConditionalGeneration" in text
+    assert re.search(r"microbatch:\n  tokens:\n  - 2\n", text)
     assert not Path(smoke.run_dir).exists()
+
+
+def test_a_dry_run_says_what_is_missing_and_how_it_is_made(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging, "basicConfig", lambda **_: None)
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    main = importlib.import_module("pretrain_vlm").main
+    arguments = ["data.path=/nowhere/data", "model.name_or_path=/nowhere/model", "--dry-run"]
+    assert main(["--config", str(ROOT / "configs" / "llava15_pretrain.yaml"), *arguments]) == 2
+    out, error = capsys.readouterr()
+    assert "path: /nowhere/data" in out
+    assert "data: /nowhere/data: no such folder" in error
+    assert "model: model.name_or_path='/nowhere/model': no such folder" in error
+    assert "#   energon convert blip_laion_cc_sbu_558k.json" in error
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").rglob("*.yaml")), ids=lambda path: path.name)
+def test_a_configuration_says_where_its_data_and_model_come_from(path: Path) -> None:
+    head = re.match(r"(#.*\n)+", path.read_text()).group()  # type: ignore[union-attr]
+    if path.parent.name == "data":
+        assert "docs/recipes.md" in head
+        return
+    assert "\n# Data" in head
+    assert re.search(r"(Model|Data and model): ", head)
 
 
 def test_captions_are_those_of_the_split(dataset: Path) -> None:

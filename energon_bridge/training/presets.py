@@ -95,6 +95,11 @@ def load_model(
     import torch
     from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 
+    if _is_path(name_or_path) and not Path(name_or_path).exists():
+        raise ConfigurationError(
+            f"model.name_or_path={name_or_path!r}: no such folder. Give the folder of a model as transformers saves "
+            "it, a name of the Hugging Face hub, or a preset (model.name_or_path=null model.preset=tiny-llava)"
+        )
     # Optimizers lose small steps on weights in bfloat16, which is what most are stored in; precision is the trainer's.
     options = {"dtype": torch.float32, "attn_implementation": attn_implementation}
     try:
@@ -128,6 +133,11 @@ def load_model(
         image_tokens=image_tokens_per_image or _image_tokens(config),
         family=family,
     )
+
+
+def _is_path(name: str) -> bool:
+    """Whether a name can be none of the hub's, which have one slash at most."""
+    return name.startswith(("/", ".", "~")) or name.count("/") > 1
 
 
 def export_model(bundle: ModelBundle, folder: Path) -> None:

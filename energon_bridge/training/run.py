@@ -31,12 +31,13 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
 
 from energon_bridge.datamodule import EnergonMultiModalDataModule, Feeding
-from energon_bridge.errors import ConfigurationError
+from energon_bridge.datasets import get_train_dataset
+from energon_bridge.errors import ConfigurationError, EnergonError
 from energon_bridge.rng import key_of
 from energon_bridge.training.captions import dataset_captions
 from energon_bridge.training.checkpoints import AtomicCheckpointIO, Checkpointer, list_checkpoints
 from energon_bridge.training.config import RunConfig
-from energon_bridge.training.config_file import dump_config, write_config
+from energon_bridge.training.config_file import write_config
 from energon_bridge.training.encoder import ENCODER_SETTINGS, training_task_encoder
 from energon_bridge.training.freezing import freeze
 from energon_bridge.training.generation import exact_match, write_predictions
@@ -109,23 +110,43 @@ def run(config: RunConfig, *, resume: bool = False, overwrite: bool = False) -> 
 
 
 def dry_run(config: RunConfig) -> str:
-    """Load model and data, encode one microbatch, and describe them; train nothing, leave nothing behind."""
+    """Load model and data, encode one microbatch, and describe them as YAML; train nothing, leave nothing behind.
+
+    Raises:
+        ConfigurationError: Data, model or both cannot be loaded; says what is wrong with each.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        model_dir = Path(folder) / "model"
-        _write_preset(config, model_dir)
-        bundle = load_bundle(config, model_dir)
+        bundle = _load_inputs(config, Path(folder) / "model")
         data = build_data_module(config, bundle)
         try:
             batch = next(iter(data.train_dataloader()))
         finally:
             data.close()
-    parameters = sum(p.numel() for p in bundle.model.parameters())
     shapes = {f: list(getattr(batch, f).shape) for f in ("tokens", "pixel_values") if getattr(batch, f) is not None}
     if config.trainer == "megatron":
-        facts = {"replica": f"{config.parallel.replica_size} processes", "microbatch": shapes}
-        return f"{dump_config(config)}---\n{yaml.safe_dump(facts, sort_keys=False)}"
-    facts = {"model": type(bundle.model).__name__, "parameters": parameters, "microbatch": shapes}
-    return f"{dump_config(config)}---\n{yaml.safe_dump(facts, sort_keys=False)}"
+        facts: dict[str, Any] = {"replica": f"{config.parallel.replica_size} processes"}
+    else:
+        parameters = sum(p.numel() for p in bundle.model.parameters())
+        facts = {"model": type(bundle.model).__name__, "parameters": parameters}
+    return yaml.safe_dump(facts | {"microbatch": shapes}, sort_keys=False)
+
+
+def _load_inputs(config: RunConfig, model_dir: Path) -> ModelBundle:
+    """Return the model after a look at the data, so that one error says what both of them lack."""
+    wrong: list[str] = []
+    try:
+        get_train_dataset(config.data.path, batch_size=1, trust_remote_code=config.data.trust_remote_code)
+    except EnergonError as error:
+        wrong.append(f"data: {error}")
+    try:
+        if config.model.name_or_path is not None or not wrong:  # a preset's tokenizer is trained on the data
+            _write_preset(config, model_dir)
+            bundle = load_bundle(config, model_dir)
+    except EnergonError as error:
+        wrong.append(f"model: {error}")
+    if wrong:
+        raise ConfigurationError("\n".join(wrong))
+    return bundle
 
 
 def build_data_module(
