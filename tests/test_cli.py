@@ -16,6 +16,7 @@ from energon_bridge import __version__
 from energon_bridge.cli.main import main
 from energon_bridge.errors import CorruptShardError
 from energon_bridge.format import open_dataset
+from energon_bridge.plan.leaf import ORDER_VERSION
 
 PREPARE = ["prepare", "--non-interactive", "--no-progress"]
 
@@ -47,7 +48,9 @@ def meta(root: Path, name: str) -> dict[str, object]:
 
 
 def test_version_and_help():
-    assert energon("--version").output == f"energon (energon_bridge), version {__version__}\n"
+    assert energon("--version").output == (
+        f"energon (energon_bridge), version {__version__}, order version {ORDER_VERSION}\n"
+    )
     for arguments in ([], ["-h"], ["--help"]):
         output = energon(*arguments).output
         assert all(command in output for command in ("info", "lint", "prepare"))

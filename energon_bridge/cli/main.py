@@ -67,8 +67,19 @@ class _LazyGroup(SuggestingGroup):
             raise click.ClickException(str(error)) from error
 
 
+def _say_version(context: click.Context, _: click.Parameter, asked: bool) -> None:
+    if not asked:
+        return
+    from energon_bridge.plan.leaf import ORDER_VERSION
+
+    click.echo(f"energon (energon_bridge), version {__version__}, order version {ORDER_VERSION}")
+    context.exit()
+
+
 @click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(__version__, "-V", "--version", prog_name="energon (energon_bridge)")
+@click.option(
+    "-V", "--version", is_flag=True, is_eager=True, expose_value=False, callback=_say_version, help="Show the version."
+)
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 def main(debug: bool) -> None:
     """Prepare, inspect and check datasets for energon_bridge and Megatron Energon."""
