@@ -348,7 +348,7 @@ def test_errors_of_a_file_system_are_named(tmp_path: Path):
         (["inof"], "No such command 'inof'. Did you mean 'info'?"),
         (["quarantine", "shwo"], "No such command 'shwo'. Did you mean 'show'?"),
         (["checkpoint", "dif"], "No such command 'dif'. Did you mean 'diff'?"),
-        (["xyzzy"], "No such command 'xyzzy'. Known commands: checkpoint, convert, info"),
+        (["xyzzy"], "No such command 'xyzzy'. Known commands: bench, checkpoint, convert"),
     ],
 )
 def test_an_unknown_command_names_the_nearest(arguments: list[str], hint: str):

@@ -17,6 +17,7 @@ from energon_bridge import __version__
 from energon_bridge.errors import EnergonError
 
 _COMMANDS = {
+    "bench": "Measure how fast a dataset loads here, and what limits it.",
     "checkpoint": "Show what saved states say, and how two differ.",
     "convert": "Make a prepared dataset of JSON with media, folders, COCO, CSV, parquet or WebDatasets.",
     "info": "Show what a prepared dataset holds.",

@@ -64,8 +64,8 @@ def run_options(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def open_mix(path: str, options: dict[str, Any]) -> DatasetSpec:
-    """Return the dataset for training on a mix, as the options say.
+def open_mix(path: str, options: dict[str, Any], *, task_encoder: Any = None) -> DatasetSpec:
+    """Return the dataset for training on a mix, as the options say; without a task encoder, with the default one.
 
     Raises:
         ConfigurationError: An option is missing, or two do not fit together.
@@ -98,6 +98,7 @@ def open_mix(path: str, options: dict[str, Any]) -> DatasetSpec:
         split_part=options["split_part"] or "train",
         worker_config=config,
         batch_size=batch_size,
+        task_encoder=task_encoder,
         shuffle_buffer_size=options["shuffle_buffer_size"],
         max_samples_per_sequence=options["max_samples_per_sequence"],
         parallel_shard_iters=options["parallel_shard_iters"],

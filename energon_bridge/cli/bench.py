@@ -1,0 +1,278 @@
+"""`energon bench MIX`: how fast a dataset loads on this machine, stage by stage, and what limits it.
+
+Three kinds of runs over the same training stream, each for some seconds after a warm-up: reading alone (parts stay
+bytes), everything in this process, and everything with more and more workers. Stages are what the loader's own
+`metrics()` say of a run without workers; processor time is what the system says of all its processes.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from typing import Any
+
+import click
+
+from energon_bridge.cli.output import format_bytes, print_json, print_table
+from energon_bridge.cli.run_options import open_mix, run_options
+from energon_bridge.errors import ConfigurationError
+
+_WARM_UP = 0.3
+"""Share of the seconds of a run that is not counted."""
+_ENOUGH = 0.95
+"""Of the best rate: the fewest workers that reach it are recommended."""
+_BUSY = 0.8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rate:
+    """A run: rates by the clock, processor seconds by sample, and seconds of each stage by sample.
+
+    `training_cpu` is the share of the clock for which the training process itself was busy.
+    """
+
+    workers: int
+    samples: int
+    samples_per_second: float
+    bytes_per_second: float
+    cpu_per_sample: float
+    training_cpu: float
+    load: float
+    encode: float
+    batch: float
+    requests: int
+    bytes_per_request: float
+    seconds_per_request: float
+    waiting: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What all runs say; `load_average` is the machine's before them, `workers` the fewest that are enough."""
+
+    cores: int
+    load_average: float
+    reading: Rate
+    rates: tuple[Rate, ...]
+    workers: int
+    limit: str
+    advice: str
+
+
+@click.command("bench")
+@click.argument("mix")
+@click.option("--seconds", type=click.FloatRange(min=0.2), default=5.0, show_default=True, help="Time for each run.")
+@click.option("--encoder", help="Task encoder: MODULE:NAME of an object, or of what makes it.  [default: none]")
+@run_options
+def command(mix: str, seconds: float, encoder: str | None, as_json: bool, **options: Any) -> None:
+    """Measure how fast MIX loads here: a dataset's folder or URL, or a metadataset's YAML file.
+
+    Runs with 0, 1, 2, 4, ... workers, up to --num-workers. Nothing else should run on the machine; what the page cache
+    holds is read from there.
+
+    Example:  energon bench /data/captions --batch-size 32 --num-workers 8
+    """
+    found = bench(mix, options, seconds=seconds, encoder=_encoder_of(encoder))
+    if as_json:
+        print_json(asdict(found))
+        return
+    for line in report(found):
+        click.echo(line)
+    _print_rates(found)
+    click.echo(f"Limit: {found.limit}")
+    click.echo(f"Try: {found.advice}")
+
+
+def bench(mix: str, options: dict[str, Any], *, seconds: float, encoder: Any = None) -> Found:
+    """Return the rates of a mix on this machine, and what limits them.
+
+    Raises:
+        EnergonError: The mix cannot be loaded.
+    """
+    from energon_bridge.format.parallel import available_cores
+    from energon_bridge.task_encoder import DefaultTaskEncoder
+
+    class Bytes(DefaultTaskEncoder):
+        decoder = None
+
+    cores, load_average = available_cores(), os.getloadavg()[0]
+    most = options["num_workers"]
+    reading = _measure(mix, options | {"num_workers": 0}, Bytes(), seconds)
+    rates = [
+        _measure(mix, options | {"num_workers": workers}, encoder, seconds) for workers in numbers_of_workers(most)
+    ]
+    best = max(rate.samples_per_second for rate in rates)
+    chosen = next(rate for rate in rates if rate.samples_per_second >= _ENOUGH * best)
+    limit, advice = judge(reading, rates, chosen, cores)
+    return Found(
+        cores=cores,
+        load_average=load_average,
+        reading=reading,
+        rates=tuple(rates),
+        workers=chosen.workers,
+        limit=limit,
+        advice=advice,
+    )
+
+
+def numbers_of_workers(most: int) -> list[int]:
+    """Return the numbers of workers to try: 0, the powers of two below the most, and the most."""
+    return [0, *(1 << power for power in range(most.bit_length()) if 1 << power < most), *([most] if most else [])]
+
+
+def _measure(mix: str, options: dict[str, Any], encoder: Any, seconds: float) -> Rate:
+    from energon_bridge.datasets import get_savable_loader
+
+    dataset = open_mix(mix, options, task_encoder=encoder)
+    with closing(get_savable_loader(dataset)) as loader:
+        began = time.perf_counter()
+        stream = iter(loader)
+        next(stream)  # whatever has to be opened and started
+        while time.perf_counter() - began < _WARM_UP * seconds:
+            next(stream)
+        before, used, first = loader.metrics(), _cpu(), time.perf_counter()
+        own = time.process_time()
+        while time.perf_counter() - first < seconds:
+            next(stream)
+        took, own = time.perf_counter() - first, time.process_time() - own
+        after, workers_used = loader.metrics(), _cpu() - used
+    more = {name: value - before.get(name, 0) for name, value in after.items()}
+    samples, requests = max(1, int(more["samples"])), int(more.get("requests", 0))
+    return Rate(
+        workers=options["num_workers"],
+        samples=samples,
+        samples_per_second=samples / took,
+        bytes_per_second=more["bytes"] / took,
+        cpu_per_sample=workers_used / samples,
+        training_cpu=own / took,
+        load=more["load_seconds"] / samples,
+        encode=more["encode_seconds"] / samples,
+        batch=more["batch_seconds"] / samples,
+        requests=requests,
+        bytes_per_request=more["request_bytes"] / requests if requests else 0.0,
+        seconds_per_request=more["request_seconds"] / requests if requests else 0.0,
+        waiting=more["request_seconds"] / more["make_seconds"] if requests and more["make_seconds"] else 0.0,
+    )
+
+
+def _cpu() -> float:
+    """Return the processor seconds of this process and those that it started and that still run."""
+    import multiprocessing
+
+    ticks = os.sysconf("SC_CLK_TCK")
+    total = time.process_time()
+    for process in multiprocessing.active_children():
+        try:
+            with open(f"/proc/{process.pid}/stat", encoding="ascii", errors="replace") as file:
+                fields = file.read().rpartition(")")[2].split()
+            total += (int(fields[11]) + int(fields[12])) / ticks
+        except (
+            OSError,
+            IndexError,
+        ):  # it has ended, or this system has no /proc: of the children that ended, all is known
+            continue
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return total + ended.ru_utime + ended.ru_stime
+
+
+def _stages(reading: Rate, alone: Rate) -> dict[str, float]:
+    """Return the seconds of a sample in each stage; images are decoded into the batch, so both are one stage."""
+    return {
+        "reading": reading.load,
+        "decoding and batching": max(0.0, alone.load + alone.batch - reading.load),
+        "the hooks of the task encoder": alone.encode,
+    }
+
+
+_CHEAPER = {
+    "reading": "fewer and longer ranges (max_samples_per_sequence=None, larger shards), or more cores",
+    "decoding and batching": "SampleDecoder(image_target=...) if images are made smaller anyway, uint8 images "
+    "(image_decode='torchrgb8'), or more cores",
+    "the hooks of the task encoder": "a profile of the hooks (python -m cProfile, num_workers=0), or more cores",
+}
+
+
+def judge(reading: Rate, rates: list[Rate], chosen: Rate, cores: int) -> tuple[str, str]:
+    """Return what limits the best run, and which setting would help."""
+    stages = _stages(reading, rates[0])
+    stage = max(stages, key=lambda name: stages[name])
+    busy = chosen.cpu_per_sample * chosen.samples_per_second / cores
+    if chosen.waiting > 0.5:
+        return (
+            f"the store: {chosen.waiting:.0%} of the time is spent waiting for it",
+            "more workers, max_samples_per_sequence=None, shards of 100 MB and more, or a machine nearer to the store",
+        )
+    if busy > _BUSY:
+        return f"the cores: {busy:.0%} of {cores} are busy, most of it with {stage}", _CHEAPER[stage]
+    if chosen.workers and chosen.training_cpu > _BUSY:
+        return (
+            "the training process, which takes the batches over: no further worker helps",
+            "smaller batches in bytes, such as images as uint8 (SampleDecoder(image_decode='torchrgb8'))",
+        )
+    if chosen.workers == rates[-1].workers and len(rates) > 1:
+        return (
+            f"the number of workers: the most that were tried, {chosen.workers}, are the fastest",
+            "more --num-workers",
+        )
+    return (
+        f"nothing that more workers would change; {stage} takes longest, and {busy:.0%} of the cores are busy",
+        f"num_workers={chosen.workers}",
+    )
+
+
+def report(found: Found) -> Iterator[str]:
+    """Yield what one sample costs, stage by stage, in lines for people."""
+    costs = ", ".join(f"{name} {1e6 * took:,.0f} us" for name, took in _stages(found.reading, found.rates[0]).items())
+    yield f"Time for a sample, without workers: {costs}"
+    reading = found.reading
+    if reading.requests:
+        yield (
+            f"Requests: {format_bytes(int(reading.bytes_per_request))} each, waited for "
+            f"{1e3 * reading.seconds_per_request:.1f} ms; {reading.samples / reading.requests:.1f} samples a request"
+        )
+    if found.load_average > found.cores + 1:
+        yield (
+            f"The machine was busy before this began (load {found.load_average:.1f}, {found.cores} cores): the rates "
+            "are too low, and what follows from them may be wrong."
+        )
+
+
+def _print_rates(found: Found) -> None:
+    print_table(
+        ("workers", "samples/s", "bytes/s", "CPU a sample", "training process"),
+        [
+            (
+                f"{rate.workers}{' (enough)' if rate.workers == found.workers else ''}",
+                f"{rate.samples_per_second:,.0f}",
+                format_bytes(int(rate.bytes_per_second)),
+                f"{1e6 * rate.cpu_per_sample:,.0f} us",
+                f"{rate.training_cpu:.0%} busy",
+            )
+            for rate in found.rates
+        ],
+    )
+
+
+def _encoder_of(spec: str | None) -> Any:
+    """Return the task encoder that `MODULE:NAME` names; a class or function is called.
+
+    Raises:
+        ConfigurationError: There is none.
+    """
+    if spec is None:
+        return None
+    module, colon, name = spec.partition(":")
+    if not colon or not name:
+        raise ConfigurationError(f"--encoder {spec!r}: expected MODULE:NAME, such as my_project.encoders:make_encoder")
+    try:
+        found = getattr(import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigurationError(
+            f"--encoder {spec!r}: {error}. A module of the current folder is found with PYTHONPATH=."
+        ) from error
+    return found() if isinstance(found, type) or not hasattr(found, "encode_sample") else found

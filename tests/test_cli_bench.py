@@ -1,0 +1,103 @@
+"""`energon bench`: rates of every number of workers, what a sample costs, and what limits."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from energon_bridge.cli import bench
+from energon_bridge.cli.main import main
+from energon_bridge.testing import create_captioning_test_dataset
+
+RATE = bench.Rate(
+    workers=0,
+    samples=1000,
+    samples_per_second=1000.0,
+    bytes_per_second=1e8,
+    cpu_per_sample=1e-3,
+    training_cpu=1.0,
+    load=1e-4,
+    encode=1e-4,
+    batch=8e-4,
+    requests=0,
+    bytes_per_request=0.0,
+    seconds_per_request=0.0,
+    waiting=0.0,
+)
+READING = replace(RATE, encode=0.0, batch=0.0)
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return create_captioning_test_dataset(tmp_path_factory.mktemp("bench") / "data", num_train=24, num_val=4)
+
+
+def energon(*arguments: object) -> Result:
+    return CliRunner().invoke(main, ["bench", *map(str, arguments)])
+
+
+def test_every_number_of_workers_is_measured(dataset: Path) -> None:
+    result = energon(dataset, "--batch-size", 4, "--num-workers", 1, "--seconds", 0.2, "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.output)
+    assert [rate["workers"] for rate in found["rates"]] == [0, 1]
+    for rate in (found["reading"], *found["rates"]):
+        assert rate["samples"] >= 4
+        assert rate["samples_per_second"] > 0
+        assert rate["bytes_per_second"] > 0
+        assert rate["requests"] == 0
+    assert found["rates"][0]["cpu_per_sample"] > 0
+    assert found["workers"] in (0, 1)
+
+
+def test_it_prints_stages_rates_and_a_limit(dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "bench_encoders.py").write_text(
+        "from energon_bridge import DefaultTaskEncoder\n"
+        "class Mine(DefaultTaskEncoder):\n"
+        "    def encode_sample(self, sample):\n"
+        "        return sample\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    result = energon(
+        dataset, "--batch-size", 4, "--num-workers", 0, "--seconds", 0.2, "--encoder", "bench_encoders:Mine"
+    )
+    del sys.modules["bench_encoders"]
+    assert result.exit_code == 0, result.output
+    for words in ("Time for a sample, without workers: reading ", "samples/s", "0 (enough)", "\nLimit: ", "\nTry: "):
+        assert words in result.output
+
+
+@pytest.mark.parametrize(
+    ("encoder", "message"), [("nowhere:x", "No module named"), ("json", "expected MODULE:NAME"), ("json:no", "has no")]
+)
+def test_an_encoder_that_is_not_there_is_refused(dataset: Path, encoder: str, message: str) -> None:
+    result = energon(dataset, "--batch-size", 4, "--encoder", encoder)
+    assert result.exit_code == 1
+    assert message in result.output
+
+
+@pytest.mark.parametrize(
+    ("most", "steps"), [(0, [0]), (1, [0, 1]), (2, [0, 1, 2]), (6, [0, 1, 2, 4, 6]), (8, [0, 1, 2, 4, 8])]
+)
+def test_workers_are_tried_in_powers_of_two(most: int, steps: list[int]) -> None:
+    assert bench.numbers_of_workers(most) == steps
+
+
+def test_what_limits_is_named() -> None:
+    two = replace(RATE, workers=2, samples_per_second=1900.0, training_cpu=0.1)
+
+    def judged(reading: bench.Rate, *rates: bench.Rate, cores: int = 2) -> str:
+        return " | ".join(bench.judge(reading, list(rates), rates[-1], cores))
+
+    assert judged(READING, RATE, two).startswith("the cores: 95% of 2 are busy, most of it with decoding and batching")
+    assert "image_target" in judged(READING, RATE, two)
+    assert "the hooks of the task encoder | a profile" in judged(READING, replace(RATE, encode=5e-3), two)
+    assert judged(replace(READING, load=1e-2), RATE, two).endswith("larger shards), or more cores")
+    assert judged(READING, RATE, replace(two, waiting=0.7)).startswith("the store: 70% of the time")
+    assert judged(READING, RATE, replace(two, training_cpu=0.9), cores=8).startswith("the training process")
+    assert judged(READING, RATE, two, cores=8).startswith("the number of workers: the most that were tried, 2")
