@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import namedtuple
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from forked import start_forked
 from hypothesis import given, strategies as st
 
 from energon_bridge.errors import ConfigurationError
@@ -22,6 +24,7 @@ from energon_bridge.samples import (
     VQASample,
     edataclass,
 )
+from energon_bridge.samples.stacking import concat_pad
 from energon_bridge.task_encoder import batch_list, batch_pad_stack, batch_samples, batch_stack, generic_batch
 
 DTYPES = (torch.uint8, torch.int64, torch.float32, torch.bool)
@@ -90,6 +93,49 @@ def test_large_rows_are_stacked_too(order, dtype):
         batch_stack([rows[0], rows[1].to(torch.float64)]),
         torch.stack([rows[0].to(torch.float64), rows[1].to(torch.float64)]),
     )
+
+
+SIZES = {"small": (7, 9), "middle": (90, 130), "large": (400, 500)}
+"""Heights and widths of images of which four have fewer elements than torch starts threads for, more, and many more."""
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", SIZES)
+def test_images_of_any_size_are_padded_and_joined(size: str, dtype: torch.dtype):
+    height, width = SIZES[size]
+    images = [
+        torch.randint(0, 100, (height + n, width - n, 3), generator=torch.Generator().manual_seed(n)).to(dtype)
+        for n in range(4)
+    ]
+    for rows in (images, [image.permute(2, 0, 1) for image in images]):
+        batch = batch_pad_stack(rows)
+        for row, expected in zip(batch, rows, strict=True):
+            assert torch.equal(row[tuple(map(slice, expected.shape))], expected)
+        assert batch.sum(dtype=torch.float64) == sum(row.sum(dtype=torch.float64) for row in rows)
+    joined = concat_pad(images)
+    assert joined.shape == (4 * height + 6, width, 3)
+    assert torch.equal(concat_pad([images[0], images[0]]), torch.cat([images[0], images[0]]))
+    start = 0
+    for image in images:
+        assert torch.equal(joined[start : start + len(image), : image.shape[1]], image)
+        start += len(image)
+
+
+def test_stacking_starts_no_threads():
+    """Torch starts a team of them for such sizes, which waits for cores that decode or train."""
+
+    def threads_started() -> int:
+        torch.set_num_threads(4)
+        before = len(os.listdir("/proc/self/task"))
+        for height, width in SIZES.values():
+            rows = [torch.from_numpy(np.ones((3, height + n, width))) for n in range(4)]
+            batch_pad_stack(rows)
+            batch_stack([rows[0], rows[0]])
+            concat_pad([rows[0], rows[0]])
+            concat_pad([rows[0], rows[1]])
+        return len(os.listdir("/proc/self/task")) - before
+
+    assert start_forked(threads_started).result() == (True, 0)
 
 
 @pytest.mark.parametrize("shape", [(), (2,), (3, 100)], ids=str)
