@@ -151,9 +151,9 @@ def test_a_worker_replaced_in_a_pass_begins_the_next_one_like_the_others(data: P
 # Hangs ---------------------------------------------------------------------------------------------------------------
 
 
-def hanging_loader(data: Path, encoder: Any, **kwargs: Any) -> SavableDataLoader:
+def hanging_loader(data: Path, encoder: Any, *, workers: int = 2, **kwargs: Any) -> SavableDataLoader:
     dataset = train_dataset(data, task_encoder=encoder, error_policy=kwargs.pop("error_policy", ErrorPolicy()))
-    config = config_of(1, 2, max_worker_restarts=1000)
+    config = config_of(1, workers, max_worker_restarts=1000)
     return get_savable_loader(dataset, worker_config=config, **({"watchdog_timeout_seconds": 0.8} | kwargs))
 
 
@@ -184,7 +184,8 @@ def test_a_worker_that_cannot_speak_is_named_and_replaced(
 
 def test_a_worker_that_cannot_speak_ends_the_run_if_that_is_asked_for(data: Path, tmp_path: Path) -> None:
     (tmp_path / "act").touch()
-    loader = hanging_loader(data, OnCommand(tmp_path, hold_the_lock), fail_on_timeout=True)
+    # One worker: of two either may be the one that finds the command, and the first batch may be the other's.
+    loader = hanging_loader(data, OnCommand(tmp_path, hold_the_lock), workers=1, fail_on_timeout=True)
     started = time.monotonic()
     with closing(loader), pytest.raises(HookTimeoutError, match=r"worker 0, unit 0: (?s:.)*encode_sample of .*sample"):
         next(iter(loader))
