@@ -7,6 +7,7 @@ import wave
 from pathlib import Path
 from typing import Any
 
+import av
 import numpy as np
 import pytest
 import torch
@@ -123,3 +124,21 @@ def test_what_cannot_be_had_is_refused_with_a_remedy(folder: Path, tmp_path: Pat
     assert decoder.get_video_duration() == (None, None)
     with pytest.raises(DecodeError, match="without a single sample"):
         AVDecoder.open(write_wav(tmp_path / "empty.wav", b"")).get_audio()
+
+
+def mp3(path: Path, channels: int) -> bytes:
+    """Return an MP3 of nothing but its packets."""
+    layout = {1: "mono", 2: "stereo"}[channels]
+    with av.open(str(path), "w", options={"write_xing": "0", "id3v2_version": "0"}) as out:
+        stream: Any = out.add_stream("libmp3lame", rate=48000, layout=layout)
+        frame = av.AudioFrame.from_ndarray(np.zeros((channels, 24_000), np.int16), format="s16p", layout=layout)
+        frame.sample_rate = 48000
+        out.mux(stream.encode(frame))
+        out.mux(stream.encode(None))
+    return path.read_bytes()
+
+
+def test_sound_whose_channels_change_is_refused(tmp_path: Path) -> None:
+    data = mp3(tmp_path / "two.mp3", 2) + mp3(tmp_path / "one.mp3", 1)
+    with pytest.raises(DecodeError, match=r"a\.mp3.? has sound whose number of channels changes"):
+        AVDecoder(data, name="a.mp3").get_audio()

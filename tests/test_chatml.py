@@ -96,6 +96,24 @@ def test_other_pickles_are_refused(value: Any, message: str, tmp_path: Path) -> 
         samples(data, error_policy=ErrorPolicy(on_error="raise"))
 
 
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"\x80\x04]r\xff\xff\xff\x0f.", "numbers an object 268435455, in 9 bytes"),
+        (b"\x80\x04\x8e" + (1 << 62).to_bytes(8, "little") + b"x.", "claims more than it has|exceeds|truncated|EOF"),
+    ],
+    ids=["table", "bytes"],
+)
+def test_pickles_cannot_claim_memory(data: bytes, message: str) -> None:
+    with pytest.raises(DecodeError, match=message):
+        SampleDecoder(read_pickles=True).decode("pkl", data)
+
+
+def test_numbers_that_look_like_claims_are_read() -> None:
+    values = [float.fromhex("0x1.72ff0fff0fp+5")] * 50 + [b"r\xff\xff\xff\xff" * 20]
+    assert SampleDecoder(read_pickles=True).decode("pkl", pickle.dumps(values)) == values
+
+
 def test_sound_of_such_a_dataset_is_refused(tmp_path: Path) -> None:
     fields = "field_map: {audio: wav, conversation: json}\n"
     with pytest.raises(MetadataError, match="field `field_map`: the part 'wav' of a ChatML dataset"):

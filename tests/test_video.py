@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import math
 import os
@@ -14,6 +15,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import av
 import numpy as np
 import pytest
 import torch
@@ -189,10 +191,20 @@ def test_damaged_files_are_refused_by_name(folder: Path) -> None:
         (b"", r"part 'a.mp4' is empty \(0 bytes\).*leave the sample out"),
         (whole[: len(whole) // 2], "part 'a.mp4' cannot be opened as video or sound.*damaged, cut off"),
         (b"no video" * 100, "part 'a.mp4' cannot be opened as video or sound"),
+        (whole.replace(b"avc1", b"zzz1"), "part 'a.mp4' has video of a codec that PyAV does not know"),
         (front[: len(front) // 2], r"part 'a.mp4': a clip is asked for that begins at frame 55.*the file is cut off"),
     ]:
         with pytest.raises(DecodeError, match=message):
             AVDecoder(data, name="a.mp4").get_video_clips([(55, 55)], "frames")
+
+
+def test_memory_that_a_header_claims_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def claim(*_: Any, **__: Any) -> None:
+        raise av.error.MemoryError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(av, "open", claim)
+    with pytest.raises(DecodeError, match="cannot be opened as video or sound: MemoryError"):
+        AVDecoder.open(folder / "b.mp4").get_video_fps()
 
 
 def test_what_cannot_be_had_is_refused_with_a_remedy(folder: Path, tmp_path: Path) -> None:

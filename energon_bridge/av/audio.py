@@ -146,6 +146,10 @@ class AudioReader:
             if at + block.samples > first:
                 stop = block.samples if last is None else min(block.samples, last - at)
                 pieces.append(_array(block)[:, max(0, first - at) : stop])
+        if len({len(piece) for piece in pieces}) > 1:
+            raise DecodeError(
+                f"{self._media.name} has sound whose number of channels changes: it is damaged, or make it again"
+            )
         return np.concatenate(pieces, axis=1) if pieces else None
 
 

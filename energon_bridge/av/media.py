@@ -106,12 +106,16 @@ class Media:
         self.container.close()
 
     def stream(self, kind: str) -> Any:
-        """Return the stream of `video` or `audio`; raises DecodeError if there is none."""
+        """Return the stream of `video` or `audio`; raises DecodeError if there is none, or none that can be decoded."""
         found = getattr(self, kind)
         if found is None:
             has = "video" if kind == "audio" else "audio"
             raise DecodeError(
                 f"{self.name} has no {kind} stream, only {has}: ask has_{kind}_stream() before asking for {kind}"
+            )
+        if found.codec_context is None:
+            raise DecodeError(
+                f"{self.name} has {kind} of a codec that PyAV does not know: it is damaged, or needs another codec"
             )
         return found
 
@@ -127,9 +131,12 @@ class Media:
         """Turn PyAV's errors into DecodeError; those of storage pass."""
         try:
             yield
-        except (EnergonError, MemoryError, GeneratorExit):
+        except (EnergonError, GeneratorExit):
             raise
         except Exception as error:  # codecs raise whatever they like
+            # Libav says so of sizes that a damaged header claims.
+            if isinstance(error, MemoryError) and not isinstance(error, import_av().FFmpegError):
+                raise
             raise DecodeError(
                 f"{self.name} {what}: {type(error).__name__}: {error}. It is damaged, cut off, or of a format that "
                 "PyAV does not know: make it again, or leave the sample out"

@@ -13,6 +13,8 @@ from __future__ import annotations
 import collections
 import io
 import pickle
+import pickletools
+import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -44,6 +46,8 @@ def _encoded(text: str, encoding: str) -> bytes:
     return text.encode(encoding)  # bytes, as the old protocols have them
 
 
+_LONG_PUT = re.compile(rb"r(?=(.{4}))", re.DOTALL)
+"""What may be the instruction that numbers an object; four bytes follow."""
 _TENSOR: Any = torch.zeros(0).__reduce_ex__(2)[0]
 _PLAIN: Mapping[tuple[str, str], Any] = {
     ("collections", "OrderedDict"): collections.OrderedDict,
@@ -76,18 +80,36 @@ class _Reader(pickle.Unpickler):
             ) from None
 
 
+def _load(data: bytes, allowed: Mapping[tuple[str, str], Any]) -> Any:
+    """Return what a pickle holds, with memory for no more than that.
+
+    Raises:
+        pickle.UnpicklingError: It names what is not allowed, or claims more than it has.
+    """
+    # The unpickler makes its table of objects as long as the largest number in it, which a few bytes can say.
+    if any(int.from_bytes(found[1], "little") > len(data) for found in _LONG_PUT.finditer(data)):
+        numbers = [int(arg) for code, arg, _ in pickletools.genops(data) if code.name == "LONG_BINPUT" and arg]
+        most = max(numbers, default=0)
+        if most > len(data):
+            raise pickle.UnpicklingError(f"it numbers an object {most}, in {len(data)} bytes")
+    try:
+        return _Reader(data, allowed).load()
+    except MemoryError as error:
+        raise pickle.UnpicklingError("it claims more than it has: there is not so much memory") from error
+
+
 def plain_pickle(data: bytes) -> Any:
     """Return the containers, numbers, strings, bytes, arrays and tensors of a pickle.
 
     Raises:
-        pickle.UnpicklingError: It names anything else.
+        pickle.UnpicklingError: It names anything else, or claims more than it has.
     """
-    return _Reader(data, _PLAIN).load()
+    return _load(data, _PLAIN)
 
 
 def _listed(data: bytes, depth: int) -> list[Any]:
     """Return a pickled list of bytes, or of lists of them."""
-    found = _Reader(data, {}).load()
+    found = _load(data, {})
     level = [found]
     for _ in range(depth):
         for one in level:
