@@ -49,7 +49,26 @@ _ELSEWHERE = {
 _ADAPTERS = {
     "loading": ("get_loader", "get_savable_loader", "get_train_dataset", "get_val_dataset", "get_val_datasets"),
     "worker": ("SampleException", "WorkerConfig", "log_exception", "reraise_exception"),
-    "factories": ("get_dataset_from_config",),
+    "factories": (
+        "DatasetBlendMode",
+        "DatasetLoader",
+        "DatasetLoaderInterface",
+        "LoadedDataset",
+        "LoadedDatasetList",
+        "Metadataset",
+        "MetadatasetV2",
+        "TraversedDatasetReference",
+        "get_dataset_from_config",
+        "load_dataset",
+        "traverse_metadataset",
+    ),
+    "metadata": (
+        "EnergonDatasetType",
+        "IJsonlIndexReader",
+        "check_dataset_info_present",
+        "get_dataset_info",
+        "get_dataset_type",
+    ),
     "epath": ("DEFAULT_PROFILE_NAME", "EPath"),
     "dataset_classes": ("BaseCoreDatasetFactory", "BaseWebdatasetFactory", "CrudeJsonlDatasetFactory"),
     "preparing": (
@@ -60,6 +79,9 @@ _ADAPTERS = {
         "prepare_filesystem_dataset",
         "prepare_metadataset",
     ),
+    "preview": ("pprint",),
+    "printing": ("default_get_batch_keys", "format_sample_compact", "format_sample_detailed"),
+    "cache_pool": ("FileStoreCachePool",),
     "wrapped": ("EpochizeDataset", "LimitDataset", "RepeatDataset"),
     "records": (
         "DataclassForkMixin",
@@ -129,6 +151,8 @@ def describe(name: str, module: str) -> Entry:
     Raises:
         KeyError: Nothing says what it is; a mistake in the tables.
     """
+    if name == "command" and module == "tools.preview":
+        return Entry(kind="adapter", target=f"{_HERE}.preview:command")
     if name == "command" and module in _COMMANDS:
         return Entry(kind="ours", target=f"energon_bridge.cli.{_COMMANDS[module]}:command")
     if name in _VALUES:

@@ -93,7 +93,8 @@ def read_prepared(
     """
     store.check_root()
     info = read_info(store)
-    splits = read_splits(store, split_config)
+    config = configs.read(store, dataset_config)
+    splits = read_splits(store, config.split_config or split_config)
     shards = splits.shards_of(split_part)
     counts = [_count(store, info, shard, where=splits.where, split_part=split_part) for shard in shards]
     if sum(counts) == 0:
@@ -103,7 +104,6 @@ def read_prepared(
         )
     sizes = _sizes(store, shards, where=splits.where, split_part=split_part)
     excluded = splits.excluded_samples(shards)
-    config = configs.read(store, dataset_config)
     fingerprint = _fingerprint(shards, counts, sizes, excluded, config.canonical)
     found = prepared(
         store,
