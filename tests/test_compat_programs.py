@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import io
+import pickle
 import shutil
+import wave
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +16,17 @@ import torch
 import yaml
 from click.testing import CliRunner
 
-from energon_bridge import NotProvidedError, SystemFileStore, WorkerConfig, get_val_dataset
-from energon_bridge.compat import cache_pool, epath, factories, loading, metadata, preview, printing
+from energon_bridge import AVDecoder, Cooker, NotProvidedError, SystemFileStore, WorkerConfig, get_val_dataset
+from energon_bridge.compat import av, cache_pool, epath, factories, loading, metadata, preview, printing, worker
 from energon_bridge.errors import ConfigurationError, DatasetNotFoundError, MetadataError
 from energon_bridge.format import open_dataset
 from energon_bridge.mix.index import MIN_DATASETS
+from energon_bridge.prepare import prepare_dataset
+from energon_bridge.prepare.dataset_yaml import render_dataset_yaml
 from energon_bridge.prepare.lint import lint_parts
+from energon_bridge.prepare.split import parse_patterns
 from energon_bridge.prepare.summary import summarize_dataset
-from energon_bridge.testing import create_captioning_test_dataset
+from energon_bridge.testing import create_captioning_test_dataset, write_shard
 
 CONFIG = WorkerConfig(rank=0, world_size=1, num_workers=0)
 MIX = """
@@ -224,6 +230,82 @@ def test_the_preview_shows_a_sample_and_asks(folder: Path) -> None:
     assert " - caption (<class 'str'>): " in result.output
     failed = CliRunner().invoke(preview.command, [str(folder / "nowhere")])
     assert (failed.exit_code, "nowhere" in failed.output) == (1, True)
+
+
+# Sound and sources ---------------------------------------------------------------------------------------------------
+
+
+def tone(seconds: float) -> bytes:
+    """Return a WAV file of 16 bits that counts its samples."""
+    buffer = io.BytesIO()
+    with wave.open(buffer, "wb") as file:
+        file.setparams((1, 2, 16000, 0, "NONE", ""))
+        file.writeframes(np.arange(int(seconds * 16000), dtype=np.int16).tobytes())
+    return buffer.getvalue()
+
+
+def test_sound_is_that_of_the_file(tmp_path: Path) -> None:
+    pytest.importorskip("av")
+    write_shard(tmp_path / "a.tar", {"k": {"wav": tone(1.0), "pkl": pickle.dumps([1])}})
+    crude = render_dataset_yaml("CrudeWebdataset", None)
+    prepare_dataset(tmp_path, split=parse_patterns(["val:.*"]), dataset_yaml=crude)
+    dataset = loading.get_val_dataset(tmp_path, batch_size=None, worker_config=CONFIG, task_encoder=Plain())
+    (sample,) = loading.get_loader(dataset)
+    ours = get_val_dataset(tmp_path, batch_size=None, worker_config=CONFIG, task_encoder=Plain())
+    (other,) = loading.get_loader(ours)
+    assert type(other["wav"]) is AVDecoder
+    made = av.SampleDecoder().decode("x.wav", tone(1.0))
+    assert av.SampleDecoder().decode("x.pkl", pickle.dumps([1])) == sample["pkl"] == [1]
+    for decoder in (sample["wav"], made, av.AVDecoder(io.BytesIO(tone(1.0))), pickle.loads(pickle.dumps(made))):
+        assert isinstance(decoder, av.AVDecoder)
+        clips, times = decoder.get_audio_clips([(0.5, 0.50025), (2.0, 3.0), (0.99996, 1.5)])
+        assert [clip.tolist() for clip in clips] == [[[8000, 8001, 8002, 8003]], [[15999]]]
+        assert clips[0].dtype == torch.int16
+        assert times[0] == (0.5, 0.50025)
+
+
+def test_clips_that_last_as_long_have_as_many_samples() -> None:
+    pytest.importorskip("av")
+    starts = [number / 7 for number in range(6)]
+    clips, _ = AVDecoder(tone(1.0)).get_audio_clips([(start, start + 0.1) for start in starts])
+    assert [clip.shape[1] for clip in clips] == [1600] * 6
+    ranges = [(start, start + 0.1001) for start in starts]
+    assert {clip.shape[1] for clip in AVDecoder(tone(1.0)).get_audio_clips(ranges)[0]} == {1602}
+
+
+def test_a_video_that_ends_before_a_range_gives_no_clip(tmp_path: Path) -> None:
+    pytest.importorskip("av")
+    from clips import write_video  # PyAV
+
+    decoder = av.AVDecoder.open(write_video(tmp_path / "film.mp4"))
+    clips, times = decoder.get_video_clips([(0.0, 0.1), (100.0, 101.0)])
+    assert (len(clips), len(times)) == (1, 1)
+    assert len(decoder.get_video_clips([(0, 1), (10_000, 10_001)], video_unit="frames")[0]) == 1
+
+
+class Plain(loading.DefaultTaskEncoder):
+    cookers = (Cooker(dict),)
+
+
+def test_sources_name_their_dataset_by_an_epath(folder: Path) -> None:
+    dataset = loading.get_val_dataset(folder / "data", batch_size=2, worker_config=CONFIG)
+    batch = next(iter(loading.get_loader(dataset)))
+    assert [source.dataset_path for source in batch.__sources__] == [epath.EPath(folder / "data")] * 2
+    assert pickle.loads(pickle.dumps(batch.__sources__)) == batch.__sources__
+    seen: list[Any] = []
+    handler = worker.WorkerConfig(
+        rank=0, world_size=1, num_workers=0, global_error_handler=lambda *call: seen.append(call[2])
+    )
+    dataset = loading.get_val_dataset(folder / "data", batch_size=2, worker_config=handler, task_encoder=Fails())
+    list(loading.get_loader(dataset))
+    assert [source.dataset_path for sources in seen for source in sources] == [epath.EPath(folder / "data")]
+
+
+class Fails(loading.DefaultTaskEncoder):
+    def encode_sample(self, sample: Any) -> Any:
+        if sample.__key__ == "val-00001":
+            raise ValueError(sample.__key__)
+        return sample
 
 
 # Small things --------------------------------------------------------------------------------------------------------

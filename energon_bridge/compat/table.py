@@ -81,6 +81,7 @@ _ADAPTERS = {
     ),
     "preview": ("pprint",),
     "printing": ("default_get_batch_keys", "format_sample_compact", "format_sample_detailed"),
+    "av": ("AVDecoder", "SampleDecoder"),
     "cache_pool": ("FileStoreCachePool",),
     "wrapped": ("EpochizeDataset", "LimitDataset", "RepeatDataset"),
     "records": (

@@ -16,8 +16,10 @@ from typing import Any, ClassVar
 import torch.utils.data
 
 from energon_bridge import topology
+from energon_bridge.compat.epath import EPath
 from energon_bridge.compat.refused import not_provided
 from energon_bridge.errors import SampleError
+from energon_bridge.format.jsonl import is_jsonl
 from energon_bridge.samples import SourceInfo
 from energon_bridge.stream.policy import ErrorPolicy
 from energon_bridge.task_encoder import current
@@ -140,6 +142,12 @@ class WorkerConfig(topology.WorkerConfig):
     __hash__ = None
 
 
+def _named_by_epath(source: SourceInfo) -> SourceInfo:
+    if not isinstance(source.dataset_path, str) or is_jsonl(source.dataset_path):
+        return source
+    return source._replace(dataset_path=EPath(source.dataset_path))  # type: ignore[arg-type]  # as there
+
+
 def error_policy(config: Any) -> ErrorPolicy | None:
     """Return the error policy that a worker configuration asks for; None where it asks for nothing special."""
     handler = getattr(config, "global_error_handler", log_exception)
@@ -150,7 +158,7 @@ def error_policy(config: Any) -> ErrorPolicy | None:
 
     def on_error(error: Exception) -> bool:
         sample, sources = current.FAILED.get()
-        handler(error, sample, list(sources))
+        handler(error, sample, [_named_by_epath(source) for source in sources])
         return True
 
     return ErrorPolicy(on_error=on_error)

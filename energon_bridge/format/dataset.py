@@ -42,7 +42,10 @@ _ENCODER = json.JSONEncoder(separators=(",", ":"))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedDataset:
-    """One split part of a prepared dataset; arrays have one entry per shard of `shard_names`."""
+    """One split part of a prepared dataset; arrays have one entry per shard of `shard_names`.
+
+    `source_path` is what the `SourceInfo` of its samples name it by; None: its path.
+    """
 
     path: str
     store: Store
@@ -58,6 +61,7 @@ class PreparedDataset:
     subflavors: dict[str, Any]
     fingerprint: str
     num_samples: int
+    source_path: Any = field(default=None, compare=False)
 
     @property
     def index_remedy(self) -> str:
