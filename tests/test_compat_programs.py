@@ -17,7 +17,19 @@ import yaml
 from click.testing import CliRunner
 
 from energon_bridge import AVDecoder, Cooker, NotProvidedError, SystemFileStore, WorkerConfig, get_val_dataset
-from energon_bridge.compat import av, cache_pool, epath, factories, loading, metadata, preview, printing, worker
+from energon_bridge.compat import (
+    av,
+    cache_pool,
+    epath,
+    factories,
+    loading,
+    metadata,
+    preview,
+    printing,
+    table,
+    worker,
+    wrapped,
+)
 from energon_bridge.errors import ConfigurationError, DatasetNotFoundError, MetadataError
 from energon_bridge.format import open_dataset
 from energon_bridge.mix.index import MIN_DATASETS
@@ -317,6 +329,30 @@ def test_the_length_of_a_packed_validation_counts_samples(folder: Path) -> None:
     assert len(loader) == 3
     assert len(list(loader)) == 2
     assert len(loader) == 3
+
+
+def test_datasets_of_a_programs_own_are_declared_and_not_made(folder: Path) -> None:
+    class Sorted(wrapped.SavableDataset[int]):
+        def __init__(self, dataset: Any, **kwargs: Any) -> None:
+            super().__init__(**kwargs)
+
+    dataset = loading.get_val_dataset(folder / "data", batch_size=2, worker_config=CONFIG)
+    limited = wrapped.LimitDataset(dataset, 1)
+    assert all(isinstance(one, wrapped.SavableDataset) for one in (dataset, limited))
+    assert not isinstance(dataset, Sorted)
+    assert not isinstance(loading.get_loader(dataset), wrapped.SavableDataset)
+    with pytest.raises(NotProvidedError, match="a dataset derived from SavableDataset"):
+        Sorted(dataset, worker_config=CONFIG)
+
+
+def test_inner_parts_of_wrappers_are_refused_by_name() -> None:
+    packing = table.resolve("PackingDataset", "wrappers")
+    with pytest.raises(NotProvidedError, match=r"PackingDataset\._savable_fields .* packing_buffer_size"):
+
+        class Packs(packing):  # type: ignore[misc,valid-type]
+            _savable_fields = (*packing._savable_fields, "more")
+
+    assert not hasattr(packing, "_savable_fields")
 
 
 class Pairs(loading.DefaultTaskEncoder):

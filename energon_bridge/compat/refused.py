@@ -20,7 +20,11 @@ def not_provided(name: str, advice: str) -> NotProvidedError:
     return NotProvidedError(f"{name} of megatron-energon has no counterpart in energon_bridge: {advice}.")
 
 
-class _Refusing(type):
+class _NoSuchPart(NotProvidedError, AttributeError):  # noqa: N818 - never caught by this name
+    """An inner part is asked for, which `hasattr` may do."""
+
+
+class Refusing(type):
     """The class of classes that can be named but not used."""
 
     __advice__: str
@@ -30,9 +34,10 @@ class _Refusing(type):
         raise not_provided(cls.__named__, cls.__advice__)
 
     def __getattr__(cls, name: str) -> NoReturn:
-        if name.startswith("_"):  # what typing, inspect and others look for
-            raise AttributeError(f"{cls.__named__} has no {name}")
-        raise not_provided(f"{cls.__named__}.{name}", cls.__advice__)
+        refusal = not_provided(f"{cls.__named__}.{name}", cls.__advice__)
+        if name.startswith("__"):  # what typing, inspect and others look for
+            raise AttributeError(str(refusal))
+        raise _NoSuchPart(str(refusal)) if name.startswith("_") else refusal
 
     def __getitem__(cls, arguments: Any) -> Any:
         return cls
@@ -41,7 +46,7 @@ class _Refusing(type):
 def refused_class(name: str, advice: str, **attributes: Any) -> type:
     """Return a class that refuses to be used; `attributes` are those that it has nevertheless."""
     namespace = {"__module__": PACKAGE, "__qualname__": name, "__named__": name, "__advice__": advice, **attributes}
-    return _Refusing(name, (), namespace)
+    return Refusing(name, (), namespace)
 
 
 def refused_function(name: str, advice: str) -> Callable[..., NoReturn]:

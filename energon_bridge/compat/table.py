@@ -40,7 +40,6 @@ _ELSEWHERE = {
     "DuplicateSampleKeyError": "energon_bridge:DuplicateKeyError",
     "FileStoreDecoder": "energon_bridge.stores.base:Decoder",
     "MediaMetadataBase": "energon_bridge.format.media:MediaMetadata",
-    "SavableDataset": "energon_bridge.loader.spec:DatasetSpec",
     "add_source_info": "energon_bridge.samples:add_source_info",
     "collapse": "energon_bridge.format.braces:collapse_braces",
     "main": "energon_bridge.cli.main:main",
@@ -83,7 +82,7 @@ _ADAPTERS = {
     "printing": ("default_get_batch_keys", "format_sample_compact", "format_sample_detailed"),
     "av": ("AVDecoder", "SampleDecoder"),
     "cache_pool": ("FileStoreCachePool",),
-    "wrapped": ("EpochizeDataset", "LimitDataset", "RepeatDataset"),
+    "wrapped": ("EpochizeDataset", "LimitDataset", "RepeatDataset", "SavableDataset"),
     "records": (
         "DataclassForkMixin",
         "ExtendableDataclassMixin",
