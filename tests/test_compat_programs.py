@@ -10,6 +10,7 @@ import wave
 from pathlib import Path
 from typing import Any
 
+import click
 import numpy as np
 import pytest
 import torch
@@ -343,6 +344,15 @@ def test_datasets_of_a_programs_own_are_declared_and_not_made(folder: Path) -> N
     assert not isinstance(loading.get_loader(dataset), wrapped.SavableDataset)
     with pytest.raises(NotProvidedError, match="a dataset derived from SavableDataset"):
         Sorted(dataset, worker_config=CONFIG)
+
+
+def test_commands_that_are_not_there_say_so() -> None:
+    command = table.resolve("command", "tools.analyze_debug")
+    with pytest.raises(NotProvidedError, match=r"tools\.analyze_debug\.command .* `energon which`"):
+        command(["a", "--heatmap-path", "x"])
+    group = click.Group("own", {"redist": table.resolve("command_redist", "tools.checkpoint")})
+    result = CliRunner().invoke(group, ["redist", "--ranks", "2", "folder"])
+    assert (result.exit_code, "states fit any number of ranks" in result.output) == (1, True)
 
 
 def test_inner_parts_of_wrappers_are_refused_by_name() -> None:

@@ -6,9 +6,12 @@ Sound has the file's own type, a range beyond the end gives no clip, and pickles
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any, ClassVar
 
 from energon_bridge import av, task_encoder
+
+AV_DECODE_AVAILABLE = find_spec("av") is not None
 
 
 class AVDecoder(av.AVDecoder):
@@ -29,3 +32,6 @@ class SampleDecoder(task_encoder.SampleDecoder):
 
     read_pickles: bool = True
     av_class: type[av.AVDecoder] = AVDecoder
+
+
+DEFAULT_DECODER = SampleDecoder()

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+import click
+
 from energon_bridge.errors import NotProvidedError
 
 PACKAGE = "megatron.energon"
@@ -59,6 +61,20 @@ def refused_function(name: str, advice: str) -> Callable[..., NoReturn]:
     refused.__module__ = PACKAGE
     refused.__doc__ = f"Not provided: {advice}."
     return refused
+
+
+def refused_command(name: str, advice: str) -> click.Command:
+    """Return a command that refuses to be run, alone or in a group, whatever its arguments are."""
+
+    class Refused(click.Command):
+        def main(self, *args: Any, **kwargs: Any) -> NoReturn:
+            raise not_provided(name, advice)
+
+        def invoke(self, ctx: click.Context) -> NoReturn:
+            raise click.ClickException(str(not_provided(name, advice)))
+
+    settings = {"ignore_unknown_options": True, "allow_extra_args": True}
+    return Refused(name, context_settings=settings, help=f"Not provided: {advice}.")
 
 
 class ForeignState(dict[Any, Any]):

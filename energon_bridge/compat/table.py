@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 
 import energon_bridge
 from energon_bridge.compat.advice import ADVICE, MODULE_ADVICE
-from energon_bridge.compat.refused import refused_class, refused_function, state_class
+from energon_bridge.compat.refused import refused_class, refused_command, refused_function, state_class
 from energon_bridge.compat.surface import VERSION, modules
 
 Kind = Literal["ours", "adapter", "value", "state", "refused", "type variable"]
@@ -80,7 +80,7 @@ _ADAPTERS = {
     ),
     "preview": ("pprint",),
     "printing": ("default_get_batch_keys", "format_sample_compact", "format_sample_detailed"),
-    "av": ("AVDecoder", "SampleDecoder"),
+    "av": ("AVDecoder", "AV_DECODE_AVAILABLE", "DEFAULT_DECODER", "SampleDecoder"),
     "cache_pool": ("FileStoreCachePool",),
     "wrapped": ("EpochizeDataset", "LimitDataset", "RepeatDataset", "SavableDataset"),
     "records": (
@@ -192,6 +192,8 @@ def resolve(name: str, module: str) -> Any:
         return TypeVar(name)  # as each of those modules makes its own
     if entry.kind == "state":
         return _state(name)
+    if entry.kind == "refused" and name.startswith("command") and module.startswith("tools."):
+        return refused_command(f"{module}.{name}", entry.advice)
     if entry.kind == "refused":
         return _refuse(name, entry.advice)
     target, _, attribute = entry.target.partition(":")
