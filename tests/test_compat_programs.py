@@ -346,6 +346,15 @@ def test_datasets_of_a_programs_own_are_declared_and_not_made(folder: Path) -> N
         Sorted(dataset, worker_config=CONFIG)
 
 
+def test_what_wrappers_call_of_a_worker_configuration_is_refused() -> None:
+    config = worker.WorkerConfig(rank=0, world_size=1, num_workers=0)
+    with pytest.raises(NotProvidedError, match=r"WorkerConfig\.worker_activate .* loaders run hooks"):
+        config.worker_activate(0)
+    assert not hasattr(config, "worker_log")
+    assert not hasattr(config, "nothing")
+    assert pickle.loads(pickle.dumps(config)) == config
+
+
 def test_commands_that_are_not_there_say_so() -> None:
     command = table.resolve("command", "tools.analyze_debug")
     with pytest.raises(NotProvidedError, match=r"tools\.analyze_debug\.command .* `energon which`"):

@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-import click
-
 from energon_bridge.errors import NotProvidedError
 
 PACKAGE = "megatron.energon"
@@ -22,8 +20,8 @@ def not_provided(name: str, advice: str) -> NotProvidedError:
     return NotProvidedError(f"{name} of megatron-energon has no counterpart in energon_bridge: {advice}.")
 
 
-class _NoSuchPart(NotProvidedError, AttributeError):  # noqa: N818 - never caught by this name
-    """An inner part is asked for, which `hasattr` may do."""
+class NoSuchPart(NotProvidedError, AttributeError):  # noqa: N818 - never caught by this name
+    """An inner part of megatron-energon is asked for, which `hasattr` may do."""
 
 
 class Refusing(type):
@@ -39,7 +37,7 @@ class Refusing(type):
         refusal = not_provided(f"{cls.__named__}.{name}", cls.__advice__)
         if name.startswith("__"):  # what typing, inspect and others look for
             raise AttributeError(str(refusal))
-        raise _NoSuchPart(str(refusal)) if name.startswith("_") else refusal
+        raise NoSuchPart(str(refusal)) if name.startswith("_") else refusal
 
     def __getitem__(cls, arguments: Any) -> Any:
         return cls
@@ -63,8 +61,9 @@ def refused_function(name: str, advice: str) -> Callable[..., NoReturn]:
     return refused
 
 
-def refused_command(name: str, advice: str) -> click.Command:
-    """Return a command that refuses to be run, alone or in a group, whatever its arguments are."""
+def refused_command(name: str, advice: str) -> Any:
+    """Return a click command that refuses to be run, alone or in a group, whatever its arguments are."""
+    import click  # importing `megatron.energon` does without it
 
     class Refused(click.Command):
         def main(self, *args: Any, **kwargs: Any) -> NoReturn:
