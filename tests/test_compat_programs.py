@@ -21,6 +21,7 @@ from energon_bridge import AVDecoder, Cooker, NotProvidedError, SystemFileStore,
 from energon_bridge.compat import (
     av,
     cache_pool,
+    dataset_classes,
     epath,
     factories,
     loading,
@@ -113,6 +114,22 @@ def test_repetitions_stores_and_datasets_alone(folder: Path) -> None:
     (one,) = mix.get_datasets(training=True, split_part="train", worker_config=CONFIG).datasets
     assert isinstance(one.aux["files"], SystemFileStore)
     assert one.aux["files"].get("inner.yaml") == INNER.encode()
+
+
+def test_validation_datasets_come_with_what_they_are_made_of(folder: Path) -> None:
+    encoder = Fails()
+    found = factories.get_val_datasets(
+        folder / "inner.yaml", split_part="val", batch_size=2, worker_config=CONFIG, task_encoder=encoder
+    )
+    assert [(len(dataset), source.subflavors, len(source)) for dataset, source in found] == [
+        (3, {"level": "inner"}, 5),
+        (10, {}, 20),
+    ]
+    source = found[0][1]
+    assert isinstance(source, dataset_classes.BaseCoreDatasetFactory)
+    assert source.paths == [epath.EPath(folder / "data")]
+    keys = [sample.__key__ for sample in loading.get_loader(source.build())]
+    assert keys == [f"val-{number:05d}" for number in range(5)]
 
 
 def test_what_a_mix_cannot_be_asked(folder: Path) -> None:

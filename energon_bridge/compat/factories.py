@@ -81,6 +81,16 @@ def get_dataset_from_config(
     return OpenedDataset(_open("get_dataset_from_config", path, settings, kwargs, training=training))
 
 
+def get_val_datasets(path: Any, **kwargs: Any) -> list[tuple[DatasetSpec, OpenedDataset]]:
+    """Open the datasets of a mix for validation one by one, each with what it is made of: its paths and subflavors."""
+    found = []
+    for dataset, _ in loading.get_val_datasets(path, **kwargs):
+        encoder = loading.with_decoder(None, dataset.task_encoder.decoder)
+        plain = dataclasses.replace(dataset, batch_size=None, packing_buffer_size=None, task_encoder=encoder)
+        found.append((dataset, OpenedDataset(plain)))
+    return found
+
+
 def _open(function: str, path: Any, settings: dict[str, Any], kwargs: dict[str, Any], *, training: bool) -> DatasetSpec:
     settings = {**settings, "batch_size": None}
     decoder = kwargs.pop("decoder", _DEFAULT)

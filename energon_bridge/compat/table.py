@@ -46,7 +46,7 @@ _ELSEWHERE = {
 }
 
 _ADAPTERS = {
-    "loading": ("get_loader", "get_savable_loader", "get_train_dataset", "get_val_dataset", "get_val_datasets"),
+    "loading": ("get_loader", "get_savable_loader", "get_train_dataset", "get_val_dataset"),
     "worker": ("SampleException", "WorkerConfig", "log_exception", "reraise_exception"),
     "factories": (
         "DatasetBlendMode",
@@ -58,6 +58,7 @@ _ADAPTERS = {
         "MetadatasetV2",
         "TraversedDatasetReference",
         "get_dataset_from_config",
+        "get_val_datasets",
         "load_dataset",
         "traverse_metadataset",
     ),
