@@ -155,6 +155,8 @@ def main() -> int:
         f"{counts['passed']} passed, {counts['failed']} failed, {still_open} are open: {share:.0%} of those that look "
         f"at neither inner parts, nor the random order, nor torchvision; {counts['left out'] - still_open} are left out"
     )
+    ordered = sum(number for reason, number in left_out.items() if reason.startswith(("ORDER", "BUG")))
+    print(f"with those of ORDER and BUG counted as failed: {counts['passed'] / max(1, total + ordered):.0%}")
     return 1 if wrong else 0
 
 

@@ -61,7 +61,7 @@ class PreparedDataset:
     subflavors: dict[str, Any]
     fingerprint: str
     num_samples: int
-    source_path: Any = field(default=None, compare=False)
+    source_path: Any = field(default=None, repr=False, compare=False)
 
     @property
     def index_remedy(self) -> str:
