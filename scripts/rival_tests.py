@@ -27,11 +27,10 @@ REPOSITORY = "https://github.com/NVIDIA/Megatron-Energon"
 LIST = HERE / "rival-tests.txt"
 
 RUNNER = """
-import json, sys, unittest
-sys.path.insert(0, ".")
+import json, os, sys, unittest
+sys.path.insert(0, os.getcwd())
 from energon_bridge.compat import install
-install(trust_remote_code=True)
-name, wanted, out = sys.argv[1], sys.argv[2], sys.argv[3]
+install(trust_remote_code=True)  # in processes that are spawned, too, which run this file again
 
 class Result(unittest.TextTestResult):
     def __init__(self, *args, **kwargs):
@@ -52,19 +51,23 @@ class Result(unittest.TextTestResult):
         if err is not None:
             self.seen[test.id().split(".", 2)[-1]] = f"failed: {err[0].__name__}: {err[1]}"
 
-loader = unittest.TestLoader()
-if wanted:
-    loader.testNamePatterns = [f"*{wanted}*"]
-try:
-    suite = loader.loadTestsFromName(f"tests.{name}")
-except Exception as error:
-    suite, seen = None, {"import": f"failed: {type(error).__name__}: {error}"}
-if loader.errors:
-    suite, seen = None, {"import": "failed: " + loader.errors[0].strip().splitlines()[-1]}
-if suite is not None:
-    seen = unittest.TextTestRunner(resultclass=Result, verbosity=2).run(suite).seen
-with open(out, "w") as file:
-    json.dump(seen, file)
+def main(name, wanted, out):
+    loader = unittest.TestLoader()
+    if wanted:
+        loader.testNamePatterns = [f"*{wanted}*"]
+    try:
+        suite = loader.loadTestsFromName(f"tests.{name}")
+    except Exception as error:
+        suite, seen = None, {"import": f"failed: {type(error).__name__}: {error}"}
+    if loader.errors:
+        suite, seen = None, {"import": "failed: " + loader.errors[0].strip().splitlines()[-1]}
+    if suite is not None:
+        seen = unittest.TextTestRunner(resultclass=Result, verbosity=2).run(suite).seen
+    with open(out, "w") as file:
+        json.dump(seen, file)
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
 """
 
 
@@ -98,7 +101,9 @@ def run_file(folder: Path, name: str, wanted: str, *, verbose: bool, seconds: fl
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) / "seen.json"
         environment = os.environ | {"PYTHONPATH": str(HERE.parent), "TMPDIR": scratch}
-        command = [sys.executable, "-c", RUNNER, name, wanted, str(out)]
+        runner = Path(scratch) / "runner.py"
+        runner.write_text(RUNNER)
+        command = [sys.executable, str(runner), name, wanted, str(out)]
         shown = None if verbose else subprocess.DEVNULL
         try:
             subprocess.run(
@@ -155,6 +160,8 @@ def main() -> int:
         f"{counts['passed']} passed, {counts['failed']} failed, {still_open} are open: {share:.0%} of those that look "
         f"at neither inner parts, nor the random order, nor torchvision; {counts['left out'] - still_open} are left out"
     )
+    ordered = sum(number for reason, number in left_out.items() if reason.startswith(("ORDER", "BUG")))
+    print(f"with those of ORDER and BUG counted as failed: {counts['passed'] / max(1, total + ordered):.0%}")
     return 1 if wrong else 0
 
 

@@ -2,7 +2,8 @@
 
 Reads its source and imports nothing of it, so that modules count whose dependencies are missing. A name is public that
 a module defines at its top (or lists in `__all__`), and in a package also what it imports from its own modules.
-Run by an interpreter that has megatron-energon.
+With the argument `all`, what other modules import from each other counts as well. Run by an interpreter that has
+megatron-energon.
 """
 
 from __future__ import annotations
@@ -51,8 +52,9 @@ def main() -> None:
     for file in sorted(root.rglob("*.py")):
         is_package = file.name == "__init__.py"
         parts = file.relative_to(root).with_suffix("").parts
-        found, listed = names_of(ast.parse(file.read_text()).body, is_package)
-        public = {name for name in (listed or found) if name == "__version__" or not name.startswith("_")}
+        found, listed = names_of(ast.parse(file.read_text()).body, is_package or sys.argv[1:] == ["all"])
+        named = found if sys.argv[1:] == ["all"] else listed or found
+        public = {name for name in named if name == "__version__" or not name.startswith("_")}
         surface[".".join(parts[:-1] if is_package else parts)] = sorted(public - set(NOT_THEIRS))
     json.dump(surface, sys.stdout)
 

@@ -210,6 +210,10 @@ def test_a_class_with_its_own_load_sample_runs(tmp_path: Path) -> None:
     data = write(tmp_path / "data", OWN.format("Shouted") + "field_map: {conversation: json}\n")
     found = under_dropin(lambda: [sample.conversation for sample in samples(data, **TRUST)])
     assert found[2] == "[{'FROM': 'HUMAN', 'VALUE': 'Q2'}]"
+    # The decoder that its `__init__` has by default is that of the run, which may decode nothing.
+    plain = loading.with_decoder(None, None)
+    found = under_dropin(lambda: [sample.conversation for sample in samples(data, task_encoder=plain, **TRUST)])
+    assert found[2].startswith("B'[{")
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from tar_builder import write_tar, write_texts
 
 from energon_bridge import __version__
 from energon_bridge.cli.main import main
+from energon_bridge.cli.output import format_bytes
 from energon_bridge.errors import CorruptShardError
 from energon_bridge.format import open_dataset
 from energon_bridge.plan.leaf import ORDER_VERSION
@@ -300,9 +301,9 @@ def test_info_shows_the_numbers(fixtures: Path):
     result = energon("info", fixtures / "captioning")
     assert result.exit_code == 0, result.output
     words = [line.split() for line in result.output.replace("│", " ").splitlines()]
+    sized = format_bytes(sum(path.stat().st_size for path in (fixtures / "captioning").rglob("*.tar"))).split()
     for expected in (
-        ["samples:", "24"],
-        ["shards:", "4"],
+        ["holds:", "24", "samples", "in", "4", "shards,", *sized],
         ["sample", "type:", "megatron.energon.CaptioningSample"],
         ["field:", "caption", "=", "json[caption]"],
         ["prepared", "by:", "energon", "7.4.1"],

@@ -65,6 +65,26 @@ def test_the_fixture_is_that_of_the_package(rival_python: str) -> None:
     assert json.loads(found.stdout) == NAMES
 
 
+@pytest.mark.rival
+def test_names_that_modules_have_of_each_other_are_there(rival_python: str) -> None:
+    command = [rival_python, str(Path(__file__).with_name("rival_names.py")), "all"]
+    found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout)
+    assert "info_command" in found["cli.main"]
+    assert "T_sample" in found["wrappers.map_dataset"]
+
+    def missing() -> tuple[int, list[str]]:
+        count, wrong = 0, []
+        for module, names in found.items():
+            imported = __import__(f"megatron.energon.{module}".rstrip("."), fromlist=["*"])
+            count += len(names)
+            wrong += [f"{module}.{name}" for name in names if not hasattr(imported, name)]
+        return count, wrong
+
+    count, wrong = installed(missing)
+    assert count > 1000
+    assert not wrong
+
+
 def test_no_name_is_missing() -> None:
     """Every name of every module resolves to something, and what refuses says what to do instead."""
 

@@ -149,6 +149,20 @@ def test_a_sample_loader_runs_as_it_is(data: Path) -> None:
     assert seen["val"][0][0][2] == "What is shown in val-00000?"
 
 
+def test_encoders_in_the_ways_of_public_code_run_as_they_are(data: Path, tmp_path: Path) -> None:
+    seen = run_with_ours("encoders.py", data, tmp_path)
+    assert seen["packed"]["packs"]
+    assert "__valid__" not in seen["packed"]["fields"]
+    assert [[len(keys) for keys, _ in one] for one in seen["limited"]] == [[3, 3, 2, 2, 3]] * 2
+    assert len(seen["cooked"]["keys"]) == 15
+
+
+@pytest.mark.rival
+@pytest.mark.slow
+def test_encoders_in_the_ways_of_public_code_see_the_same(data: Path, tmp_path: Path, run_with_rival: Program) -> None:
+    assert run_with_ours("encoders.py", data, tmp_path) == run_with_rival("encoders.py", data, tmp_path)
+
+
 @pytest.mark.rival
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["val", "train", "grouped", "packed"])

@@ -32,6 +32,7 @@ from energon_bridge import (
     get_val_dataset,
 )
 from energon_bridge.cli.main import main
+from energon_bridge.cli.output import format_bytes
 from energon_bridge.errors import StorageError
 from energon_bridge.format import jsonl
 from energon_bridge.format.jsonl import index_jsonl, open_jsonl
@@ -116,7 +117,10 @@ def test_the_index_is_that_of_megatron_energon(fixtures: Path) -> None:
     path = fixtures / "lines.jsonl.idx"
     written = path.read_bytes()
     path.unlink()
-    assert run("prepare", fixtures / "lines.jsonl") == (0, f"Indexed {len(written) // 8 - 1} samples.\n")
+    assert run("prepare", fixtures / "lines.jsonl") == (
+        0,
+        f"Found {len(written) // 8 - 1} samples.\nDone: wrote {path}.\n",
+    )
     assert path.read_bytes() == written
 
 
@@ -216,7 +220,9 @@ def test_lint_and_info(lines: Path) -> None:
     assert run("lint", lines, "--no-progress") == (0, "All 40 samples load.\n")
     code, output = run("info", lines)
     assert code == 0
-    assert [line.split()[-1] for line in output.splitlines()[1:]] == ["40", "1", "B", "CrudeSample"]
+    size, unit = format_bytes(lines.stat().st_size).split()
+    words = [line.split() for line in output.splitlines()[1:]]
+    assert words == [["holds:", "40", "samples", "in", "1", "shard,", size, unit], ["sample", "type:", "CrudeSample"]]
     lines.write_bytes(lines.read_bytes().replace(b'"line 7"', b'"line 7}'))
     code, output = run("lint", lines, "--no-progress")
     assert code == 1

@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, BinaryIO, Literal, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, Literal, Self, TypeAlias
 
 from energon_bridge.av.audio import AudioReader, as_floats, resample
 from energon_bridge.av.media import AVData, Media, length_of, opened, start_of, tensor_of, ticks
@@ -52,10 +52,13 @@ class AVDecoder:
 
     Attributes:
         bytes_read: Bytes read from the file so far, where `stream` is bytes or a range.
+        leaves_out_beyond: Whether a range that begins beyond the end gives no clip, instead of an error.
 
     Raises:
         ConfigurationError: The stream is one of text; by the first call: PyAV is not installed.
     """
+
+    leaves_out_beyond: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -227,6 +230,8 @@ class AVDecoder:
                 time = reader.packets.time_of(number) if number is not None else ticks(begin, reader.base)
                 first = None if time is None else reader.frame_at(time)
                 if first is None:
+                    if self.leaves_out_beyond:
+                        continue
                     raise beyond(media, f"{video_unit[:-1]} {begin:g}", f"{reader.packets.count} frames")
                 limit = math.inf if number is None or math.isinf(end) else int(end) - number + 1
                 last = math.inf if number is not None or math.isinf(end) else ticks(end, reader.base)
@@ -238,6 +243,8 @@ class AVDecoder:
                     if len(rows) >= limit or until > last or reader.packets.after(frame.pts) is None:
                         break
                 if start is None or (number is None and is_over(media, reader, Fraction(begin), until)):
+                    if self.leaves_out_beyond:
+                        continue
                     raise beyond(media, f"{video_unit[:-1]} {begin:g}", f"{float(until * reader.base):g} s")
                 clips[0].append(clip_of(rows))
                 clips[1].append((float(start * reader.base), float(until * reader.base)))
@@ -252,7 +259,8 @@ class AVDecoder:
     ) -> Clips:
         """Return the samples of each range, without that at its end, and the seconds at which they begin and end.
 
-        A range may end beyond the sound (`math.inf`: with it), but not begin there.
+        A range may end beyond the sound (`math.inf`: with it), but not begin there. Ranges that last as long have as
+        many samples.
 
         Args:
             audio_clip_ranges: (begin, end) of each clip.
@@ -273,12 +281,12 @@ class AVDecoder:
         with self._opened() as media:
             reader = self._audio_of(media)
             for begin, end in audio_clip_ranges:
-                first, last = (
-                    _sample(begin, audio_unit, reader),
-                    None if math.isinf(end) else _sample(end, audio_unit, reader),
-                )
+                first = _sample(begin, audio_unit, reader)
+                last = None if math.isinf(end) else first + _samples(begin, end, audio_unit, reader)
                 found = reader.samples(first, last)
                 if not found.shape[1] and last != first:
+                    if self.leaves_out_beyond:
+                        continue
                     raise DecodeError(
                         f"{self.name}: a clip is asked for that begins at {audio_unit[:-1]} {begin:g}, and the sound "
                         "ends before that: ask for what lies before, by get_audio_duration()"
@@ -394,5 +402,12 @@ def _check(ranges: Ranges, unit: str, units: tuple[str, str], kind: str) -> None
 
 
 def _sample(value: float, unit: str, reader: AudioReader) -> int:
-    """Return the number of a sample."""
+    """Return the number of the sample at a time."""
     return int(value) if unit == "samples" else max(0, round((Fraction(value) - reader.start) * reader.rate))
+
+
+def _samples(begin: float, end: float, unit: str, reader: AudioReader) -> int:
+    """Return how many samples a range has, which for seconds depends on its length alone."""
+    if unit == "samples":
+        return int(end) - int(begin)
+    return max(0, round((Fraction(end) - max(Fraction(begin), reader.start)) * reader.rate))

@@ -6,7 +6,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from energon_bridge.cli.output import format_bytes
+from energon_bridge.cli.output import count_of, format_bytes
 from energon_bridge.format.nvmeta import prepared_by
 from energon_bridge.prepare.summary import DatasetSummary, summarize_dataset
 
@@ -33,11 +33,10 @@ def command(path: str, split_config: str, dataset_config: str) -> None:
 
 
 def _rows(summary: DatasetSummary) -> list[tuple[str, str]]:
+    held = f"{count_of(summary.num_samples, 'sample')} in {count_of(summary.num_shards, 'shard')}"
     rows = [
         ("dataset", summary.path),
-        ("samples", f"{summary.num_samples:,}"),
-        ("shards", f"{summary.num_shards:,}"),
-        ("size", format_bytes(summary.num_bytes)),
+        ("holds", f"{held}, {format_bytes(summary.num_bytes)}"),
         ("sample type", summary.sample_type),
     ]
     rows += [("field", f"{field} = {access}") for field, access in summary.field_map.items()]

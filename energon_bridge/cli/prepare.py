@@ -84,7 +84,8 @@ def command(
             what = "a JSONL file" if is_jsonl(path) else "a mix"
             raise ConfigurationError(f"{path} is {what}: these options go with the folder of a dataset.")
         if is_jsonl(path):
-            click.echo(f"Indexed {count_of(index_jsonl(path), 'sample')}.")
+            click.echo(f"Found {count_of(index_jsonl(path), 'sample')}.")
+            click.echo(f"Done: wrote {path}.idx.")
             return
         _prepare_mix(path, num_workers=num_workers, trust=trust_remote_code, progress=progress)
         return

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from typing import Any, Self
 
+from energon_bridge.compat.av import DEFAULT_DECODER
 from energon_bridge.compat.epath import EPath
 from energon_bridge.compat.preparing import JsonlPreparator, WebdatasetPreparator
 from energon_bridge.compat.refused import not_provided
@@ -66,6 +67,7 @@ class BaseWebdatasetFactory(BaseCoreDatasetFactory, WebdatasetPreparator):
             self.__sample_type__ = sample_type
         self.path = path
         self.subflavors = dict(subflavors or {})
+        decoder = _ENCODERS if decoder is DEFAULT_DECODER else decoder  # the default of derived classes, not a wish
         self._decoder = decoder if auto_decode else None
         store = open_store(os.fspath(path))
         if isinstance(sample_loader, str):

@@ -1,15 +1,32 @@
-"""`get_dataset_from_config`: one dataset, opened, of which `build()` gives what a loader takes."""
+"""Datasets of a program's own making: `get_dataset_from_config`, `load_dataset`, `traverse_metadataset`.
+
+megatron-energon gives a program the datasets of a mix one by one, each with its weight; here each of them is what a
+loader takes when it is built. A mix can be read this way and taken apart, but not put together again by wrappers.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from fractions import Fraction
 from typing import Any
 
 from energon_bridge.compat import loading
 from energon_bridge.compat.dataset_classes import BaseCoreDatasetFactory
+from energon_bridge.compat.epath import EPath
+from energon_bridge.compat.preparing import prepare_metadataset
 from energon_bridge.compat.refused import not_provided
+from energon_bridge.errors import ConfigurationError
 from energon_bridge.loader.spec import DatasetSpec
+from energon_bridge.mix import JoinRef, Mix, MixIndex, load_mix
+from energon_bridge.mix.kind import DatasetKind, kind_of_source
+from energon_bridge.stores import FileStore
+from energon_bridge.stream.cooking import StorePool
 
 _DEFAULT: Any = object()
+_SHUFFLE = "shuffle_over_epochs_multiplier"
 
 
 class OpenedDataset(BaseCoreDatasetFactory):
@@ -28,7 +45,7 @@ class OpenedDataset(BaseCoreDatasetFactory):
         found = dataset.leaves[0].dataset
         self.__sample_type__ = getattr(found, "sample_type", None)
         self.subflavors = dict(getattr(found, "subflavors", {}))
-        self.paths = [leaf.dataset.path for leaf in dataset.leaves]
+        self.paths = [EPath(leaf.dataset.path) for leaf in dataset.leaves]
 
     def __len__(self) -> int:
         return self._dataset.num_samples
@@ -57,20 +74,237 @@ def get_dataset_from_config(
     """
     names = {"dataset_config": dataset_config, "split_config": split_config}
     settings: dict[str, Any] = {name: value for name, value in names.items() if value is not None}
-    settings |= {"split_part": split_part or "train", "worker_config": worker_config, "batch_size": None}
+    settings |= {"split_part": split_part or "train", "worker_config": worker_config}
     settings |= {"subflavors": subflavors, "sample_type": sample_type}
+    if "shuffle_over_epochs" in kwargs:
+        kwargs[_SHUFFLE] = kwargs.pop("shuffle_over_epochs")
+    return OpenedDataset(_open("get_dataset_from_config", path, settings, kwargs, training=training))
+
+
+def get_val_datasets(path: Any, **kwargs: Any) -> list[tuple[DatasetSpec, OpenedDataset]]:
+    """Open the datasets of a mix for validation one by one, each with what it is made of: its paths and subflavors."""
+    found = []
+    for dataset, _ in loading.get_val_datasets(path, **kwargs):
+        encoder = loading.with_decoder(None, dataset.task_encoder.decoder)
+        plain = dataclasses.replace(dataset, batch_size=None, packing_buffer_size=None, task_encoder=encoder)
+        found.append((dataset, OpenedDataset(plain)))
+    return found
+
+
+def _open(function: str, path: Any, settings: dict[str, Any], kwargs: dict[str, Any], *, training: bool) -> DatasetSpec:
+    settings = {**settings, "batch_size": None}
     decoder = kwargs.pop("decoder", _DEFAULT)
     if decoder is not _DEFAULT:
         settings["task_encoder"] = loading.with_decoder(None, decoder)
     shuffle = {
-        "shuffle_over_epochs_multiplier": kwargs.pop("shuffle_over_epochs", 1),
+        _SHUFFLE: kwargs.pop(_SHUFFLE, 1),
         "parallel_shard_iters": kwargs.pop("parallel_shard_iters", None),
         "max_samples_per_sequence": kwargs.pop("max_samples_per_sequence", None),
         "shuffle_buffer_size": None,
     }
     for name, value in kwargs.items():
         if value is not None:
-            raise not_provided(f"get_dataset_from_config({name}={value!r})", "say it in a metadataset")
+            raise not_provided(f"{function}({name}={value!r})", "say it in a metadataset")
     if training:
-        return OpenedDataset(loading.get_train_dataset(path, **settings, **shuffle))
-    return OpenedDataset(loading.get_val_dataset(path, **settings))
+        return loading.get_train_dataset(path, **settings, **shuffle)
+    return loading.get_val_dataset(path, **settings)
+
+
+class DatasetBlendMode(Enum):
+    """What the numbers beside the datasets of a mix mean."""
+
+    NONE = "none"
+    DATASET_WEIGHT = "dataset_weight"
+    SAMPLE_REPETITIONS = "sample_repetitions"
+
+
+_MODES = {"weights": DatasetBlendMode.DATASET_WEIGHT, "repetitions": DatasetBlendMode.SAMPLE_REPETITIONS}
+
+
+@dataclass
+class LoadedDataset:
+    """One dataset of a mix, with its effective weight, or how often an epoch has its samples; `aux` has its stores."""
+
+    dataset: OpenedDataset
+    weight: float | int | None = None
+    repetitions: float | int | None = None
+    aux: dict[str, FileStore] | None = None
+
+
+@dataclass
+class LoadedDatasetList:
+    """The datasets of a mix, in its order."""
+
+    datasets: list[LoadedDataset]
+    blend_mode: DatasetBlendMode = DatasetBlendMode.NONE
+
+
+@dataclass
+class TraversedDatasetReference:
+    """What a mix says of one of its datasets: nothing of it is opened, and it need not be there."""
+
+    path: EPath
+    split_part: str
+    aux: dict[str, EPath]
+    subflavors: dict[str, Any]
+
+
+class DatasetLoaderInterface:
+    """A dataset or a mix, of which `get_datasets` gives the datasets; `load_dataset` makes it."""
+
+    def __init__(self, source: Any) -> None:
+        self._source = source
+        self._settings: dict[str, Any] = {}
+
+    def post_initialize(self, mds_path: Any = None) -> None:
+        """Do nothing; files are read when they are asked for."""
+
+    def get_datasets(
+        self,
+        *,
+        training: bool,
+        split_part: str,
+        worker_config: Any = None,
+        subflavors: dict[str, Any] | None = None,
+        shuffle_over_epochs_multiplier: int | None = 1,
+        subset: Any = None,
+        **kwargs: Any,
+    ) -> LoadedDatasetList:
+        """Open the datasets.
+
+        Raises:
+            NotProvidedError: An argument that has no counterpart, such as `subset`.
+        """
+        settings = {"split_part": split_part, "worker_config": worker_config, "subflavors": subflavors}
+        settings |= self._settings
+        kwargs |= {"subset": subset, _SHUFFLE: shuffle_over_epochs_multiplier}
+        whole = _open("get_datasets", self._source, settings, kwargs, training=training)
+        mix = whole.mix
+        weights: Sequence[float | None] = [None] * len(whole.leaves)
+        if mix.mode == "weights":
+            weights = mix.weights_at(0, [leaf.num_samples for leaf in whole.leaves])
+        stores = StorePool(None)
+        parts = zip(whole.leaves, mix.leaves, weights, strict=True)
+        return LoadedDatasetList(
+            [
+                LoadedDataset(
+                    dataset=OpenedDataset(
+                        dataclasses.replace(whole, leaves=(leaf,), mix=dataclasses.replace(mix, leaves=(described,)))
+                    ),
+                    weight=weight,
+                    repetitions=_number(described.repetitions),
+                    aux={name: stores.open(ref) for name, ref in leaf.aux.items()} or None,
+                )
+                for leaf, described, weight in parts
+            ],
+            _MODES.get(mix.mode, DatasetBlendMode.NONE),
+        )
+
+    def traverse(self, mds_path: Any = None, *, split_part: str) -> list[TraversedDatasetReference]:
+        """Return what the mix says of its datasets; raises NotImplementedError if it has a join."""
+        return _references(load_mix(self._source, split_part=split_part))
+
+    def prepare(self, split_part: str | None = None) -> Sequence[EPath]:
+        """Prepare the joins of the mix."""
+        if isinstance(self, Metadataset):
+            prepare_metadataset(self._source)
+        return ()
+
+
+class DatasetLoader(DatasetLoaderInterface):
+    """One dataset, by the arguments of its constructor."""
+
+    def __init__(
+        self,
+        path: Any,
+        *,
+        split_part: str | None = None,
+        subflavors: dict[str, Any] | None = None,
+        shuffle_over_epochs_multiplier: int | None = 1,
+        dataset_config: str | None = None,
+        split_config: str | None = None,
+    ) -> None:
+        super().__init__(EPath(path).url)
+        if shuffle_over_epochs_multiplier != 1:
+            raise not_provided("DatasetLoader(shuffle_over_epochs_multiplier=…)", "pass it to get_datasets")
+        self.path = EPath(path)
+        names = {"split_part": split_part, "dataset_config": dataset_config, "split_config": split_config}
+        self._settings = {name: value for name, value in names.items() if value is not None}
+        self._subflavors = subflavors or {}
+
+    def get_dataset(self, *, training: bool, split_part: str | None = None, **kwargs: Any) -> OpenedDataset:
+        """Open the dataset; the arguments of the constructor go before those given here."""
+        kwargs["subflavors"] = {**self._subflavors, **(kwargs.get("subflavors") or {})} or None
+        return get_dataset_from_config(
+            self.path, training=training, **{"split_part": split_part, **kwargs, **self._settings}
+        )
+
+    def get_datasets(self, *, training: bool, split_part: str, **kwargs: Any) -> LoadedDatasetList:
+        """Open the dataset, as a mix of one."""
+        return LoadedDatasetList([LoadedDataset(self.get_dataset(training=training, split_part=split_part, **kwargs))])
+
+
+class Metadataset(DatasetLoaderInterface):
+    """A mix; made by `load_dataset` of its file or dict."""
+
+    def __init__(self, path: Any, splits: Any = None) -> None:
+        if splits is not None:
+            raise not_provided(f"{type(self).__name__}(splits=…)", "give load_dataset the same as a dict")
+        super().__init__(path)
+
+
+class MetadatasetV2(Metadataset):
+    """A mix of version 2."""
+
+
+def load_dataset(path: Any, **kwargs: Any) -> DatasetLoaderInterface:
+    """Return a dataset or a mix, of which `get_datasets` gives the datasets; nothing is opened yet.
+
+    Args:
+        path: A folder, a JSONL file, the YAML file of a mix, or the same as a dict.
+        kwargs: Of a dataset, the arguments of `DatasetLoader`.
+
+    Raises:
+        DatasetNotFoundError, NotPreparedError, MetadataError: There is none.
+    """
+    if isinstance(path, dict):
+        return _metadataset(path.get("__class__"))(path)
+    source = EPath(path).url
+    if kind_of_source(source) is not DatasetKind.METADATASET:
+        return DatasetLoader(source, **kwargs)
+    document = MixIndex().document(source)
+    return _metadataset(document.get("__class__") if isinstance(document, dict) else None)(source)
+
+
+def _metadataset(name: Any) -> type[Metadataset]:
+    return MetadatasetV2 if name == "MetadatasetV2" else Metadataset
+
+
+def traverse_metadataset(path: Any, *, split_part: str) -> list[TraversedDatasetReference]:
+    """Return what a mix says of its datasets, in order, those of nested mixes in their place.
+
+    Raises:
+        ConfigurationError: The path is no mix.
+        NotImplementedError: The mix has a join.
+    """
+    source = EPath(path).url
+    if kind_of_source(source) is not DatasetKind.METADATASET:
+        raise ConfigurationError(f"traverse_metadataset: expected the .yaml file of a mix, got {source}")
+    return _references(load_mix(source, split_part=split_part))
+
+
+def _references(mix: Mix) -> list[TraversedDatasetReference]:
+    found = []
+    for entry in mix.leaves:
+        leaf = entry.leaf
+        if isinstance(leaf, JoinRef):
+            raise NotImplementedError(f"{leaf.where}: traverse_metadataset() does not take joins apart, as there.")
+        aux = {name: EPath(ref.path) for name, ref in leaf.aux.items()}
+        found.append(TraversedDatasetReference(EPath(leaf.path), leaf.split_part, aux, dict(leaf.subflavors)))
+    return found
+
+
+def _number(repetitions: Fraction | None) -> float | int | None:
+    if repetitions is None:
+        return None
+    return int(repetitions) if repetitions.denominator == 1 else float(repetitions)

@@ -13,12 +13,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from energon_bridge import datasets
+from energon_bridge.compat import av
+from energon_bridge.compat.epath import EPath
 from energon_bridge.compat.finder import trusted
 from energon_bridge.compat.refused import not_provided
 from energon_bridge.compat.worker import error_policy
 from energon_bridge.compat.wrapped import make_loader
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.format.dataset import PreparedDataset
+from energon_bridge.format.join import JoinedDataset
+from energon_bridge.format.jsonl import JsonlDataset
 from energon_bridge.loader.leaves import OpenLeaf
 from energon_bridge.loader.savable import SavableDataLoader
 from energon_bridge.loader.spec import DatasetSpec
@@ -78,7 +82,18 @@ def _as_energon(dataset: DatasetSpec, sample_type: type | None, subflavors: Mapp
             )
     if subflavors:
         leaves = tuple(dataclasses.replace(leaf, dataset=_flavored(leaf.dataset, subflavors)) for leaf in leaves)
+    leaves = tuple(dataclasses.replace(leaf, dataset=_named_by_epath(leaf.dataset)) for leaf in leaves)
     return dataclasses.replace(dataset, leaves=leaves, as_energon=True)
+
+
+def _named_by_epath(dataset: Any) -> Any:
+    """Return a dataset whose samples name it by an EPath as their source; JSONL files are named by text there, too."""
+    if isinstance(dataset, JoinedDataset):
+        parts = (dataclasses.replace(part, dataset=_named_by_epath(part.dataset)) for part in dataset.parts)
+        return dataclasses.replace(dataset, parts=tuple(parts))
+    if isinstance(dataset, JsonlDataset):
+        return dataset
+    return dataclasses.replace(dataset, source_path=EPath(dataset.path))
 
 
 def get_savable_loader(dataset: Any, **kwargs: Any) -> SavableDataLoader:
@@ -124,12 +139,14 @@ def _translated(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     if not ours.pop("auto_decode", True):
         ours["task_encoder"] = with_decoder(encoder, None)
     elif decoder:
-        ours["task_encoder"] = with_decoder(encoder, SampleDecoder(**decoder))
-    # There pickles are read: here those of plain values are, and any other is refused by name.
+        ours["task_encoder"] = with_decoder(encoder, av.SampleDecoder(**decoder))
+    # There pickles are read: here those of plain values are, and any other is refused by name. Sound has its own type.
     encoder = ours.get("task_encoder")
     read = DefaultTaskEncoder.decoder if encoder is None else getattr(encoder, "decoder", None)
-    if type(read) is SampleDecoder and not read.read_pickles:
-        ours["task_encoder"] = with_decoder(encoder, dataclasses.replace(read, read_pickles=True))
+    if type(read) is SampleDecoder:
+        ours["task_encoder"] = with_decoder(
+            encoder, dataclasses.replace(read, read_pickles=True, av_class=av.AVDecoder)
+        )
     ours.setdefault("trust_remote_code", trusted())
     if "error_policy" not in ours:
         ours["error_policy"] = error_policy(ours.get("worker_config"))

@@ -20,7 +20,11 @@ def not_provided(name: str, advice: str) -> NotProvidedError:
     return NotProvidedError(f"{name} of megatron-energon has no counterpart in energon_bridge: {advice}.")
 
 
-class _Refusing(type):
+class NoSuchPart(NotProvidedError, AttributeError):  # noqa: N818 - never caught by this name
+    """An inner part of megatron-energon is asked for, which `hasattr` may do."""
+
+
+class Refusing(type):
     """The class of classes that can be named but not used."""
 
     __advice__: str
@@ -30,9 +34,10 @@ class _Refusing(type):
         raise not_provided(cls.__named__, cls.__advice__)
 
     def __getattr__(cls, name: str) -> NoReturn:
-        if name.startswith("_"):  # what typing, inspect and others look for
-            raise AttributeError(f"{cls.__named__} has no {name}")
-        raise not_provided(f"{cls.__named__}.{name}", cls.__advice__)
+        refusal = not_provided(f"{cls.__named__}.{name}", cls.__advice__)
+        if name.startswith("__"):  # what typing, inspect and others look for
+            raise AttributeError(str(refusal))
+        raise NoSuchPart(str(refusal)) if name.startswith("_") else refusal
 
     def __getitem__(cls, arguments: Any) -> Any:
         return cls
@@ -41,7 +46,7 @@ class _Refusing(type):
 def refused_class(name: str, advice: str, **attributes: Any) -> type:
     """Return a class that refuses to be used; `attributes` are those that it has nevertheless."""
     namespace = {"__module__": PACKAGE, "__qualname__": name, "__named__": name, "__advice__": advice, **attributes}
-    return _Refusing(name, (), namespace)
+    return Refusing(name, (), namespace)
 
 
 def refused_function(name: str, advice: str) -> Callable[..., NoReturn]:
@@ -54,6 +59,21 @@ def refused_function(name: str, advice: str) -> Callable[..., NoReturn]:
     refused.__module__ = PACKAGE
     refused.__doc__ = f"Not provided: {advice}."
     return refused
+
+
+def refused_command(name: str, advice: str) -> Any:
+    """Return a click command that refuses to be run, alone or in a group, whatever its arguments are."""
+    import click  # importing `megatron.energon` does without it
+
+    class Refused(click.Command):
+        def main(self, *args: Any, **kwargs: Any) -> NoReturn:
+            raise not_provided(name, advice)
+
+        def invoke(self, ctx: click.Context) -> NoReturn:
+            raise click.ClickException(str(not_provided(name, advice)))
+
+    settings = {"ignore_unknown_options": True, "allow_extra_args": True}
+    return Refused(name, context_settings=settings, help=f"Not provided: {advice}.")
 
 
 class ForeignState(dict[Any, Any]):

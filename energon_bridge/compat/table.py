@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 
 import energon_bridge
 from energon_bridge.compat.advice import ADVICE, MODULE_ADVICE
-from energon_bridge.compat.refused import refused_class, refused_function, state_class
+from energon_bridge.compat.refused import refused_class, refused_command, refused_function, state_class
 from energon_bridge.compat.surface import VERSION, modules
 
 Kind = Literal["ours", "adapter", "value", "state", "refused", "type variable"]
@@ -40,16 +40,35 @@ _ELSEWHERE = {
     "DuplicateSampleKeyError": "energon_bridge:DuplicateKeyError",
     "FileStoreDecoder": "energon_bridge.stores.base:Decoder",
     "MediaMetadataBase": "energon_bridge.format.media:MediaMetadata",
-    "SavableDataset": "energon_bridge.loader.spec:DatasetSpec",
     "add_source_info": "energon_bridge.samples:add_source_info",
     "collapse": "energon_bridge.format.braces:collapse_braces",
     "main": "energon_bridge.cli.main:main",
 }
 
 _ADAPTERS = {
-    "loading": ("get_loader", "get_savable_loader", "get_train_dataset", "get_val_dataset", "get_val_datasets"),
+    "loading": ("get_loader", "get_savable_loader", "get_train_dataset", "get_val_dataset"),
     "worker": ("SampleException", "WorkerConfig", "log_exception", "reraise_exception"),
-    "factories": ("get_dataset_from_config",),
+    "factories": (
+        "DatasetBlendMode",
+        "DatasetLoader",
+        "DatasetLoaderInterface",
+        "LoadedDataset",
+        "LoadedDatasetList",
+        "Metadataset",
+        "MetadatasetV2",
+        "TraversedDatasetReference",
+        "get_dataset_from_config",
+        "get_val_datasets",
+        "load_dataset",
+        "traverse_metadataset",
+    ),
+    "metadata": (
+        "EnergonDatasetType",
+        "IJsonlIndexReader",
+        "check_dataset_info_present",
+        "get_dataset_info",
+        "get_dataset_type",
+    ),
     "epath": ("DEFAULT_PROFILE_NAME", "EPath"),
     "dataset_classes": ("BaseCoreDatasetFactory", "BaseWebdatasetFactory", "CrudeJsonlDatasetFactory"),
     "preparing": (
@@ -60,7 +79,11 @@ _ADAPTERS = {
         "prepare_filesystem_dataset",
         "prepare_metadataset",
     ),
-    "wrapped": ("EpochizeDataset", "LimitDataset", "RepeatDataset"),
+    "preview": ("pprint",),
+    "printing": ("default_get_batch_keys", "format_sample_compact", "format_sample_detailed"),
+    "av": ("AVDecoder", "AV_DECODE_AVAILABLE", "DEFAULT_DECODER", "SampleDecoder"),
+    "cache_pool": ("FileStoreCachePool",),
+    "wrapped": ("EpochizeDataset", "LimitDataset", "RepeatDataset", "SavableDataset"),
     "records": (
         "DataclassForkMixin",
         "ExtendableDataclassMixin",
@@ -129,6 +152,8 @@ def describe(name: str, module: str) -> Entry:
     Raises:
         KeyError: Nothing says what it is; a mistake in the tables.
     """
+    if name == "command" and module == "tools.preview":
+        return Entry(kind="adapter", target=f"{_HERE}.preview:command")
     if name == "command" and module in _COMMANDS:
         return Entry(kind="ours", target=f"energon_bridge.cli.{_COMMANDS[module]}:command")
     if name in _VALUES:
@@ -168,6 +193,8 @@ def resolve(name: str, module: str) -> Any:
         return TypeVar(name)  # as each of those modules makes its own
     if entry.kind == "state":
         return _state(name)
+    if entry.kind == "refused" and name.startswith("command") and module.startswith("tools."):
+        return refused_command(f"{module}.{name}", entry.advice)
     if entry.kind == "refused":
         return _refuse(name, entry.advice)
     target, _, attribute = entry.target.partition(":")

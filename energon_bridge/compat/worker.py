@@ -11,13 +11,15 @@ import hashlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch.utils.data
 
 from energon_bridge import topology
-from energon_bridge.compat.refused import not_provided
+from energon_bridge.compat.epath import EPath
+from energon_bridge.compat.refused import NoSuchPart, not_provided
 from energon_bridge.errors import SampleError
+from energon_bridge.format.jsonl import is_jsonl
 from energon_bridge.samples import SourceInfo
 from energon_bridge.stream.policy import ErrorPolicy
 from energon_bridge.task_encoder import current
@@ -25,6 +27,18 @@ from energon_bridge.task_encoder import current
 logger = logging.getLogger(__name__)
 
 ErrorHandler = Callable[[Exception, Any, Sequence[SourceInfo] | None], None]
+
+
+_LOADERS_DO = "loaders run hooks, and say by themselves what is active"
+_CALLED_BY_WRAPPERS = {
+    "assert_worker": "hooks run in worker processes, or in the training process without any",
+    "worker_activate": _LOADERS_DO,
+    "worker_deactivate": _LOADERS_DO,
+    "worker_id_offset": "workers are numbered from 0",
+    "worker_log": "no debug files are written. Use the standard logging module",
+    "worker_pop_sample_index": _LOADERS_DO,
+    "worker_push_sample_index": _LOADERS_DO,
+}
 
 
 class SampleException(SampleError, ValueError):  # noqa: N818 - the name that energon users know
@@ -132,12 +146,24 @@ class WorkerConfig(topology.WorkerConfig):
         number = self.global_worker_id(override_local_worker_id) if self.num_workers else self.dp_rank
         return int.from_bytes(hashlib.sha1(f"{number},{self.seed_offset}".encode()).digest()) & 0xFFFFFFFF
 
+    def __getattr__(self, name: str) -> NoReturn:
+        """Refuse, by name, what megatron-energon's wrappers call."""
+        if name in _CALLED_BY_WRAPPERS:
+            raise NoSuchPart(str(not_provided(f"WorkerConfig.{name}", _CALLED_BY_WRAPPERS[name])))
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, topology.WorkerConfig):
             return NotImplemented
         return all(getattr(self, f.name) == getattr(other, f.name) for f in fields(topology.WorkerConfig))
 
     __hash__ = None
+
+
+def _named_by_epath(source: SourceInfo) -> SourceInfo:
+    if not isinstance(source.dataset_path, str) or is_jsonl(source.dataset_path):
+        return source
+    return source._replace(dataset_path=EPath(source.dataset_path))  # type: ignore[arg-type]  # as there
 
 
 def error_policy(config: Any) -> ErrorPolicy | None:
@@ -150,7 +176,7 @@ def error_policy(config: Any) -> ErrorPolicy | None:
 
     def on_error(error: Exception) -> bool:
         sample, sources = current.FAILED.get()
-        handler(error, sample, list(sources))
+        handler(error, sample, [_named_by_epath(source) for source in sources])
         return True
 
     return ErrorPolicy(on_error=on_error)

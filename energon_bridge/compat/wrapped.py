@@ -11,7 +11,7 @@ import dataclasses
 from typing import Any, NoReturn
 
 from energon_bridge import datasets
-from energon_bridge.compat.refused import not_provided
+from energon_bridge.compat.refused import Refusing, not_provided
 from energon_bridge.errors import ConfigurationError, WrongUseError
 from energon_bridge.loader.savable import SavableDataLoader
 from energon_bridge.loader.spec import DATASET_IS_NO_LOADER, DatasetSpec
@@ -38,6 +38,20 @@ class _Wrapper:
 
     def __class_getitem__(cls, arguments: Any) -> Any:
         return cls
+
+
+class _AnyDataset(Refusing):
+    """The class of `SavableDataset`, which all datasets are objects of, though none is made by it."""
+
+    def __instancecheck__(self, instance: Any) -> bool:
+        return self is SavableDataset and isinstance(instance, (DatasetSpec, _Wrapper))
+
+
+class SavableDataset(metaclass=_AnyDataset):
+    """What builders return and loaders take, for annotations and `isinstance`; a class derived from it is not made."""
+
+    __named__ = "a dataset derived from SavableDataset"
+    __advice__ = "there are no dataset wrappers to put together; say what becomes of samples by hooks of a task encoder"
 
 
 class RepeatDataset(_Wrapper):

@@ -42,7 +42,10 @@ _ENCODER = json.JSONEncoder(separators=(",", ":"))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedDataset:
-    """One split part of a prepared dataset; arrays have one entry per shard of `shard_names`."""
+    """One split part of a prepared dataset; arrays have one entry per shard of `shard_names`.
+
+    `source_path` is what the `SourceInfo` of its samples name it by; None: its path.
+    """
 
     path: str
     store: Store
@@ -58,6 +61,7 @@ class PreparedDataset:
     subflavors: dict[str, Any]
     fingerprint: str
     num_samples: int
+    source_path: Any = field(default=None, repr=False, compare=False)
 
     @property
     def index_remedy(self) -> str:
@@ -93,7 +97,8 @@ def read_prepared(
     """
     store.check_root()
     info = read_info(store)
-    splits = read_splits(store, split_config)
+    config = configs.read(store, dataset_config)
+    splits = read_splits(store, config.split_config or split_config)
     shards = splits.shards_of(split_part)
     counts = [_count(store, info, shard, where=splits.where, split_part=split_part) for shard in shards]
     if sum(counts) == 0:
@@ -103,7 +108,6 @@ def read_prepared(
         )
     sizes = _sizes(store, shards, where=splits.where, split_part=split_part)
     excluded = splits.excluded_samples(shards)
-    config = configs.read(store, dataset_config)
     fingerprint = _fingerprint(shards, counts, sizes, excluded, config.canonical)
     found = prepared(
         store,

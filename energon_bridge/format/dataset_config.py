@@ -2,7 +2,8 @@
 
 Form A names a `sample_type: {__module__, __class__}`, form B a dataset class of energon by `__module__` and `__class__`
 (`CrudeWebdataset`, `StandardWebdatasetFactory`, the old `CaptioningWebdataset` and its like). Both take exactly one of
-`field_map` and `sample_loader` (with `part_filter`), and `subflavors`. Source: reference section 1.8.
+`field_map` and `sample_loader` (with `part_filter`), `subflavors`, and `split_config`, the split file in `.nv-meta`
+that goes with it, whatever a caller asks for. Source: reference section 1.8.
 
 Invariant: names of `megatron.energon` and `energon_bridge` resolve through the registry of sample types; nothing is
 imported unless the caller trusts the dataset. What came from code is never shared between datasets.
@@ -33,6 +34,7 @@ PartFilter = frozenset[str] | Callable[[str], bool]
 
 _STANDARD_CLASS = "StandardWebdatasetFactory"
 _CODE_KEYS = ("field_map", "sample_loader", "part_filter", "subflavors")
+_SPLIT = "split_config"
 _BRIDGE = "megatron.bridge."
 _CHATML = ("ChatMLSample", "ChatMLWebdataset")
 _CHATML_SOUND = ("wav", "flac", "mp3", "audio")
@@ -55,10 +57,14 @@ class SampleForm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatasetConfig:
-    """What a dataset.yaml says; `text` is its content as JSON, `canonical` the same with sorted keys, for the hash."""
+    """What a dataset.yaml says; `text` is its content as JSON, `canonical` the same with sorted keys, for the hash.
+
+    `split_config` is the split file that it names, None if it names none.
+    """
 
     form: SampleForm
     subflavors: dict[str, Any]
+    split_config: str | None
     text: str
     canonical: str
 
@@ -96,16 +102,19 @@ class DatasetConfigs:
     def build(self, value: Any, *, store: Store, where: str) -> DatasetConfig:
         """Check the content of a dataset.yaml; errors are those of `read`."""
         document = expect_mapping(value, where=where)
-        shape = json.dumps({key: entry for key, entry in document.items() if key != "subflavors"})
+        shape = json.dumps({key: entry for key, entry in document.items() if key not in ("subflavors", _SPLIT)})
         form = self._forms.get(shape)
         if form is None:
-            form = _read_form(document, store=store, where=where, trust=self._trust)
+            described = {key: entry for key, entry in document.items() if key != _SPLIT}
+            form = _read_form(described, store=store, where=where, trust=self._trust)
             if not form.has_code:
                 self._forms[shape] = form
         subflavors = getattr(form.sample_loader, "subflavors", document.get("subflavors"))
+        split = document.get(_SPLIT)
         return DatasetConfig(
             form=form,
             subflavors={} if subflavors is None else expect_mapping(subflavors, where=where, field="subflavors"),
+            split_config=None if split is None else expect_string(split, where=where, field=_SPLIT),
             text=json.dumps(document, separators=(",", ":")),
             canonical=json.dumps(document, sort_keys=True, separators=(",", ":")),
         )

@@ -136,7 +136,8 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
 
     def __len__(self) -> int:
         """Return the steps of a finite stream or virtual epoch, or this rank's microbatches in an epoch of the data."""
-        finite = self.spec.finite and self.spec.virtual_epoch_length is None
+        packs = self.spec.as_energon and self.spec.listed  # there each sample counts as a row
+        finite = self.spec.finite and self.spec.virtual_epoch_length is None and not packs
         return self.spec.num_batches(self.config.dp_size, self._position.end if finite else None)
 
     def __getitem__(self, index: Any) -> NoReturn:

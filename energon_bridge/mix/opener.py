@@ -88,7 +88,7 @@ class DatasetOpener:
         dataset, config = read_prepared(
             store, self._configs, split_part=split_part, dataset_config=dataset_config, split_config=split_config
         )
-        if stamps and not config.form.has_code:
+        if stamps and not config.form.has_code and config.split_config is None:  # a file that has no stamp
             self._index.record(
                 place,
                 Known(

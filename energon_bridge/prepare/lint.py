@@ -15,6 +15,7 @@ from typing import Any
 
 from energon_bridge.errors import DecodeError, EmptyDatasetError, EnergonError, FieldAccessError, UnknownSplitError
 from energon_bridge.format.dataset import PreparedDataset, open_dataset, read_index
+from energon_bridge.format.dataset_config import DatasetConfigs
 from energon_bridge.format.jsonl import PART, JsonlDataset, is_jsonl, open_jsonl, parse_line
 from energon_bridge.format.nvmeta import DEFAULT_DATASET_CONFIG, DEFAULT_SPLIT_CONFIG, read_splits
 from energon_bridge.format.parallel import map_shards
@@ -69,7 +70,8 @@ def lint_parts(
         return [open_jsonl(path)], []
     store = open_store(path)
     store.check_root()
-    known = read_splits(store, split_config)
+    config = DatasetConfigs(trust_remote_code=trust_remote_code).read(store, dataset_config)
+    known = read_splits(store, config.split_config or split_config)
     datasets: list[PreparedDataset] = []
     empty: list[str] = []
     for part in split_parts or tuple(known.parts):

@@ -64,7 +64,8 @@ def summarize_dataset(
     store = open_store(path)
     store.check_root()
     info = read_info(store)
-    splits = read_splits(store, split_config)
+    config = _config(store, dataset_config)
+    splits = read_splits(store, config.get("split_config") or split_config)
     num_bytes = 0
     missing = []
     for shard in info.shard_counts:
@@ -83,7 +84,6 @@ def summarize_dataset(
                 num_excluded_samples=len(splits.excluded_samples(shards)),
             )
         )
-    config = _config(store, dataset_config)
     named = config.get("sample_type")
     field_map = config.get("field_map")
     subflavors = config.get("subflavors")

@@ -108,7 +108,7 @@ class CodeValues(Values):
                 slab, number = row
                 image = self._decode_into(slab, [(number, parts)]).get(number)
             values = self._values(parts, image)
-            source = SourceInfo(dataset.path, index, name, tuple(map(f"{key}.".__add__, parts)))
+            source = SourceInfo(dataset.source_path or dataset.path, index, name, tuple(map(f"{key}.".__add__, parts)))
             if dataset.sample_loader is None:
                 return self._sample(key, restore_key, source, values)
         except FatalSampleError:

@@ -291,7 +291,11 @@ class Pipeline:
 
     def _attach(self, batch: Any, name: str, value: Any) -> None:
         """Set a meta field; as drop-in a dict keeps its own keys, for programs that call `model(**batch)`."""
-        if not (self.settings.energon_ranks and type(batch) is dict and name not in batch):
+        if not (self.settings.energon_ranks and type(batch) is dict):
+            attach(batch, name, value)
+        elif name == "__valid__" and batch.get(name, value) is None:  # of a batch that `asdict` made a dict of
+            del batch[name]
+        elif name in batch:
             attach(batch, name, value)
 
     def begin(self, lane: int, number: int) -> None:

@@ -125,4 +125,4 @@ def place_in(sample: Any) -> Place | None:
     parts = tuple(name.removeprefix(f"{key}.") for name in source.file_names)
     more = ", ".join(f"shard {other.shard_name} of {other.dataset_path}" for other in sources[1:3])
     note = f"joined with {more}" if more else ""
-    return Place(source.dataset_path, source.shard_name, source.index, key, parts, note)
+    return Place(str(source.dataset_path), source.shard_name, source.index, key, parts, note)

@@ -123,6 +123,7 @@ class Values:
         """Return for the bytes of each sample, with its index and shard, the sample or the `Problem` in its place."""
         dataset = self._dataset
         path, names, excluded = dataset.path, dataset.shard_names, dataset.excluded
+        source_path = dataset.source_path or path
         now = self._activities.mine()
         now.dataset, now.hook = dataset, "read"
         parsed: list[Any] = []  # key and parts of each, or the `Problem`
@@ -155,7 +156,7 @@ class Values:
                 words[INDEX] = restore_key[1]  # of a join: its row
             try:
                 values = self._values(parts, images.get(row))
-                source = SourceInfo(path, index, names[shard], tuple(map(f"{key}.".__add__, parts)))
+                source = SourceInfo(source_path, index, names[shard], tuple(map(f"{key}.".__add__, parts)))
                 hook = "field_map"
                 out.append(self._sample(key, restore_key, source, values))
             except FatalSampleError:

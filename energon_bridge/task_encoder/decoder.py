@@ -82,7 +82,8 @@ class SampleDecoder:
     cannot be decoded. None: no limit. Pillow's own `Image.MAX_IMAGE_PIXELS` holds beside `max_pixels`: for larger
     images raise both.
 
-    With `read_pickles` pickles of plain values are read; otherwise they stay bytes.
+    With `read_pickles` pickles of plain values are read; otherwise they stay bytes. `av_class` is what videos and sound
+    become, AVDecoder or a class derived from it.
 
     Raises ConfigurationError for a form that does not exist, or a size or limit that is none.
     """
@@ -96,6 +97,7 @@ class SampleDecoder:
     max_pixels: int | None = MAX_PIXELS
     max_part_bytes: int | None = MAX_PART_BYTES
     read_pickles: bool = False
+    av_class: type[AVDecoder] = AVDecoder
     _form: ImageForm | None = field(init=False, repr=False, compare=False)
 
     @property
@@ -188,7 +190,7 @@ class SampleDecoder:
         return decode_rows(images, self._form, slab, turn)
 
     def _av(self, data: bytes | ByteRange, part_name: str) -> Any:
-        decoder = AVDecoder(data, name=part_name)
+        decoder = self.av_class(data, name=part_name)
         if self.av_decode == "AVDecoder":
             return decoder
         return decoder.get_frames(self.video_decode_audio) if self.av_decode == "torch" else decoder.open_container()

@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron.energon.flavors.base_dataset import Sample
 from megatron.energon.flavors.webdataset import DefaultDecoderWebdatasetFactory
+from megatron.energon.flavors.webdataset.sample_decoder import DEFAULT_DECODER
 from webdataset.autodecode import Decoder, imagehandler
 
 
@@ -40,8 +41,13 @@ class Conversations(DefaultDecoderWebdatasetFactory[Conversation]):
 class Shouted(DefaultDecoderWebdatasetFactory[Conversation]):
     __sample_type__ = Conversation
 
+    def __init__(self, path: Any, *, decoder: Any = DEFAULT_DECODER, **kwargs: Any) -> None:
+        super().__init__(path, decoder=decoder, **kwargs)
+        self.loud = True
+
     def load_sample(self, sample: dict) -> Conversation:
         loaded = super().load_sample(sample)
+        assert self.loud
         loaded.conversation = str(loaded.conversation).upper()
         return loaded
 
