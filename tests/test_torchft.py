@@ -182,7 +182,12 @@ class Group:
     def size(self) -> int:
         return 2
 
-    def allgather(self, rows: list[list[torch.Tensor]], mine: list[torch.Tensor]) -> Any:
+    def allgather(
+        self,
+        rows: list[list[torch.Tensor]],
+        mine: list[torch.Tensor],
+        opts: torch.distributed.distributed_c10d.AllgatherOptions,
+    ) -> Any:
         other = b'{"microbatches": 1234567}'
         content = torch.tensor([len(other)]) if mine[0].dtype == torch.int64 else torch.tensor(list(other)).byte()
         rows[0][0].copy_(mine[0])

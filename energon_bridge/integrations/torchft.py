@@ -145,7 +145,7 @@ def gather_by(process_group: Any) -> Callable[[Any], list[Any]]:
 
         def exchanged(mine: torch.Tensor) -> list[torch.Tensor]:
             rows = [torch.empty_like(mine) for _ in range(process_group.size())]
-            process_group.allgather([rows], [mine]).wait()
+            process_group.allgather([rows], [mine], torch.distributed.distributed_c10d.AllgatherOptions()).wait()
             return rows
 
         content = json.dumps(state).encode()
