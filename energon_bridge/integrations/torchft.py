@@ -142,10 +142,11 @@ def gather_by(process_group: Any) -> Callable[[Any], list[Any]]:
 
     def gather(state: Any) -> list[Any]:
         import torch
+        from torch._C._distributed_c10d import AllgatherOptions
 
         def exchanged(mine: torch.Tensor) -> list[torch.Tensor]:
             rows = [torch.empty_like(mine) for _ in range(process_group.size())]
-            process_group.allgather([rows], [mine], torch.distributed.distributed_c10d.AllgatherOptions()).wait()
+            process_group.allgather([rows], [mine], AllgatherOptions()).wait()
             return rows
 
         content = json.dumps(state).encode()
