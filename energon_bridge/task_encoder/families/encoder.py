@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -42,6 +42,7 @@ from energon_bridge.task_encoder.families.video import decoded, video_of
 from energon_bridge.task_encoder.families.vision import Family, Plan, VideoFrames
 from energon_bridge.task_encoder.packed_sequences import MultiModalPack, batch_packs, pack_sequences
 from energon_bridge.task_encoder.packing import OverLong, Packer
+from energon_bridge.task_encoder.pixels import PixelPath, pixel_settings
 from energon_bridge.task_encoder.sample_encoders import SAMPLE_ENCODERS
 from energon_bridge.task_encoder.sequences import (
     Filling,
@@ -82,8 +83,10 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
         packer: Packer[PreparedSample] | None = None,
     ) -> None:
         self.tokenizer = tokenizer
-        self.family = family
         self.config = config or ChatConfig()
+        self.family = family = _with_pixels(family, self.config)
+        if _path_of(family) is not None and type(self).decoder is ChatTemplateTaskEncoder.decoder:
+            self.decoder = SampleDecoder(image_decode="fastrgb", defer_images=True)
         self.counts: Counter[str] = Counter()
         self._renderer = renderer_of(
             tokenizer,
@@ -181,6 +184,12 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
             mm_token_type_ids=None if positions is None else sample.mm_token_type_ids,
             mrope_position_ids=positions,
         )
+
+    @property
+    def pixel_settings(self) -> dict[str, str]:
+        """What the state of a run says of its pixels."""
+        processor = getattr(self.family, "image_processor", None)
+        return pixel_settings(processor, _path_of(self.family), getattr(self.family, "pixels_dtype", "float32"))
 
     def padded_length(self, sample: PreparedSample | MultiModalSample) -> int:
         """Return how many tokens a sample takes in a pack."""
@@ -334,6 +343,25 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
                 f"{complaint}: raise the limit, or set over_long or over_limit of the ChatConfig to "
                 "'truncate' or 'drop'"
             )
+
+
+def _path_of(family: Any) -> PixelPath | None:
+    path: PixelPath | None = getattr(family, "path", None)
+    return path
+
+
+def _with_pixels(family: Any, config: ChatConfig) -> Any:
+    """Return a family with the pixels that a configuration asks for. Raises ConfigurationError if it has no choice."""
+    wanted = {"pixels": config.pixels, "pixels_dtype": config.pixels_dtype}
+    wanted = {name: value for name, value in wanted.items() if value is not None}
+    if not wanted or family is None:
+        return family
+    if not is_dataclass(family) or not {"pixels", "pixels_dtype"} <= {entry.name for entry in fields(family)}:
+        raise ConfigurationError(
+            f"{' and '.join(wanted)} of the ChatConfig say nothing to a {type(family).__name__}: a family of your own "
+            "makes its pixels itself, leave them out"
+        )
+    return replace(cast(Any, family), **wanted)
 
 
 def _key(sample: Any) -> Any:
