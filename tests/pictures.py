@@ -50,8 +50,9 @@ def encoded(kind: str, width: int, height: int, seed: int = 0) -> bytes:
 
 def sizes(count: int, largest: int) -> Iterator[tuple[int, int]]:
     """Yield widths and heights: the smallest, narrow ones, and any in between."""
-    yield from ((1, 1), (1, 9), (largest, max(1, largest // 16)), (3, largest // 2))
+    yield from ((1, 1), (1, 9), (largest, max(1, largest // 16)), (3, 450))
     rng = np.random.default_rng(11)
     for _ in range(count - 4):
         width, height = (int(side) for side in np.exp(rng.uniform(np.log(2), np.log(largest), 2)))
-        yield width, height
+        # Scaled by their shorter sides, narrower ones become too large.
+        yield min(width, 20 * height), min(height, 20 * width)

@@ -40,6 +40,7 @@ from energon_bridge.task_encoder.sequences import (
     MultiModalSample,
     Sequencer,
     batch_sequences,
+    with_norm,
 )
 from energon_bridge.task_encoder.texts import tokens_of
 from energon_bridge.task_encoder.visual import concat_visual
@@ -185,10 +186,14 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
     def batch(self, samples: Sequence[MultiModalSample | MultiModalPack]) -> MultiModalBatch:
         """Pad the sequences, or the packs, to a common length and join the images."""
         if isinstance(samples[0], MultiModalPack):
-            return batch_packs(cast(Sequence[MultiModalPack], samples), self._filling)
+            return with_norm(batch_packs(cast(Sequence[MultiModalPack], samples), self._filling), self._norm)
         sequences = cast(Sequence[MultiModalSample], samples)
         length = self._row_length if self.pad_to_max_length else max(map(self.padded_length, sequences))
-        return batch_sequences(sequences, length, self._filling)
+        return with_norm(batch_sequences(sequences, length, self._filling), self._norm)
+
+    @property
+    def _norm(self) -> Tensor | None:
+        return None if self._path is None else self._path.byte_norm
 
     def _encoder_of(self, sample: Any) -> SampleEncoder:
         for kind in type(sample).__mro__:

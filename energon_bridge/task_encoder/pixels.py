@@ -83,6 +83,11 @@ class PixelPath:
     white: bool = False
     most_patches: int = 0
 
+    @property
+    def byte_norm(self) -> Tensor | None:
+        """What batches of bytes carry along; None where values are made here."""
+        return self.norm if self.dtype == torch.uint8 else None
+
     def image(self, image: Any) -> dict[str, Tensor]:
         """Return what the processor returns for one image, decoded in any form that `as_pil` takes."""
         pixels = self.rgb(image)
@@ -295,6 +300,9 @@ def _read(processor: Any, profile: str | None, dtype: PixelDtype) -> PixelPath |
         if sized is None:
             return f"its size is {has('size')!r}"
     crop, background = None, None
+    fixed = has("do_center_crop") or (has("do_resize") and _sides(has("size"), "height")[0])
+    if dtype == "uint8" and kind in ("plain", "llava") and not fixed:
+        return "its images have different sizes, and are padded with zeros after they are normalised"
     if kind in ("plain", "llava") and has("do_center_crop"):
         height, width = _sides(has("crop_size"), "height", "width")
         if not height or not width:

@@ -50,6 +50,7 @@ from energon_bridge.task_encoder.sequences import (
     MultiModalSample,
     Sequencer,
     batch_sequences,
+    with_norm,
 )
 from energon_bridge.task_encoder.visual import size_of
 
@@ -207,10 +208,18 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
     def batch(self, samples: Sequence[MultiModalSample | MultiModalPack]) -> MultiModalBatch:
         """Pad the sequences, or the packs, to a common length and join the images."""
         if isinstance(samples[0], MultiModalPack):
-            return batch_packs(cast(Sequence[MultiModalPack], samples), self._filling)
+            return self._batch_packs(cast(Sequence[MultiModalPack], samples))
         sequences = cast(Sequence[MultiModalSample], samples)
         length = self._row_length if self.config.pad_to_max_length else max(map(self.padded_length, sequences))
-        return batch_sequences(sequences, length, self._filling)
+        return with_norm(batch_sequences(sequences, length, self._filling), self._norm)
+
+    def _batch_packs(self, packs: Sequence[MultiModalPack]) -> MultiModalBatch:
+        return with_norm(batch_packs(packs, self._filling), self._norm)
+
+    @property
+    def _norm(self) -> Tensor | None:
+        path = _path_of(self.family)
+        return None if path is None else path.byte_norm
 
     def _prepared(self, sample: Any) -> PreparedSample:
         try:
