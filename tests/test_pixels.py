@@ -7,6 +7,8 @@ import math
 import os
 import pickle
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -367,3 +369,18 @@ def test_the_encoder_of_any_processor_has_the_choice_too(profile: Any) -> None:
     made = MultiModalTaskEncoder(encoder.tokenizer, processor, pixels=profile)
     assert made.pixel_settings == ({} if profile == "pillow" else {"pixels": "torch"})
     assert math.isclose(made._path.norm[0, 0].item(), processor.image_mean[0] * 255, rel_tol=1e-6)  # type: ignore[union-attr]
+
+
+def test_threads_do_not_share_memory() -> None:
+    """Also where all of them run in one context, as executors may."""
+    images = [noise(150 + number, 120, seed=number) for number in range(8)]
+    alone = [native.resample(np.array(image), (200, 60), "bicubic") for image in images]
+    for _ in range(5):
+        with ThreadPoolExecutor(4) as pool:
+            contexts = [copy_context() for _ in images]
+            found = [
+                pool.submit(context.run, native.resample, np.array(image), (200, 60), "bicubic")
+                for context, image in zip(contexts, images, strict=True)
+            ]
+            for one, expected in zip(found, alone, strict=True):
+                np.testing.assert_array_equal(one.result(), expected)

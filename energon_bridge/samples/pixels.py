@@ -18,8 +18,8 @@ channel is all that rescaling and normalising are, whatever the type of the valu
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Mapping
-from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from types import MappingProxyType
@@ -36,7 +36,7 @@ _BITS = 22
 _CHANNELS = 3
 _SPARE = 16
 _NEAR, _FAR = float(np.float32(0.54)), float(np.float32(0.46))  # single precision in Pillow, too
-_SCRATCH: ContextVar[np.ndarray | None] = ContextVar("energon_bridge_pixel_scratch", default=None)
+_OF_THREAD = threading.local()  # no context variable: threads may share a context, and must not share memory
 
 try:
     from energon_bridge.samples import _pixels
@@ -141,10 +141,9 @@ def look_up(pixels: np.ndarray, table: np.ndarray, layout: Layout, out: np.ndarr
 
 def _scratch(size: int) -> np.ndarray:
     """Return memory of this thread for at least that many bytes, warm from its last image."""
-    memory = _SCRATCH.get()
+    memory: np.ndarray | None = getattr(_OF_THREAD, "scratch", None)
     if memory is None or memory.size < size:
-        memory = np.empty(size, dtype=np.uint8)
-        _SCRATCH.set(memory)
+        memory = _OF_THREAD.scratch = np.empty(size, dtype=np.uint8)
     return memory
 
 
