@@ -53,6 +53,6 @@ def sizes(count: int, largest: int) -> Iterator[tuple[int, int]]:
     yield from ((1, 1), (1, 9), (largest, max(1, largest // 16)), (3, 450))
     rng = np.random.default_rng(11)
     for _ in range(count - 4):
-        width, height = (int(side) for side in np.exp(rng.uniform(np.log(2), np.log(largest), 2)))
+        width, height = (int(side) for side in np.exp(rng.uniform(np.log(2), np.log(min(largest, 1200)), 2)))
         # Scaled by their shorter sides, narrower ones become too large.
         yield min(width, 20 * height), min(height, 20 * width)
