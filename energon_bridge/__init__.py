@@ -115,6 +115,7 @@ if TYPE_CHECKING:
         VQASample as VQASample,
         edataclass as edataclass,
     )
+    from energon_bridge.samples.devices import normalise_on_device as normalise_on_device
     from energon_bridge.stores import (
         CachePool as CachePool,
         DecodeFileStore as DecodeFileStore,
@@ -266,6 +267,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
         "VidQASample",
         "edataclass",
     ),
+    "samples.devices": ("normalise_on_device",),
     "stores": (
         "CachePool",
         "DecodeFileStore",

@@ -70,6 +70,7 @@ class EnergonDataloader:
         cycle: Let `iter()` of a finite loader begin again at its end, for loops that only ever call `next()`.
         repeat_epoch: Let every `iter()` of an endless loader begin again at the beginning of the run, so that all
             epochs have the same batches (Lightning's `overfit_batches`). The first one after a restore goes on.
+        on_delivery: Called with every batch; what it returns is delivered. Waiting does not count its time.
         replica: From `make_replica`: one rank of the replica loads and broadcasts every batch to the others, which may
             give None as loader. Give a function that opens the loader, so that an error while opening reaches all.
             Every rank of the replica must then make the same calls; only `save_state` and `len` ask nobody.
@@ -95,6 +96,7 @@ class EnergonDataloader:
         cycle: bool = False,
         repeat_epoch: bool = False,
         replica: Replica | None = None,
+        on_delivery: Callable[[Any], Any] | None = None,
     ) -> None:
         if loader is None and (replica is None or replica.is_source):
             raise ConfigurationError(
@@ -108,6 +110,7 @@ class EnergonDataloader:
                 f"EnergonDataloader: masked_microbatches must be 'refuse' or 'allow', got {masked_microbatches!r}"
             )
         self.loader = open_loader(loader, replica)
+        self.on_delivery = on_delivery
         self.masked_microbatches = masked_microbatches
         self.wait_seconds = 0.0
         self.batches = 0
@@ -246,7 +249,7 @@ class EnergonDataloader:
         batch = next(stream)
         self.wait_seconds += time.perf_counter() - start
         self.batches += 1
-        return batch
+        return batch if self.on_delivery is None else self.on_delivery(batch)
 
     def _refuse_masked(self) -> None:
         """Raise where a training loader would deliver masked microbatches and they are not allowed."""

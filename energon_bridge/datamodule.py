@@ -29,7 +29,7 @@ from energon_bridge.loader.position import OnMismatch
 from energon_bridge.loader.savable import SavableDataLoader
 from energon_bridge.loader.spec import DatasetSpec
 from energon_bridge.replica import Exchange, Replica, StageKeys, make_replica, open_loader
-from energon_bridge.samples.devices import to_device
+from energon_bridge.samples.devices import normalise_on_device, to_device
 from energon_bridge.samples.showing import counted, described
 from energon_bridge.stores import CachePool
 from energon_bridge.task_encoder.checks import check_encoder
@@ -365,8 +365,8 @@ class EnergonMultiModalDataModule(_Base):
         return self.test_dataloader()
 
     def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
-        """Move the tensors of a batch to where Lightning wants them, and copy nothing else."""
-        return batch if str(device) == "cpu" else to_device(batch, device)
+        """Move the tensors of a batch to where Lightning wants them, nothing else; make floats of bytes there."""
+        return normalise_on_device(batch if str(device) == "cpu" else to_device(batch, device))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the training data of the whole run; all data-parallel ranks must call this.

@@ -130,3 +130,16 @@ def test_the_benchmark_of_packing_runs(tmp_path, monkeypatch):
     assert packing.padding(tmp_path, packing.Grouped(lengths), 60) < packing.padding(
         tmp_path, packing.Sized(lengths), 60
     )
+
+
+def test_what_pixels_cost(monkeypatch, capsys):
+    pytest.importorskip("transformers")
+    from benchmarks import pixels
+
+    monkeypatch.setattr(pixels, "ROUNDS", 1)
+    monkeypatch.setattr(pixels, "keep_freed_memory", lambda: None)  # which would stay so for the other tests
+    monkeypatch.setattr(pixels.torch, "set_num_threads", lambda count: None)
+    pixels.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 1 + len(pixels.PROCESSORS)
+    assert all("decode" in line and "processor / pillow" in line for line in lines[1:])

@@ -27,7 +27,7 @@ from energon_bridge.task_encoder.families import (
     llava_family,
     qwen_family,
 )
-from energon_bridge.task_encoder.families.resize import smart_resize, smart_resize_video
+from energon_bridge.task_encoder.resize import smart_resize, smart_resize_video
 from energon_bridge.task_encoder.visual import size_of
 
 LONG = os.environ.get("ENERGON_LONG_TESTS") == "1"

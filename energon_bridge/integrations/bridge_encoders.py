@@ -21,7 +21,7 @@ from energon_bridge.errors import ConfigurationError
 from energon_bridge.integrations.task_encoders import TaskEncoderContext
 from energon_bridge.task_encoder.families import ChatConfig, ChatTemplateTaskEncoder
 from energon_bridge.task_encoder.families.pretrained import load_pretrained
-from energon_bridge.task_encoder.packed_sequences import MultiModalPack, batch_packs, pack_sequences
+from energon_bridge.task_encoder.packed_sequences import MultiModalPack, pack_sequences
 from energon_bridge.task_encoder.sequences import MultiModalBatch, MultiModalSample
 
 __all__ = [
@@ -88,7 +88,7 @@ class BridgeTaskEncoder(ChatTemplateTaskEncoder):
         unpacked = [sample for sample in samples if isinstance(sample, MultiModalSample)]
         row = pack_sequences(unpacked, self._filling, multiple_of=self.pack_batches_to_multiple_of, length=length)
         # Whose samples it has is said sample by sample, as of every other batch.
-        made = batch_packs([row], self._filling)
+        made = self._batch_packs([row])
         named = MultiModalBatch.from_samples(unpacked, **{name: getattr(made, name) for name in _OF_ROWS})
         return named
 
@@ -111,13 +111,14 @@ class BridgeTaskEncoder(ChatTemplateTaskEncoder):
             "attention_mask": None if packed else batch.attention_mask,
             "visual_inputs": VisualInputs(**visual) if visual else None,
         }
+        made |= {} if batch.pixel_norm is None else {"pixel_norm": batch.pixel_norm}
         return made | (_packed(batch) if packed else {})  # the rest, `__valid__` among it, the loader adds
 
 
 _OF_ROWS = (
     *("tokens", "labels", "loss_mask", "position_ids", "attention_mask", "pixel_values", "visual_inputs", "answers"),
     *("num_images", "sample_keys", "cu_seqlens", "cu_seqlens_padded", "max_seqlen"),
-    *("mm_token_type_ids", "mrope_position_ids"),
+    *("mm_token_type_ids", "mrope_position_ids", "pixel_norm"),
 )
 
 

@@ -34,6 +34,7 @@ from energon_bridge.dataloader import EnergonDataloader
 from energon_bridge.datasets import get_savable_loader
 from energon_bridge.errors import ConfigurationError, MaskedMicrobatchesError, StateFormatError
 from energon_bridge.loader.spec import DatasetSpec
+from energon_bridge.samples.devices import normalise_on_device
 
 STATE_FILE = "energon_bridge_data.json"
 IGNORED_LABEL = -100
@@ -74,6 +75,7 @@ def _multimodal_inputs(batch: Any) -> Inputs:
     Such sequences end before their last token, which is a label only. Where a row as long as the batch learns it, all
     rows get one more place (token 0, not attended to), so that it is learned here too.
     """
+    batch = normalise_on_device(batch)
     learned = torch.where(batch.loss_mask > 0, batch.labels, IGNORED_LABEL)
     tokens, mask, positions = batch.tokens, batch.attention_mask, batch.position_ids
     if bool((learned[:, -1] != IGNORED_LABEL).any()):

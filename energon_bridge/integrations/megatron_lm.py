@@ -20,12 +20,15 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol, get_args
 
+import torch
+
 from energon_bridge.dataloader import EnergonDataloader
 from energon_bridge.datamodule import EnergonMultiModalDataModule
 from energon_bridge.errors import ConfigurationError, StepMismatchError
 from energon_bridge.integrations.chunks import Chunk, SharedStream
 from energon_bridge.integrations.rank_files import read_rank_files
 from energon_bridge.loader.document import State
+from energon_bridge.samples.devices import cuda_in_use, normalise_on_device
 from energon_bridge.stream.user_code import UserCode
 from energon_bridge.topology import data_parallel_group, parallel_place
 
@@ -168,6 +171,7 @@ class _Run:
             train = data.train_dataloader()
             train.length = train.length or max(1, len(train.loader))
             self._restore(data, train)
+            train.on_delivery = _with_pixels
             self._train = SharedStream(train)
         return self._train
 
@@ -175,6 +179,8 @@ class _Run:
         if self._valid is None:
             found = data.val_dataloaders() if self._each else [data.val_dataloader()]
             microbatches = _microbatches_of_full_validation(self._arguments())
+            for dataloader in found:
+                dataloader.on_delivery = _with_pixels
             for dataloader in found if microbatches else ():
                 dataloader.length = -(-len(dataloader) // microbatches)
             self._valid = [SharedStream(dataloader) for dataloader in found]
@@ -207,6 +213,13 @@ class _Run:
             return found
 
         train.restore_state(states)
+
+
+def _with_pixels(batch: Any) -> Any:
+    """Make floats of pixels that crossed as bytes: on this rank's GPU, if it has one."""
+    if (batch.get("pixel_norm") if isinstance(batch, dict) else getattr(batch, "pixel_norm", None)) is None:
+        return batch
+    return normalise_on_device(batch, torch.device("cuda", torch.cuda.current_device()) if cuda_in_use() else None)
 
 
 def _megatron_arguments() -> Any:

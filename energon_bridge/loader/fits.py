@@ -25,7 +25,11 @@ _SETTING_ERRORS: dict[str, type[SettingMismatchError]] = {
     "max_samples_per_sequence": SliceSizeMismatchError,
 }
 
-_AFFECTED = {"image_target": "how images are decoded"}
+_AFFECTED = {
+    "image_target": "how images are decoded",
+    "pixels": "the values of pixels",
+    "pixels_dtype": "the type of pixels",
+}
 """What a setting changes, if not the order."""
 
 _OF_THE_MIX = ("mode", "schedule", "shuffle")

@@ -306,6 +306,7 @@ class DatasetSpec:
         target = getattr(self.task_encoder.decoder, "image_target", None)
         if target is not None:  # no matter of order but of pixels, which nobody would see change
             settings["image_target"] = list(target)
+        settings |= getattr(self.task_encoder, "pixel_settings", {})
         # A pass has one order, whoever delivers it.
         cut = 1 if self.finite else lanes
         block = self.rows if self.mode == "single" else 0

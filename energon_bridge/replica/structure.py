@@ -119,6 +119,10 @@ def decode(node: Node, tensors: list[Tensor]) -> Any:
     return record
 
 
+_NORM = "pixel_norm"
+"""Goes with every batch: without it, bytes would be taken for pixels."""
+
+
 def select(batch: Any, keys: Collection[str] | None) -> Any:
     """Return a batch in which only some fields, and the meta fields, are not None; with keys=None the batch itself.
 
@@ -135,7 +139,7 @@ def select(batch: Any, keys: Collection[str] | None) -> Any:
         )
     chosen = copy.copy(batch)
     for name in names:
-        if name in keys or name in META_FIELDS:
+        if name in keys or name in META_FIELDS or name == _NORM:
             continue
         if isinstance(chosen, dict | UserDict):
             chosen[name] = None

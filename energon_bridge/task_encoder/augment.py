@@ -32,6 +32,7 @@ class AugmentTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
 
     cookers: Any = _Inner()
     decoder: Any = _Inner()
+    pixel_settings: Any = _Inner()
     __default_failure_tolerance__: Any = _Inner()
     cook_crude_sample: Any = _Inner()
     encode_sample: Any = _Inner()

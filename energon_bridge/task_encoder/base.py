@@ -8,7 +8,7 @@ runs there; a hook of the user's has no mark.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from types import MethodType
 from typing import Any, Generic, TypeVar, cast, overload
 
@@ -65,6 +65,11 @@ class TaskEncoder(Generic[SampleT, EncodedT, RawBatchT, BatchT]):
     cookers: Sequence[Cooker[Any]] = ()
     decoder: SampleDecoder | None = SampleDecoder()
     __default_failure_tolerance__: int | None = 100
+
+    @property
+    def pixel_settings(self) -> Mapping[str, str]:
+        """What changes the pixels that the encoder makes, by name: it stands in the state of a run. Nothing, as is."""
+        return {}
 
     @property
     def current_sample_index(self) -> int:

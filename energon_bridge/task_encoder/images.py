@@ -7,7 +7,8 @@ without complaint, is Pillow's to decode or to refuse.
 
 Shapes: grey (height, width); colour (height, width, channels) in numpy, (channels, height, width) in torch. The colour
 tensor is a view over the decoder's memory, because a contiguous copy would cost a quarter of the decode. Floats are
-the bytes divided by 255, exactly.
+the bytes divided by 255, exactly. `fastrgb` is what costs least: uint8 in numpy for ordinary JPEGs, a Pillow image for
+anything else.
 
 A form may have a target size. A JPEG is then decoded at 1/2, 1/4 or 1/8 of its size, by computing fewer pixels from
 its DCT blocks, as long as neither side falls below the target's; what comes out is as a rule larger than the target,
@@ -49,7 +50,7 @@ MAX_PIXELS = 89_478_485
 class ImageForm:
     """How a decoded image is handed over."""
 
-    container: Literal["numpy", "torch", "pil"]
+    container: Literal["numpy", "torch", "pil", "fast"]
     mode: Mode
     scaled: bool = False  # float32 in [0, 1] instead of uint8
     target: tuple[int, int] | None = None  # height and width that are enough
@@ -65,6 +66,7 @@ def _forms() -> dict[str, ImageForm]:
         forms[f"torch{suffix}"] = ImageForm(container="torch", mode=mode, scaled=True)
         forms[f"torch{suffix}8"] = ImageForm(container="torch", mode=mode)
         forms[f"pil{suffix}"] = ImageForm(container="pil", mode=mode)
+    forms["fastrgb"] = ImageForm(container="fast", mode="RGB")
     return forms | {"torch": forms["torchrgb"], "pil": forms["pilrgb"]}
 
 
@@ -146,6 +148,8 @@ def decode_image(data: bytes | bytearray | memoryview, form: ImageForm, *, part:
         if form.container == "pil":
             return _pillow_image(data, form, part)
         pixels = _turbo_pixels(data, form)
+        if pixels is None and form.container == "fast":
+            return _pillow_image(data, form, part)
         if pixels is None:
             # np.array, not asarray: what Pillow lends is read-only
             pixels = np.array(_pillow_image(data, form, part))
@@ -296,7 +300,7 @@ def _in_form(pixels: np.ndarray, form: ImageForm) -> Any:
         floats = np.empty(pixels.shape, np.float32)
         streaming.divide(np.ascontiguousarray(pixels), floats)
         pixels = floats
-    if form.container == "numpy":
+    if form.container != "torch":
         return pixels
     tensor = torch.from_numpy(pixels)
     return tensor.permute(2, 0, 1) if tensor.ndim == 3 else tensor

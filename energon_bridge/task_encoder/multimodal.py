@@ -32,6 +32,7 @@ from energon_bridge.task_encoder.decoder import SampleDecoder
 from energon_bridge.task_encoder.mrope import Grid, mrope_positions
 from energon_bridge.task_encoder.packed_sequences import MultiModalPack, batch_packs, pack_sequences
 from energon_bridge.task_encoder.packing import Packer
+from energon_bridge.task_encoder.pixels import PixelDtype, Profile, pixel_path, pixel_settings, process_image
 from energon_bridge.task_encoder.sample_encoders import SAMPLE_ENCODERS, SampleEncoder
 from energon_bridge.task_encoder.sequences import (
     Filling,
@@ -39,9 +40,10 @@ from energon_bridge.task_encoder.sequences import (
     MultiModalSample,
     Sequencer,
     batch_sequences,
+    with_norm,
 )
 from energon_bridge.task_encoder.texts import tokens_of
-from energon_bridge.task_encoder.visual import concat_visual, process_image
+from energon_bridge.task_encoder.visual import concat_visual
 
 __all__ = ["ImageTokenCount", "MultiModalBatch", "MultiModalSample", "MultiModalTaskEncoder"]
 
@@ -64,6 +66,9 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
         add_bos: Begin with the tokenizer's begin-of-sequence token where it has one.
         packer: How samples are packed; what no pack can hold is dropped, truncated, split or refused as it says, when
             it is encoded. None: by best fit into `seq_length` tokens, where packing is on.
+        pixels: Whose values the pixels have: `torch` or `pillow`, those of transformers' processors that go by
+            torchvision or by Pillow; `processor` calls the image processor. None: those of its class.
+        pixels_dtype: Of the pixels: `float32`, `bfloat16`, `float16`, or `uint8`, for `normalise_on_device`.
 
     Raises:
         ConfigurationError: No tokenizer, image tokens that alone fill `seq_length`, or an image token without an id.
@@ -83,6 +88,8 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
         pad_to_max_length: bool = False,
         add_bos: bool = True,
         packer: Packer[MultiModalSample] | None = None,
+        pixels: Profile | None = None,
+        pixels_dtype: PixelDtype = "float32",
     ) -> None:
         if tokenizer is None:
             raise ConfigurationError(
@@ -92,6 +99,8 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
             )
         self.tokenizer = tokenizer
         self.image_processor = image_processor
+        self.pixels_dtype: PixelDtype = pixels_dtype
+        self._path = pixel_path(image_processor, pixels, pixels_dtype)
         self.config = multimodal_sample_config or MultiModalSampleConfig()
         self.seq_length = seq_length
         self.image_tokens_per_image = image_tokens_per_image
@@ -155,6 +164,11 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
         )
         return self.packer.admitted(encoded) if self._admits else encoded
 
+    @property
+    def pixel_settings(self) -> dict[str, str]:
+        """What the state of a run says of its pixels."""
+        return pixel_settings(self.image_processor, self._path, self.pixels_dtype)
+
     def padded_length(self, sample: MultiModalSample) -> int:
         """Return how many tokens a sample takes in a pack."""
         length = sample.tokens.shape[0]
@@ -172,10 +186,14 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
     def batch(self, samples: Sequence[MultiModalSample | MultiModalPack]) -> MultiModalBatch:
         """Pad the sequences, or the packs, to a common length and join the images."""
         if isinstance(samples[0], MultiModalPack):
-            return batch_packs(cast(Sequence[MultiModalPack], samples), self._filling)
+            return with_norm(batch_packs(cast(Sequence[MultiModalPack], samples), self._filling), self._norm)
         sequences = cast(Sequence[MultiModalSample], samples)
         length = self._row_length if self.pad_to_max_length else max(map(self.padded_length, sequences))
-        return batch_sequences(sequences, length, self._filling)
+        return with_norm(batch_sequences(sequences, length, self._filling), self._norm)
+
+    @property
+    def _norm(self) -> Tensor | None:
+        return None if self._path is None else self._path.byte_norm
 
     def _encoder_of(self, sample: Any) -> SampleEncoder:
         for kind in type(sample).__mro__:
@@ -219,7 +237,7 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
                             "the sample has an image, and MultiModalTaskEncoder was made with image_processor=None: "
                             "pass the image processor of the model, or your own task_encoder"
                         )
-                    image = process_image(self.image_processor, images[len(visual)])
+                    image = process_image(self.image_processor, images[len(visual)], self._path, self._dtype)
                     expanded = self._image_tokens(image)
                     if not sequence.has_room(len(expanded)):
                         self._check_something_learned(sequence, len(expanded))
@@ -261,6 +279,11 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
                 f"seq_length={self.seq_length} would cut into the image, which takes {image_tokens} tokens behind "
                 f"{before} tokens of text; set seq_length to at least {before + image_tokens + 1}"
             )
+
+    @cached_property
+    def _dtype(self) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self.pixels_dtype)
+        return dtype
 
     @cached_property
     def _bos_and_eos(self) -> tuple[int | None, int | None]:

@@ -57,6 +57,8 @@ class MultiModalBatch(Batch):
 
     `mm_token_type_ids`, (B, S), and `mrope_position_ids`, (3, B, S), int64, are there for models that take them; the
     latter begin at 0 in every sample, too, and are 0 where something is padded.
+
+    `pixel_norm`, float32 (2, 3), is there where pixels are bytes: `normalise_on_device` makes floats of them by it.
     """
 
     tokens: Tensor
@@ -74,6 +76,7 @@ class MultiModalBatch(Batch):
     max_seqlen: int | None = None
     mm_token_type_ids: Tensor | None = None
     mrope_position_ids: Tensor | None = None
+    pixel_norm: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,6 +148,14 @@ def batch_sequences(samples: Sequence[MultiModalSample], length: int, filling: F
         sample_keys=[sample.__key__ for sample in samples],
         **pad_optional(samples, length),
     )
+
+
+def with_norm(batch: MultiModalBatch, norm: Tensor | None) -> MultiModalBatch:
+    """Note in a batch how its pixels are normalised, if it has any, and they are bytes."""
+    names = [name for name in batch.visual_inputs if name.startswith("pixel_values")]
+    if norm is not None and (names or batch.pixel_values is not None):
+        batch.pixel_norm = norm
+    return batch
 
 
 def pad_optional(rows: Sequence[Any], length: int) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from PIL import Image
 from torch import Tensor
 
@@ -46,6 +47,28 @@ def as_pil(image: Any) -> Image.Image:
     return Image.fromarray(np.ascontiguousarray(pixels))
 
 
+def as_rgb(image: Any, *, white: bool = False) -> np.ndarray:
+    """Return an image as RGB bytes, contiguous, of shape (height, width, 3): as `as_pil`, without a copy if it can be.
+
+    `white`: where a Pillow image names a transparent colour, white stands in its place, as processors make it.
+
+    Raises:
+        SampleError: The value is no image in one of its forms.
+    """
+    pixels: Any = None
+    if isinstance(image, Tensor) and image.ndim == 3 and image.dtype == torch.uint8 and image.shape[0] == 3:
+        pixels = image.permute(1, 2, 0).cpu().numpy()
+    elif isinstance(image, np.ndarray) and image.ndim == 3 and image.dtype == np.uint8 and image.shape[2] == 3:
+        pixels = image
+    if pixels is not None:
+        return np.ascontiguousarray(pixels)
+    made = as_pil(image)
+    if white and made.info.get("transparency") is not None:
+        made = made.convert("RGBA")
+        made = Image.alpha_composite(Image.new("RGBA", made.size, (255, 255, 255, 255)), made).convert("RGB")
+    return np.array(made)  # Pillow lends what is read-only, which torch would warn of
+
+
 def size_of(image: Any) -> tuple[int, int]:
     """Return width and height of an image in pixels, without decoding one that is deferred.
 
@@ -59,12 +82,6 @@ def size_of(image: Any) -> tuple[int, int]:
     if isinstance(image, Image.Image | DeferredImage):
         return image.size
     return as_pil(image).size  # which says what an image may be
-
-
-def process_image(image_processor: Any, image: Any) -> dict[str, Tensor]:
-    """Run one image through the processor and keep the tensors it returns."""
-    output: Mapping[str, Any] = image_processor(images=[as_pil(image)], return_tensors="pt")
-    return {name: value for name, value in output.items() if isinstance(value, Tensor)}
 
 
 def concat_visual(rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from energon_bridge.rng import key_of
+from energon_bridge.samples.devices import normalise_on_device
 from energon_bridge.task_encoder.multimodal import MultiModalBatch
 from energon_bridge.task_encoder.packed_sequences import unpack_batch
 from energon_bridge.task_encoder.sequences import Filling
@@ -73,6 +74,7 @@ class VisionLanguageModule(LightningModule):
         return inputs
 
     def _visual_inputs(self, batch: MultiModalBatch) -> dict[str, Tensor]:
+        batch = normalise_on_device(batch)
         inputs = dict(batch.visual_inputs)
         if batch.pixel_values is not None:
             inputs["pixel_values"] = batch.pixel_values

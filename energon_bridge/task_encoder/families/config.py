@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.task_encoder.packing import OverLong
+from energon_bridge.task_encoder.pixels import PixelDtype, Profile
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +35,10 @@ class ChatConfig:
         pad_to_multiple_of: Batches, and the samples of packs, are padded to a multiple of this length.
         pad_to_max_length: Pad every batch, and every pack, to `seq_length`: one shape for all batches.
         ignore_index: Label of every position that carries no loss.
+        pixels: Whose values the pixels of images have: `torch` or `pillow`, those of transformers' processors that go
+            by torchvision or by Pillow; `processor` calls the image processor. None: what the family says.
+        pixels_dtype: Of the pixels: `float32`, `bfloat16`, `float16`, or `uint8`, which `normalise_on_device` makes
+            floats of. None: what the family says.
 
     Raises:
         ConfigurationError: A number is not positive, or there is no such choice.
@@ -56,6 +61,8 @@ class ChatConfig:
     pad_to_multiple_of: int = 1
     pad_to_max_length: bool = False
     ignore_index: int = -100
+    pixels: Profile | None = None
+    pixels_dtype: PixelDtype | None = None
 
     def __post_init__(self) -> None:
         numbers = ("seq_length", "max_num_images", "max_visual_tokens", "min_num_frames", "max_num_frames")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -42,6 +42,7 @@ from energon_bridge.task_encoder.families.video import decoded, video_of
 from energon_bridge.task_encoder.families.vision import Family, Plan, VideoFrames
 from energon_bridge.task_encoder.packed_sequences import MultiModalPack, batch_packs, pack_sequences
 from energon_bridge.task_encoder.packing import OverLong, Packer
+from energon_bridge.task_encoder.pixels import PixelPath, pixel_settings
 from energon_bridge.task_encoder.sample_encoders import SAMPLE_ENCODERS
 from energon_bridge.task_encoder.sequences import (
     Filling,
@@ -49,6 +50,7 @@ from energon_bridge.task_encoder.sequences import (
     MultiModalSample,
     Sequencer,
     batch_sequences,
+    with_norm,
 )
 from energon_bridge.task_encoder.visual import size_of
 
@@ -82,8 +84,10 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
         packer: Packer[PreparedSample] | None = None,
     ) -> None:
         self.tokenizer = tokenizer
-        self.family = family
         self.config = config or ChatConfig()
+        self.family = family = _with_pixels(family, self.config)
+        if _path_of(family) is not None and type(self).decoder is ChatTemplateTaskEncoder.decoder:
+            self.decoder = SampleDecoder(image_decode="fastrgb", defer_images=True)
         self.counts: Counter[str] = Counter()
         self._renderer = renderer_of(
             tokenizer,
@@ -182,6 +186,12 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
             mrope_position_ids=positions,
         )
 
+    @property
+    def pixel_settings(self) -> dict[str, str]:
+        """What the state of a run says of its pixels."""
+        processor = getattr(self.family, "image_processor", None)
+        return pixel_settings(processor, _path_of(self.family), getattr(self.family, "pixels_dtype", "float32"))
+
     def padded_length(self, sample: PreparedSample | MultiModalSample) -> int:
         """Return how many tokens a sample takes in a pack."""
         return len(sample.tokens) + -len(sample.tokens) % self.config.pad_to_multiple_of
@@ -198,10 +208,18 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
     def batch(self, samples: Sequence[MultiModalSample | MultiModalPack]) -> MultiModalBatch:
         """Pad the sequences, or the packs, to a common length and join the images."""
         if isinstance(samples[0], MultiModalPack):
-            return batch_packs(cast(Sequence[MultiModalPack], samples), self._filling)
+            return self._batch_packs(cast(Sequence[MultiModalPack], samples))
         sequences = cast(Sequence[MultiModalSample], samples)
         length = self._row_length if self.config.pad_to_max_length else max(map(self.padded_length, sequences))
-        return batch_sequences(sequences, length, self._filling)
+        return with_norm(batch_sequences(sequences, length, self._filling), self._norm)
+
+    def _batch_packs(self, packs: Sequence[MultiModalPack]) -> MultiModalBatch:
+        return with_norm(batch_packs(packs, self._filling), self._norm)
+
+    @property
+    def _norm(self) -> Tensor | None:
+        path = _path_of(self.family)
+        return None if path is None else path.byte_norm
 
     def _prepared(self, sample: Any) -> PreparedSample:
         try:
@@ -334,6 +352,25 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
                 f"{complaint}: raise the limit, or set over_long or over_limit of the ChatConfig to "
                 "'truncate' or 'drop'"
             )
+
+
+def _path_of(family: Any) -> PixelPath | None:
+    path: PixelPath | None = getattr(family, "path", None)
+    return path
+
+
+def _with_pixels(family: Any, config: ChatConfig) -> Any:
+    """Return a family with the pixels that a configuration asks for. Raises ConfigurationError if it has no choice."""
+    wanted = {"pixels": config.pixels, "pixels_dtype": config.pixels_dtype}
+    wanted = {name: value for name, value in wanted.items() if value is not None}
+    if not wanted or family is None:
+        return family
+    if not is_dataclass(family) or not {"pixels", "pixels_dtype"} <= {entry.name for entry in fields(family)}:
+        raise ConfigurationError(
+            f"{' and '.join(wanted)} of the ChatConfig say nothing to a {type(family).__name__}: a family of your own "
+            "makes its pixels itself, leave them out"
+        )
+    return replace(cast(Any, family), **wanted)
 
 
 def _key(sample: Any) -> Any:

@@ -8,14 +8,16 @@ Source: the processor of LLaVA in transformers.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from energon_bridge.errors import ConfigurationError, SampleError
 from energon_bridge.task_encoder.families.vision import Plan, VideoFrames, check_tokens
-from energon_bridge.task_encoder.visual import concat_visual, process_image
+from energon_bridge.task_encoder.pixels import PixelDtype, PixelPath, Profile, pixel_path, process_image
+from energon_bridge.task_encoder.visual import concat_visual
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,6 +30,9 @@ class FixedTokenFamily:
         image_token: The token, as the chat template writes it.
         patch_size: Side of a patch in the processed pixels, to check what was planned. None: nothing to check.
         extra_tokens: How many more tokens an image has than patches.
+        pixels: Whose values pixels have, `torch` or `pillow`, or `processor` to call the processor; None: those of the
+            processor's class, without calling it where it is known.
+        pixels_dtype: Of the pixels: `float32`, `bfloat16`, `float16`, or `uint8`, for `normalise_on_device`.
     """
 
     image_processor: Any
@@ -38,10 +43,14 @@ class FixedTokenFamily:
     video_token: str | None = None
     merge_size: int = 0
     tokens_per_second: float = 0.0
+    pixels: Profile | None = None
+    pixels_dtype: PixelDtype = "float32"
+    path: PixelPath | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.image_tokens < 1:
             raise ConfigurationError(f"image_tokens={self.image_tokens} must be positive: an image needs a token")
+        object.__setattr__(self, "path", pixel_path(self.image_processor, self.pixels, self.pixels_dtype))
 
     @property
     def image_text(self) -> str:
@@ -63,7 +72,9 @@ class FixedTokenFamily:
 
     def process(self, images: Sequence[Any], videos: Sequence[VideoFrames], plans: Sequence[Plan]) -> dict[str, Tensor]:
         """Return what the processor makes of the images, joined along dimension 0."""
-        processed = [process_image(self.image_processor, image) for image in images]
+        processed = [
+            process_image(self.image_processor, image, self.path, getattr(torch, self.pixels_dtype)) for image in images
+        ]
         if self.patch_size is not None:
             check_tokens(
                 [_patches(one["pixel_values"], self.patch_size) + self.extra_tokens for one in processed], plans

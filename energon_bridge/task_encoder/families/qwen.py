@@ -6,26 +6,29 @@ one token, `temporal_patch_size` frames one temporal patch. In Qwen3-VL every te
 front, as text. Source: the image and video processors of transformers (smart_resize, get_number_of_image_patches), its
 Qwen3-VL processor (replace_video_token).
 
-Pixels are the image processor's own. Frames of videos go through it, too: they are scaled by Pillow, as images are,
-where the video processors of transformers, which need torchvision, scale by torch.
+Pixels have the values of the image processor, by the native path where it is known (`task_encoder.pixels`). Frames of
+videos are scaled as images are: by Pillow in that profile, where the video processors of transformers, which need
+torchvision, scale by torch.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
 
 from energon_bridge.errors import ConfigurationError, SampleError
-from energon_bridge.task_encoder.families.resize import smart_resize, smart_resize_video
 from energon_bridge.task_encoder.families.video import frames_shape
 from energon_bridge.task_encoder.families.vision import Plan, VideoFrames, check_tokens
+from energon_bridge.task_encoder.pixels import PixelDtype, PixelPath, Profile, in_dtype, pixel_path
+from energon_bridge.task_encoder.resize import smart_resize, smart_resize_video
 from energon_bridge.task_encoder.visual import as_pil, concat_visual
 
 _START, _END, _IMAGE, _VIDEO = "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"
@@ -47,6 +50,9 @@ class QwenFamily:
         video_wrapper: With timestamps, keep the vision tokens that the template writes around a video, as the processor
             of transformers 5 does; without, only those around each temporal patch stay, as in the first releases.
         tokens_per_second: Temporal positions per second of video; 0: one for each temporal patch.
+        pixels: Whose values pixels have, `torch` or `pillow`, or `processor` to call the processor; None: those of the
+            processor's class, without calling it where it is known.
+        pixels_dtype: Of the pixels: `float32`, `bfloat16`, `float16`, or `uint8`, for `normalise_on_device`.
     """
 
     image_processor: Any
@@ -59,6 +65,12 @@ class QwenFamily:
     tokens_per_second: float = 0.0
     image_token: str = _IMAGE
     video_token: str | None = _VIDEO
+    pixels: Profile | None = None
+    pixels_dtype: PixelDtype = "float32"
+    path: PixelPath | None = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "path", pixel_path(self.image_processor, self.pixels, self.pixels_dtype))
 
     @property
     def image_text(self) -> str:
@@ -127,11 +139,7 @@ class QwenFamily:
 
     def process(self, images: Sequence[Any], videos: Sequence[VideoFrames], plans: Sequence[Plan]) -> dict[str, Tensor]:
         """Return `pixel_values` and `image_grid_thw`, `pixel_values_videos`, `video_grid_thw`, `second_per_grid_ts`."""
-        least, largest = self.area
-        size = {"shortest_edge": least, "longest_edge": largest}
-        rows = [dict(self._run([as_pil(image)], size=size)) for image in images]
-        visual = concat_visual([{name: row[name] for name in ("pixel_values", "image_grid_thw")} for row in rows])
-        grids = [tuple(row["image_grid_thw"][0].tolist()) for row in rows]
+        visual, grids = self._process_images(images)
         clips = [self._process_video(video) for video in videos]
         if clips:
             visual["pixel_values_videos"] = torch.cat([patches for patches, _ in clips])
@@ -142,17 +150,39 @@ class QwenFamily:
         check_tokens([math.prod(grid) // self.merge_size**2 for grid in grids], plans)
         return visual
 
+    def _process_images(self, images: Sequence[Any]) -> tuple[dict[str, Tensor], list[tuple[int, ...]]]:
+        """Return the patches of images and their grids, as tensors and as numbers."""
+        if self.path is not None and images:
+            scaled = [self._scaled(self.path, self.path.rgb(image)) for image in images]
+            sizes: list[tuple[int, ...]] = [self.path.grid(*image.shape[:2]) for image in scaled]
+            return {"pixel_values": self.path.patches(scaled), "image_grid_thw": torch.tensor(sizes)}, sizes
+        least, largest = self.area
+        size = {"shortest_edge": least, "longest_edge": largest}
+        rows = [dict(self._run([as_pil(image)], size=size)) for image in images]
+        visual = concat_visual([{name: row[name] for name in ("pixel_values", "image_grid_thw")} for row in rows])
+        return visual, [tuple(row["image_grid_thw"][0].tolist()) for row in rows]
+
+    def _scaled(self, path: PixelPath, pixels: np.ndarray) -> np.ndarray:
+        if path.sized is None:
+            return pixels
+        height, width, _ = pixels.shape
+        return path.scaled(pixels, smart_resize(height, width, factor=self.factor, area=self.area))
+
     def _run(self, images: Sequence[Image.Image], **options: Any) -> Mapping[str, Tensor]:
         output: Mapping[str, Tensor] = self.image_processor(images=list(images), return_tensors="pt", **options)
-        return output
+        return in_dtype(output, getattr(torch, self.pixels_dtype))
 
     def _process_video(self, video: VideoFrames) -> tuple[Tensor, tuple[int, int, int]]:
         """Return the patches of a video, of shape (patches, values of a patch), and its grid."""
         count, height, width = frames_shape(video.frames)
         rows, columns = self._patches(*(size := self._video_size(count, height, width)))
+        step = self.temporal_patch_size
+        if self.path is not None:
+            pixels = [self.path.scaled(self.path.rgb(frame), size) for frame in video.frames]
+            pixels += pixels[-1:] * (-count % step)
+            return self.path.patches(pixels, frames=True), (len(pixels) // step, rows, columns)
         resample = Image.Resampling(int(self.image_processor.resample))
         frames = [as_pil(frame).resize((size[1], size[0]), resample) for frame in video.frames]
-        step = self.temporal_patch_size
         frames += frames[-1:] * (-count % step)
         # A patch of an image is its pixels, repeated along time; that of a frame is taken for its own time.
         patches = self._run(frames, do_resize=False)["pixel_values"]

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from energon_bridge.integrations.context_parallel import zigzag_indices
+from energon_bridge.samples.devices import normalise_on_device
 from energon_bridge.task_encoder.multimodal import MultiModalBatch
 from energon_bridge.training.megatron.attention import seen_tokens
 from energon_bridge.training.megatron.ranks import Ranks
@@ -41,7 +42,7 @@ def training_inputs(batch: MultiModalBatch, ranks: Ranks) -> Inputs:
     own = own_tokens(tokens, ranks)
     return Inputs(
         tokens=tokens,
-        pixel_values=_pixels(batch.pixel_values, ranks),
+        pixel_values=_pixels(normalise_on_device(batch, ranks.device).pixel_values, ranks),
         attention_mask=_mask(positions, ranks, packed=batch.cu_seqlens is not None),
         labels=labels[:, own],
         loss_mask=mask[:, own],

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 from torch import Tensor
 
+from energon_bridge.samples.devices import normalise_on_device
 from energon_bridge.task_encoder.multimodal import MultiModalBatch
 from energon_bridge.task_encoder.packed_sequences import unpack_batch
 from energon_bridge.task_encoder.sequences import Filling
@@ -25,6 +26,7 @@ def write_answers(training: Training, bundle: ModelBundle, batch: MultiModalBatc
     tokenizer, longest = bundle.tokenizer, training.config.validation.max_new_tokens
     if batch.cu_seqlens is not None:
         batch = unpack_batch(batch, Filling(pad_id=tokenizer.pad_token_id, ignore=-100))
+    batch = normalise_on_device(batch, training.ranks.device)
     lengths = prompt_lengths(batch)
     width = int(lengths.max())
     prompts = batch.tokens[:, :width].clone()

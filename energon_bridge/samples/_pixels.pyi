@@ -1,0 +1,29 @@
+from typing import Any
+
+import numpy as np
+
+def resample(
+    source: np.ndarray,
+    height: int,
+    width: int,
+    out: np.ndarray,
+    scratch: np.ndarray,
+    where_x: np.ndarray,
+    coefficients_x: np.ndarray,
+    where_y: np.ndarray,
+    coefficients_y: np.ndarray,
+    /,
+) -> None: ...
+def look_up(
+    pixels: Any,
+    out: Any,
+    table: np.ndarray,
+    frames: int,
+    height: int,
+    width: int,
+    patch_height: int,
+    patch_width: int,
+    merge: int,
+    times: int,
+    /,
+) -> None: ...

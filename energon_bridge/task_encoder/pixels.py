@@ -1,0 +1,450 @@
+"""The native path from images to the pixels of a model, in place of an image processor of transformers.
+
+Processors that scale, crop, pad, rescale and normalise are read once, by their attributes, and what they do is done
+here: scaled as bytes, then one look-up for each byte that rescales, normalises and puts values where the model wants
+them. That is plain processors (those of CLIP, SigLIP and many more), LLaVA's, and those that make patches: of Qwen2-VL,
+Qwen2.5-VL and Qwen3-VL, and of SigLIP2. Any other processor, and one that overrides a method, is called as ever, and
+the log says so once.
+
+Two profiles say whose values come out. `pillow`: those of the processors of transformers that go by Pillow, bit for
+bit. `torch`: those of its processors that go by torchvision, which scales bytes by torch's `interpolate` with
+antialiasing. Without a profile it is the one that the given processor's own class has.
+
+Invariant: a value is a function of a byte and its channel, computed once for all 256 of them by the operations of the
+profile, in their order and precision. So float32 has no rounding of its own; bfloat16 and float16 are rounded from it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, lru_cache, partial
+from types import MappingProxyType
+from typing import Any, Literal, cast, get_args
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from energon_bridge.errors import ConfigurationError
+from energon_bridge.samples.pixels import FILTERS, Filter, Layout, look_up, resample
+from energon_bridge.task_encoder.resize import smart_resize
+from energon_bridge.task_encoder.visual import as_pil, as_rgb
+
+logger = logging.getLogger(__name__)
+
+Profile = Literal["torch", "pillow", "processor"]
+PixelDtype = Literal["float32", "bfloat16", "float16", "uint8"]
+
+_PLAIN = Layout()
+_TORCH_FILTERS = ("bilinear", "bicubic")
+_BYTES = np.arange(256)
+
+Size = tuple[int, int]
+"""Height and width."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PixelPath:
+    """What becomes of an image on its way to a model.
+
+    Attributes:
+        profile: Whose values come out.
+        kind: `plain` (channels, height, width), or whose patches: `qwen` or `siglip2`.
+        dtype: Of the values; uint8: they are not rescaled and normalised yet.
+        table: The value of each byte in each channel, shape (3, 256), as bits where numpy has no such type.
+        norm: Mean and deviation of the channels in steps of a byte, float32 of shape (2, 3).
+        sized: The size to which an image of a size is scaled; None: it is not.
+        by: The filter.
+        crop: The size that is cut out of the middle.
+        background: The colour with which an image is made a square before it is scaled; None: it is not.
+        patch: Side of a patch.
+        merge: Patches along each side of a group.
+        times: Frames of a patch.
+        white: Whether a colour that a Pillow image names as transparent becomes white.
+        most_patches: To how many SigLIP2's patches are padded.
+    """
+
+    profile: Literal["torch", "pillow"]
+    kind: Literal["plain", "qwen", "siglip2"] = "plain"
+    dtype: torch.dtype
+    table: np.ndarray = field(repr=False)
+    norm: Tensor = field(repr=False)
+    sized: Callable[[Size], Size] | None
+    by: Filter
+    crop: Size | None = None
+    background: tuple[int, int, int] | None = None
+    patch: int = 0
+    merge: int = 1
+    times: int = 1
+    white: bool = False
+    most_patches: int = 0
+
+    @property
+    def byte_norm(self) -> Tensor | None:
+        """What batches of bytes carry along; None where values are made here."""
+        return self.norm if self.dtype == torch.uint8 else None
+
+    def image(self, image: Any) -> dict[str, Tensor]:
+        """Return what the processor returns for one image, decoded in any form that `as_pil` takes."""
+        pixels = self.rgb(image)
+        if self.background is not None:
+            pixels = _squared(pixels, self.background)
+        if self.sized is not None:
+            height, width, _ = pixels.shape
+            pixels = self.scaled(pixels, self.sized((height, width)))
+        if self.crop is not None:
+            pixels = _cropped(pixels, self.crop, floor=self.profile == "torch")
+        if self.kind == "siglip2":
+            return self._siglip2(pixels)
+        height, width, _ = pixels.shape
+        if self.kind == "plain":
+            return {"pixel_values": self._looked_up(pixels, _PLAIN, (1, 3, height, width))}
+        return {"pixel_values": self.patches([pixels]), "image_grid_thw": torch.tensor([self.grid(height, width)])}
+
+    def rgb(self, image: Any) -> np.ndarray:
+        """Return an image as bytes, uint8 (height, width, 3). Raises SampleError if it is none."""
+        return as_rgb(image, white=self.white)
+
+    def scaled(self, pixels: np.ndarray, size: Size) -> np.ndarray:
+        """Return an image in another size, uint8 (height, width, 3) both."""
+        if pixels.shape[:2] == size:
+            return pixels
+        if self.profile == "pillow":
+            return resample(pixels, size, self.by)
+        image = torch.from_numpy(pixels).permute(2, 0, 1)[None]
+        made = torch.nn.functional.interpolate(image, size, mode=self.by, antialias=True)
+        return np.ascontiguousarray(made[0].permute(1, 2, 0).numpy())
+
+    def grid(self, height: int, width: int) -> tuple[int, int, int]:
+        """Return the patches of an image along time, height and width."""
+        return 1, height // self.patch, width // self.patch
+
+    def patches(self, images: Sequence[np.ndarray], *, frames: bool = False) -> Tensor:
+        """Return the patches of images in their final sizes, one behind the other: (patches, values of a patch).
+
+        With `frames`, the images are those of one video: as many of them as a patch has stand in a patch.
+        """
+        values = 3 * self.times * self.patch**2
+        counts = [math.prod(self.grid(*image.shape[:2])) for image in images]
+        layout = Layout(patch=(self.patch, self.patch), merge=self.merge, times=self.times)
+        if frames:
+            size, step = counts[0] * len(images) // self.times, self.times
+            clips = [np.stack(images[start : start + step]) for start in range(0, len(images), step)]
+            counts = [counts[0]] * len(clips)
+        else:
+            size, clips = sum(counts), list(images)
+        out = torch.empty((size, values), dtype=self.dtype)
+        start = 0
+        for clip, count in zip(clips, counts, strict=True):
+            look_up(clip, self.table, layout, bits_of(out[start : start + count]))
+            start += count
+        return out
+
+    def _looked_up(self, pixels: np.ndarray, layout: Layout, shape: tuple[int, ...]) -> Tensor:
+        out = torch.empty(shape, dtype=self.dtype)
+        look_up(pixels, self.table, layout, bits_of(out))
+        return out
+
+    def _siglip2(self, pixels: np.ndarray) -> dict[str, Tensor]:
+        side = self.patch
+        rows, columns = pixels.shape[0] // side, pixels.shape[1] // side
+        values = self._looked_up(pixels, _PLAIN, (3, rows, side, columns, side))
+        out = torch.zeros((1, self.most_patches, side * side * 3), dtype=self.dtype)
+        out[0, : rows * columns] = values.permute(1, 3, 2, 4, 0).reshape(rows * columns, -1)
+        mask = torch.zeros((1, self.most_patches), dtype=torch.int32)
+        mask[0, : rows * columns] = 1
+        shapes = torch.tensor([[rows, columns]])
+        return {"pixel_values": out, "pixel_attention_mask": mask, "spatial_shapes": shapes}
+
+
+def pixel_path(image_processor: Any, profile: Profile | None = None, dtype: PixelDtype = "float32") -> PixelPath | None:
+    """Return the native path of an image processor; None where the processor itself is to be called.
+
+    Args:
+        image_processor: One of transformers, or of its interface.
+        profile: Whose values come out; `processor`: the processor is called. None: the profile of its class.
+        dtype: Of the values; uint8: bytes, for `normalise_on_device`.
+
+    Raises:
+        ConfigurationError: There is no such profile or type, or bytes are asked for where there is no native path.
+    """
+    if profile is not None and profile not in get_args(Profile):
+        raise ConfigurationError(f"pixels={profile!r} must be one of {', '.join(get_args(Profile))}, or None")
+    if dtype not in get_args(PixelDtype):
+        raise ConfigurationError(f"pixels_dtype={dtype!r} must be one of {', '.join(get_args(PixelDtype))}")
+    found: PixelPath | str = "pixels='processor' says so"
+    if image_processor is not None and profile != "processor":
+        found = _read(image_processor, profile, dtype)
+    if isinstance(found, PixelPath):
+        return found
+    if dtype == "uint8":
+        raise ConfigurationError(
+            f"pixels_dtype='uint8' is not available for {type(image_processor).__name__}, which has to be called: "
+            f"{found}; set pixels_dtype to 'float32', 'bfloat16' or 'float16'"
+        )
+    if image_processor is not None and profile != "processor":
+        _say_called(type(image_processor).__name__, found)
+    return None
+
+
+def process_image(
+    image_processor: Any, image: Any, path: PixelPath | None = None, dtype: torch.dtype = torch.float32
+) -> dict[str, Tensor]:
+    """Return the tensors of one image: by the native path, or by the processor, which gets a PIL image in RGB."""
+    if path is not None:
+        return path.image(image)
+    output: Mapping[str, Any] = image_processor(images=[as_pil(image)], return_tensors="pt")
+    return in_dtype({name: value for name, value in output.items() if isinstance(value, Tensor)}, dtype)
+
+
+def in_dtype(visual: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return what a processor made with its pixels in another type."""
+    if dtype is torch.float32:
+        return dict(visual)
+    return {
+        name: value.to(dtype) if name.startswith("pixel_values") and value.is_floating_point() else value
+        for name, value in visual.items()
+    }
+
+
+def pixel_settings(image_processor: Any, path: PixelPath | None, dtype: PixelDtype) -> dict[str, str]:
+    """Return what the state of a run says of its pixels: nothing where they are Pillow's, in float32."""
+    if image_processor is None:
+        return {}
+    profile = profile_of(image_processor) if path is None else path.profile
+    settings = {"pixels": profile} if profile != "pillow" else {}
+    return settings | ({"pixels_dtype": dtype} if dtype != "float32" else {})
+
+
+@cache
+def _say_called(name: str, reason: str) -> None:
+    logger.info("images go through %s itself, which takes several times the CPU of the native path: %s", name, reason)
+
+
+def profile_of(image_processor: Any) -> Literal["torch", "pillow"]:
+    """Return whose values a processor of transformers gives: by torchvision or by Pillow."""
+    names = [kind.__name__ for kind in type(image_processor).__mro__]
+    return "torch" if "TorchvisionBackend" in names or "BaseImageProcessorFast" in names else "pillow"
+
+
+def bits_of(values: Tensor) -> np.ndarray:
+    """Return the memory of values as an array, of integers where numpy has no such type."""
+    return (values.view(torch.int16) if values.dtype == torch.bfloat16 else values).numpy()
+
+
+_MODELS = "transformers.models."
+_HOMES: Mapping[str, str] = MappingProxyType(
+    {
+        "transformers.image_processing_backends.PilBackend": "plain",
+        "transformers.image_processing_backends.TorchvisionBackend": "plain",
+        f"{_MODELS}llava.image_processing_pil_llava.LlavaImageProcessorPil": "llava",
+        f"{_MODELS}llava.image_processing_llava.LlavaImageProcessor": "llava",
+        f"{_MODELS}qwen2_vl.image_processing_pil_qwen2_vl.Qwen2VLImageProcessorPil": "qwen",
+        f"{_MODELS}qwen2_vl.image_processing_qwen2_vl.Qwen2VLImageProcessor": "qwen",
+        f"{_MODELS}siglip2.image_processing_pil_siglip2.Siglip2ImageProcessorPil": "siglip2",
+        f"{_MODELS}siglip2.image_processing_siglip2.Siglip2ImageProcessor": "siglip2",
+    }
+)
+"""The classes whose methods are known, and what they do; their subclasses may set attributes."""
+
+
+def _home_of(image_processor: Any) -> tuple[str, str]:
+    """Return what a processor does, "" for what is not known, and why it is not."""
+    kinds = type(image_processor).__mro__
+    place = next((i for i, kind in enumerate(kinds) if f"{kind.__module__}.{kind.__qualname__}" in _HOMES), None)
+    if place is None:
+        return "", "it is none of the processors of transformers that are known"
+    home = kinds[place]
+    own: list[tuple[str, Any]] = [entry for kind in kinds[:place] for entry in vars(kind).items()]
+    own += vars(image_processor).items()
+    for name, value in own:
+        method = callable(value) or isinstance(value, property | staticmethod | classmethod)
+        if method and name not in _NO_MATTER and callable(getattr(home, name, None)):
+            return "", f"it overrides {name}"
+    return _HOMES[f"{home.__module__}.{home.__qualname__}"], ""
+
+
+_NO_MATTER = frozenset({"__init__", "to_dict", "__repr__", "valid_kwargs", "get_number_of_image_patches"})
+
+
+def _read(processor: Any, profile: str | None, dtype: PixelDtype) -> PixelPath | str:
+    """Return the native path of a processor, or why there is none."""
+    kind, reason = _home_of(processor)
+    if not kind:
+        return reason
+    whose: Literal["torch", "pillow"] = (
+        profile_of(processor) if profile is None else cast(Literal["torch", "pillow"], profile)
+    )
+
+    def has(name: str) -> Any:
+        return getattr(processor, name, None)
+
+    by = _filter_of(has("resample"))
+    if by is None or (whose == "torch" and by not in _TORCH_FILTERS):
+        return f"it scales by resample={has('resample')!r}"
+    if not has("do_normalize") and not has("do_rescale"):
+        return "it neither rescales nor normalises"
+    if has("do_pad") and kind != "llava":
+        return "it pads"
+    try:
+        values, norm = _values_of(processor, whose)
+    except (TypeError, ValueError):
+        return f"its mean {has('image_mean')!r} or deviation {has('image_std')!r} are not those of three channels"
+    sized: Callable[[Size], Size] | None = None
+    if has("do_resize"):
+        sized = _sized_of(kind, processor)
+        if sized is None:
+            return f"its size is {has('size')!r}"
+    crop, background = None, None
+    fixed = has("do_center_crop") or (has("do_resize") and _sides(has("size"), "height")[0])
+    if dtype == "uint8" and kind in ("plain", "llava") and not fixed:
+        return "its images have different sizes, and are padded with zeros after they are normalised"
+    if kind in ("plain", "llava") and has("do_center_crop"):
+        height, width = _sides(has("crop_size"), "height", "width")
+        if not height or not width:
+            return f"its crop_size is {has('crop_size')!r}"
+        crop = height, width
+    if kind == "llava" and has("do_pad"):
+        colours = [int(one * 255) for one in _three(has("image_mean"))]
+        background = colours[0], colours[1], colours[2]
+    made: torch.dtype = getattr(torch, dtype)
+    table = np.tile(_BYTES.astype(np.uint8), (3, 1)) if dtype == "uint8" else bits_of(torch.from_numpy(values).to(made))
+    return PixelPath(
+        profile=whose,
+        kind="plain" if kind == "llava" else cast(Any, kind),
+        dtype=made,
+        table=np.ascontiguousarray(table),
+        norm=norm,
+        sized=sized,
+        by=by,
+        crop=crop,
+        background=background,
+        white=bool(has("do_convert_rgb")),
+        patch=int(has("patch_size") or 0) if kind in ("qwen", "siglip2") else 0,
+        merge=int(has("merge_size")) if kind == "qwen" else 1,
+        times=int(has("temporal_patch_size")) if kind == "qwen" else 1,
+        most_patches=int(has("max_num_patches")) if kind == "siglip2" else 0,
+    )
+
+
+def _filter_of(value: Any) -> Filter | None:
+    try:
+        name = Image.Resampling(int(value)).name.lower()
+    except (TypeError, ValueError):
+        return None
+    return cast(Filter, name) if name in FILTERS else None
+
+
+def _sides(size: Any, *names: str) -> tuple[int | None, ...]:
+    found = (size.get(name) if isinstance(size, Mapping) else getattr(size, name, None) for name in names)
+    return tuple(None if side is None else int(side) for side in found)
+
+
+def _sized_of(kind: str, processor: Any) -> Callable[[Size], Size] | None:
+    """Return the function from an image's size to that which it is scaled to; None: it is not known."""
+    if kind == "siglip2":
+        return partial(_within, int(processor.patch_size), int(processor.max_num_patches))
+    shortest, longest, height, width = _sides(processor.size, "shortest_edge", "longest_edge", "height", "width")
+    if kind == "qwen":
+        if not shortest or not longest:
+            return None
+        factor = int(processor.patch_size) * int(processor.merge_size)
+        return partial(_smart, factor, (shortest, longest))
+    if shortest and not longest:
+        return partial(_shortest, shortest)
+    if height and width and not shortest and not longest:
+        return partial(_always, (height, width))
+    return None
+
+
+def _always(wanted: Size, size: Size) -> Size:
+    return wanted
+
+
+def _smart(factor: int, area: tuple[int, int], size: Size) -> Size:
+    return smart_resize(*size, factor=factor, area=area)
+
+
+def _shortest(wanted: int, size: Size) -> Size:
+    """Source: `get_resize_output_image_size` of transformers."""
+    height, width = size
+    short, long = (width, height) if width <= height else (height, width)
+    other = int(wanted * long / short)
+    return (other, wanted) if width <= height else (wanted, other)
+
+
+@lru_cache(maxsize=1024)
+def _within(patch: int, most: int, size: Size) -> Size:
+    """Return the largest size of whole patches of which there are not too many. Source: transformers' SigLIP2."""
+
+    def side(scale: float, length: int) -> int:
+        return max(patch, math.ceil(length * scale / patch) * patch)
+
+    low, high = 1e-6, 100.0
+    while high - low >= 1e-5:
+        middle = (low + high) / 2
+        if side(middle, size[0]) / patch * (side(middle, size[1]) / patch) <= most:
+            low = middle
+        else:
+            high = middle
+    return side(low, size[0]), side(low, size[1])
+
+
+def _three(value: Any) -> list[float]:
+    found = [float(value)] * 3 if isinstance(value, int | float) else [float(one) for one in value]
+    if len(found) != 3:
+        raise ValueError(found)
+    return found
+
+
+def _values_of(processor: Any, profile: str) -> tuple[np.ndarray, Tensor]:
+    """Return the value of each byte in each channel, float32 (3, 256), and mean and deviation in steps of a byte."""
+    rescales, normalises = bool(processor.do_rescale), bool(processor.do_normalize)
+    scale = float(processor.rescale_factor) if rescales else 1.0
+    mean = _three(processor.image_mean) if normalises else [0.0] * 3
+    std = _three(processor.image_std) if normalises else [1.0] * 3
+    norm = torch.tensor([mean, std], dtype=torch.float64) / scale
+    if profile == "pillow":
+        # In float64, rounded; then in float32.
+        scaled = (_BYTES.astype(np.float64) * scale).astype(np.float32)
+        values = np.stack([scaled] * 3)
+        if normalises:
+            values = (values - np.array(mean, np.float32)[:, None]) / np.array(std, np.float32)[:, None]
+        return values, norm.float()
+    whole = torch.arange(256, dtype=torch.float32).repeat(3, 1)
+    if normalises:
+        # Rescaling is part of mean and deviation.
+        by = 1.0 / scale if rescales else 1.0
+        whole = whole.sub(torch.tensor(mean).mul(by)[:, None]).div(torch.tensor(std).mul(by)[:, None])
+    else:
+        whole = torch.arange(256, dtype=torch.uint8).repeat(3, 1) * scale
+    return whole.numpy(), norm.float()
+
+
+def _squared(pixels: np.ndarray, colour: tuple[int, int, int]) -> np.ndarray:
+    height, width, _ = pixels.shape
+    if height == width:
+        return pixels
+    side = max(height, width)
+    out = np.empty((side, side, 3), np.uint8)
+    out[:] = colour
+    top, left = (side - height) // 2, (side - width) // 2
+    out[top : top + height, left : left + width] = pixels
+    return out
+
+
+def _cropped(pixels: np.ndarray, size: Size, *, floor: bool) -> np.ndarray:
+    """Cut a size out of the middle, black where there is nothing. `floor`: which half the odd row in front is."""
+    height, width, _ = pixels.shape
+    if height < size[0] or width < size[1]:
+        missing = max(0, size[0] - height), max(0, size[1] - width)
+        top, left = (one // 2 if floor else -(-one // 2) for one in missing)
+        whole = np.zeros((height + missing[0], width + missing[1], 3), np.uint8)
+        whole[top : top + height, left : left + width] = pixels
+        pixels, (height, width) = whole, whole.shape[:2]
+    top, left = (height - size[0]) // 2, (width - size[1]) // 2
+    return pixels[top : top + size[0], left : left + size[1]]

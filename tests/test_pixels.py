@@ -1,0 +1,386 @@
+"""The native path from images to pixels: its values are those of the image processors of transformers."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import pickle
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from families import FAMILIES, chat, encoder_of, image_processor_of, model_config_of, model_of, picture
+from hypothesis import given, settings, strategies as st
+from pictures import KINDS, encoded, noise, sizes
+from PIL import Image
+from torch.nn.functional import interpolate
+
+pytest.importorskip("transformers")
+
+from transformers import (
+    CLIPImageProcessorPil,
+    LlavaImageProcessorPil,
+    LlavaNextImageProcessorPil,
+    Qwen2VLImageProcessorPil,
+    Siglip2ImageProcessorPil,
+    SiglipImageProcessorPil,
+    ViTImageProcessorPil,
+)
+
+from energon_bridge import SampleDecoder, WorkerConfig, get_savable_loader, get_train_dataset
+from energon_bridge.errors import ConfigurationError, SampleError, SettingMismatchError
+from energon_bridge.samples import pixels as native
+from energon_bridge.task_encoder import pixels as paths
+from energon_bridge.task_encoder.families import ChatConfig, VideoFrames
+from energon_bridge.task_encoder.multimodal import MultiModalTaskEncoder
+from energon_bridge.task_encoder.pixels import pixel_path, process_image
+from energon_bridge.testing import create_captioning_test_dataset
+
+LONG = os.environ.get("ENERGON_LONG_TESTS") == "1"
+
+CLIP = {"size": {"shortest_edge": 48}, "crop_size": {"height": 48, "width": 48}}
+SMALL = {"min_pixels": 56 * 56, "max_pixels": 112 * 112}
+PROCESSORS: dict[str, Any] = {
+    "clip": lambda: CLIPImageProcessorPil(**CLIP),
+    "siglip": lambda: SiglipImageProcessorPil(size={"height": 56, "width": 64}),
+    "siglip2": lambda: Siglip2ImageProcessorPil(max_num_patches=30, patch_size=8),
+    "qwen2-vl": lambda: Qwen2VLImageProcessorPil(**SMALL),
+    "qwen3-vl": lambda: Qwen2VLImageProcessorPil(patch_size=16, image_mean=[0.5] * 3, image_std=[0.5] * 3, **SMALL),
+    "llava": lambda: LlavaImageProcessorPil(do_pad=True, **CLIP),
+    "vit": lambda: ViTImageProcessorPil(size={"height": 40, "width": 30}),
+    "no resize": lambda: CLIPImageProcessorPil(do_resize=False, crop_size={"height": 33, "width": 20}),
+    "no crop": lambda: CLIPImageProcessorPil(do_center_crop=False, size={"shortest_edge": 20}, resample=1),
+    "no mean": lambda: SiglipImageProcessorPil(do_normalize=False, size={"height": 9, "width": 9}, resample=5),
+    "no scale": lambda: SiglipImageProcessorPil(do_rescale=False, size={"height": 9, "width": 9}, resample=2),
+}
+if LONG:
+    PROCESSORS |= {
+        "clip 336": lambda: CLIPImageProcessorPil(size={"shortest_edge": 336}, crop_size={"height": 336, "width": 336}),
+        "siglip 384": lambda: SiglipImageProcessorPil(size={"height": 384, "width": 384}),
+        "qwen2.5-vl": Qwen2VLImageProcessorPil,
+    }
+
+SIDES = st.integers(1, 300)
+
+
+@settings(max_examples=60)
+@given(SIDES, SIDES, SIDES, SIDES, st.sampled_from(sorted(native.FILTERS)))
+def test_bytes_are_those_of_pillow(height: int, width: int, rows: int, columns: int, by: Any) -> None:
+    rng = np.random.default_rng(height)
+    pixels = rng.integers(0, 2, (height, width, 3), np.uint8) * np.uint8(255)
+    expected = Image.fromarray(pixels).resize((columns, rows), Image.Resampling[by.upper()])
+    np.testing.assert_array_equal(native.resample(pixels, (rows, columns), by), np.asarray(expected))
+
+
+@pytest.mark.skipif(not native.COMPILED, reason="needs the compiled part")
+def test_the_order_of_the_installed_pillow_is_found_out() -> None:
+    assert native._order_of_pillow() is not None
+
+
+@pytest.fixture(scope="module")
+def images() -> list[bytes]:
+    """500 images with ENERGON_LONG_TESTS=1, else 20."""
+    made = enumerate(sizes(500 if LONG else 20, 8000 if LONG else 900))
+    return [encoded(KINDS[number % len(KINDS)], *size, seed=number) for number, size in made]
+
+
+@pytest.mark.parametrize("compiled", [True, False], ids=["C", "numpy"])
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_values_are_those_of_the_processor(
+    name: str, compiled: bool, images: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not compiled:
+        monkeypatch.setattr(native, "_compiled", None)
+        native._order_of_pillow.cache_clear()
+        monkeypatch.setattr(native, "COMPILED", False)
+    processor = PROCESSORS[name]()
+    path = pixel_path(processor)
+    assert path is not None
+    assert path.profile == "pillow"
+    pillow, arrays = SampleDecoder(image_decode="pilrgb"), SampleDecoder(image_decode="fastrgb", guess_content=True)
+    compared = 0
+    for data in images:
+        extension = "png" if data.startswith(b"\x89PNG") else "webp" if data.startswith(b"RIFF") else "jpg"
+        image = pillow.decode(extension, data)
+        try:
+            expected = processor(images=[image], return_tensors="pt")
+        except ValueError:  # too narrow
+            with pytest.raises(SampleError, match="too narrow"):
+                path.image(arrays.decode(extension, data))
+            continue
+        found = path.image(arrays.decode(extension, data))
+        assert found.keys() == set(expected.keys())
+        for key, value in found.items():
+            assert value.dtype == expected[key].dtype
+            assert torch.equal(value, expected[key]), (key, image.size)
+        compared += 1
+    assert compared > len(images) // 2
+    native._order_of_pillow.cache_clear()
+
+
+def by_torch_alone(image: Image.Image, size: tuple[int, int], mean: Any, std: Any, *, mode: str) -> torch.Tensor:
+    """Resize bytes as torchvision does, then rescale and normalise in one step: (3, height, width)."""
+    pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None].contiguous()
+    if pixels.shape[-2:] != size:
+        pixels = interpolate(pixels, size, mode=mode, antialias=True)
+    mean, std = (torch.tensor(values)[:, None, None] * 255.0 for values in (mean, std))
+    return ((pixels[0].float() - mean) / std).contiguous()
+
+
+@pytest.mark.parametrize("size", [(640, 480), (31, 200), (7, 5), (56, 64)])
+def test_the_torch_profile_has_the_values_of_torch_alone(size: tuple[int, int]) -> None:
+    image = noise(*size, seed=1)
+    siglip = SiglipImageProcessorPil(size={"height": 56, "width": 64})
+    path = pixel_path(siglip, "torch")
+    assert path is not None
+    expected = by_torch_alone(image, (56, 64), siglip.image_mean, siglip.image_std, mode="bicubic")
+    torch.testing.assert_close(path.image(image)["pixel_values"][0], expected, rtol=2e-7, atol=0)
+
+    qwen = Qwen2VLImageProcessorPil(**SMALL)
+    path = pixel_path(qwen, "torch")
+    assert path is not None
+    found = path.image(image)
+    _, rows, columns = found["image_grid_thw"][0].tolist()
+    whole = by_torch_alone(image, (rows * 14, columns * 14), qwen.image_mean, qwen.image_std, mode="bicubic")
+    patches = whole.reshape(3, rows // 2, 2, 14, columns // 2, 2, 14).permute(1, 4, 2, 5, 0, 3, 6)
+    expected = patches[:, :, :, :, :, None].expand(*patches.shape[:5], 2, 14, 14).reshape(rows * columns, -1)
+    torch.testing.assert_close(found["pixel_values"], expected, rtol=2e-7, atol=0)
+
+
+def test_crops_of_small_images_are_padded_as_each_profile_pads() -> None:
+    image = Image.new("RGB", (5, 7), "white")
+    for profile, top in (("pillow", 5), ("torch", 4)):  # 9 rows are missing
+        processor = CLIPImageProcessorPil(do_resize=False, crop_size={"height": 16, "width": 4})
+        path = pixel_path(processor, profile)  # type: ignore[arg-type]
+        assert path is not None
+        made = path.image(image)["pixel_values"]
+        assert made.shape == (1, 3, 16, 4)
+        assert (made[0, 0, :, 0] > 0).nonzero().flatten().tolist() == list(range(top, top + 7))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["clip", "siglip2", "qwen2-vl"])
+def test_short_floats_are_rounded_once(name: str, dtype: Any) -> None:
+    processor, image = PROCESSORS[name](), noise(90, 60, seed=2)
+    path = pixel_path(processor, dtype=dtype)
+    assert path is not None
+    expected = processor(images=[image], return_tensors="pt")["pixel_values"].to(getattr(torch, dtype))
+    assert torch.equal(path.image(image)["pixel_values"], expected)
+    path = pixel_path(processor, "processor", dtype)
+    assert path is None
+    assert torch.equal(process_image(processor, image, path, getattr(torch, dtype))["pixel_values"], expected)
+
+
+class Darker(CLIPImageProcessorPil):
+    """Overrides what the native path would do in its place."""
+
+    def rescale(self, image: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().rescale(image // 2, *args, **kwargs)
+
+
+class Named(CLIPImageProcessorPil):
+    """Sets an attribute only, and has a method of its own."""
+
+    image_mean = (0.1, 0.2, 0.3)
+
+    def post_process(self) -> None: ...
+
+
+def test_other_processors_are_called_and_the_log_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    paths._say_called.cache_clear()
+    image = noise(60, 50, seed=3)
+    with caplog.at_level(logging.INFO, logger=paths.__name__):
+        for _ in range(3):
+            darker = Darker(**CLIP)
+            assert pixel_path(darker) is None
+        assert pixel_path(LlavaNextImageProcessorPil()) is None
+        assert pixel_path(lambda images: {}) is None
+        assert pixel_path(CLIPImageProcessorPil(do_pad=True, pad_size={"height": 400, "width": 400})) is None
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 4
+    assert "Darker itself" in said[0]
+    assert "it overrides rescale" in said[0]
+    made = process_image(darker, image)["pixel_values"]
+    assert torch.equal(made, darker(images=[image], return_tensors="pt")["pixel_values"])
+    path = pixel_path(Named(**CLIP))
+    assert path is not None
+    expected = Named(**CLIP)(images=[image], return_tensors="pt")["pixel_values"]
+    assert torch.equal(path.image(image)["pixel_values"], expected)
+    patched = CLIPImageProcessorPil(**CLIP)
+    patched.normalize = patched.normalize  # type: ignore[method-assign]
+    assert pixel_path(patched) is None
+
+
+def test_wrong_choices_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="pixels='pil' must be one of torch, pillow, processor"):
+        pixel_path(CLIPImageProcessorPil(), "pil")  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="pixels_dtype='int8' must be one of float32, bfloat16"):
+        pixel_path(CLIPImageProcessorPil(), dtype="int8")  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match=r"'uint8' is not available for Darker.*overrides rescale"):
+        pixel_path(Darker(), dtype="uint8")
+    encoder = encoder_of("llava")
+
+    class Own:
+        image_token, video_token, merge_size = "<image>", None, 0
+
+    with pytest.raises(ConfigurationError, match="pixels of the ChatConfig say nothing to a Own"):
+        type(encoder)(encoder.tokenizer, Own(), ChatConfig(pixels="torch"))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_grids_and_pixels_are_the_same_as_with_the_processor(family: str) -> None:
+    sample = chat("<image>a<image>", "b", images=[picture(16, 40), noise(90, 31, seed=4)])
+    native_one, called = (
+        encoder_of(family, ChatConfig(pixels=pixels)).encode(sample) for pixels in (None, "processor")
+    )
+    assert native_one.tokens.tolist() == called.tokens.tolist()
+    assert native_one.visual.keys() == called.visual.keys()
+    for name, value in native_one.visual.items():
+        assert torch.equal(value, called.visual[name]), name
+
+
+@pytest.mark.parametrize("frames", [1, 4, 5])
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl"])
+def test_videos_are_the_same_as_with_the_processor(family: str, frames: int) -> None:
+    rng = np.random.default_rng(frames)
+    clip = torch.from_numpy(rng.integers(0, 256, (frames, 3, 20, 33), np.uint8))
+    sample = chat("<video>a", "b", videos=[VideoFrames(frames=clip, fps=2.0)])
+    native_one, called = (
+        encoder_of(family, ChatConfig(pixels=pixels)).encode(sample) for pixels in (None, "processor")
+    )
+    assert native_one.visual.keys() == called.visual.keys()
+    for name, value in native_one.visual.items():
+        assert torch.equal(value, called.visual[name]), name
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
+def test_trainings_have_the_same_losses(family: str) -> None:
+    """Three steps of a tiny model on what it is given, by the native path and by the processor."""
+    losses: dict[Any, list[float]] = {}
+    for pixels in ("pillow", "processor"):
+        encoder = encoder_of(family, ChatConfig(pixels=pixels))  # type: ignore[arg-type]
+        samples = [
+            encoder.encode(chat("<image>color?", "red", images=[noise(40 + 9 * n, 30, seed=n)], key=str(n)))
+            for n in range(3)
+        ]
+        batch = encoder.batch(samples)
+        model = model_of(model_config_of(family, encoder.tokenizer))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses[pixels] = []
+        for _ in range(3):
+            extra = {} if batch.mm_token_type_ids is None else {"mm_token_type_ids": batch.mm_token_type_ids}
+            assert batch.pixel_values is not None
+            logits = model(
+                input_ids=batch.tokens,
+                attention_mask=batch.attention_mask,
+                pixel_values=batch.pixel_values,
+                **batch.visual_inputs,
+                **extra,
+            ).logits
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten())
+            losses[pixels].append(float(loss.detach()))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    assert losses["pillow"] == pytest.approx(losses["processor"], rel=1e-6)
+    assert losses["pillow"][2] < losses["pillow"][0]
+
+
+def test_an_encoder_with_its_path_can_be_sent_to_a_process() -> None:
+    for name in PROCESSORS:
+        path = pixel_path(PROCESSORS[name]())
+        assert path is not None
+        image = noise(40, 50, seed=5)
+        again = pickle.loads(pickle.dumps(path))
+        assert torch.equal(again.image(image)["pixel_values"], path.image(image)["pixel_values"])
+
+
+def test_arrays_that_do_not_fit_are_refused() -> None:
+    if not native.COMPILED:
+        pytest.skip("needs the compiled part")
+    pixels, table = np.zeros((8, 8, 3), np.uint8), np.zeros((3, 256), np.float32)
+    native.look_up(pixels, table, native.Layout(patch=(4, 4)), np.empty(192, np.float32))
+    for patch, out in (((3, 4), 192), ((4, 4), 191), ((4, 4), 384)):
+        with pytest.raises(ValueError, match="do not fit"):
+            native.look_up(pixels, table, native.Layout(patch=patch), np.empty(out, np.float32))
+    with pytest.raises(ValueError, match="do not fit"):
+        native.look_up(pixels, table, native.Layout(patch=(4, 4), merge=3), np.empty(192, np.float32))
+    where, coefficients = native.coefficients(8, 4, "bicubic")
+    good = [
+        pixels,
+        8,
+        8,
+        np.empty((4, 4, 3), np.uint8),
+        np.empty(500, np.uint8),
+        where,
+        coefficients,
+        where,
+        coefficients,
+    ]
+    native._compiled.resample(*good)
+    for place, wrong in ((1, 9), (3, np.empty(47, np.uint8)), (4, np.empty(9, np.uint8)), (5, where + 5), (6, where)):
+        with pytest.raises(ValueError, match="do not fit"):
+            native._compiled.resample(*good[:place], wrong, *good[place + 1 :])
+
+
+@pytest.fixture(scope="module")
+def captions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pixels") / "captions"
+    create_captioning_test_dataset(folder, num_train=12, num_val=0, image_size=12)
+    return folder
+
+
+def loader_of(captions: Path, **choices: Any) -> Any:
+    encoder = encoder_of("llava", ChatConfig(**choices))
+    config = WorkerConfig(rank=0, world_size=1, num_workers=0)
+    return get_savable_loader(get_train_dataset(captions, batch_size=2, task_encoder=encoder, worker_config=config))
+
+
+def test_the_profile_belongs_to_the_state(captions: Path) -> None:
+    loader = loader_of(captions)
+    next(iter(loader))
+    state = loader.save_state_rank()
+    loader_of(captions, pixels="pillow").restore_state_rank(state)
+    loader_of(captions, pixels="processor").restore_state_rank(state)
+    with pytest.raises(SettingMismatchError, match="pixels='torch': the values of pixels depends on it"):
+        loader_of(captions, pixels="torch").restore_state_rank(state)
+    with pytest.raises(SettingMismatchError, match="pixels_dtype='bfloat16'"):
+        loader_of(captions, pixels_dtype="bfloat16").restore_state_rank(state)
+
+
+def test_what_the_engine_delivers_is_what_the_processor_makes(captions: Path) -> None:
+    batches: list[Iterator[Any]] = [iter(loader_of(captions, pixels=pixels)) for pixels in ("pillow", "processor")]
+    for one, other in islice(zip(*batches, strict=False), 3):
+        assert torch.equal(one.pixel_values, other.pixel_values)
+        assert torch.equal(one.tokens, other.tokens)
+
+
+@pytest.mark.parametrize("profile", ["pillow", "torch"])
+def test_the_encoder_of_any_processor_has_the_choice_too(profile: Any) -> None:
+    encoder = encoder_of("llava")
+    processor = image_processor_of("llava")
+    made = MultiModalTaskEncoder(encoder.tokenizer, processor, pixels=profile)
+    assert made.pixel_settings == ({} if profile == "pillow" else {"pixels": "torch"})
+    assert math.isclose(made._path.norm[0, 0].item(), processor.image_mean[0] * 255, rel_tol=1e-6)  # type: ignore[union-attr]
+
+
+def test_threads_do_not_share_memory() -> None:
+    """Also where all of them run in one context, as executors may."""
+    images = [noise(150 + number, 120, seed=number) for number in range(8)]
+    alone = [native.resample(np.array(image), (200, 60), "bicubic") for image in images]
+    for _ in range(5):
+        with ThreadPoolExecutor(4) as pool:
+            contexts = [copy_context() for _ in images]
+            found = [
+                pool.submit(context.run, native.resample, np.array(image), (200, 60), "bicubic")
+                for context, image in zip(contexts, images, strict=True)
+            ]
+            for one, expected in zip(found, alone, strict=True):
+                np.testing.assert_array_equal(one.result(), expected)
