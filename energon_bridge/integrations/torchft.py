@@ -142,7 +142,7 @@ def gather_by(process_group: Any) -> Callable[[Any], list[Any]]:
 
     def gather(state: Any) -> list[Any]:
         import torch
-        from torch.distributed.distributed_c10d import AllgatherOptions
+        from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
 
         def exchanged(mine: torch.Tensor) -> list[torch.Tensor]:
             rows = [torch.empty_like(mine) for _ in range(process_group.size())]
