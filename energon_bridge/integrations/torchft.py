@@ -1,159 +1,144 @@
-"""Data for replicas that come and go, as under torchft: the global batches do not depend on who is there.
+"""Data for replicas that come and go between optimizer steps, as torchft has them.
 
-    data = QuorumData(open_loader, gather)  # torchft itself is not imported
-    for batch in data.global_batch(manager.participating_rank(), manager.num_participants()):
-        ...                                 # forward and backward, weighed by batch.__valid__
-    data.share()                            # an error goes to manager.report_error
+    data = ReplicaDataloader(lambda rank, ranks: get_savable_loader(dataset, worker_config=WorkerConfig(
+        rank=rank, world_size=ranks, num_lanes=64, num_workers=2)))
+    batches = data.step(manager.participating_rank(), manager.num_participants())
+    …                                                # forward, backward, reduce; then:
+    states = gather_states(group, data.rank_state())
     if manager.should_commit():
-        optimizer.step()
-        data.commit()
+        data.commit(states)
 
-A global batch is one round of the run's lanes: `num_lanes` microbatches, on any number of replicas up to that. Each of
-R replicas delivers `ceil(num_lanes / R)` of them, the last ones masked where R does not divide `num_lanes`.
-
-Invariant: batch n of the committed ones has the samples of batch n of a run on one replica. A lane's state would leave
-with its replica, so after each batch all replicas give each other the states of their lanes (`share`), a few kilobytes.
-A batch that was not committed is delivered again, by whoever is there.
+A step is a round over all lanes of the run, so a global batch is always `num_lanes` microbatches, the same ones on any
+number of replicas; where it does not divide them, some replicas get masked microbatches (`__valid__` all false), and
+the loss has to be the mean over the real ones. Nothing counts as delivered before `commit`: a step that fails is
+delivered again, to whoever is there. Because every replica commits the states of all of them, a replica that is lost
+takes nothing with it, and any replica's `state_dict` lets a new one begin.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from energon_bridge.dataloader import EnergonDataloader
 from energon_bridge.errors import ConfigurationError, WrongUseError
-from energon_bridge.loader import document
-from energon_bridge.loader.savable import SavableDataLoader
 
-__all__ = ["QuorumData", "gather_by"]
+State = dict[str, Any]
 
 
-class QuorumData:
-    """The global batches of a run whose number of replicas changes.
+class ReplicaDataloader:
+    """The microbatches of one replica in each optimizer step, while the number of replicas changes.
 
     Args:
-        open_loader: Opens the training loader of a replica, given its rank and the number of replicas, which go into
-            its `WorkerConfig`; `num_lanes` there is the microbatches of a global batch. Called for each new place.
-        gather: Given the state of this replica, returns those of all; see `gather_by`. Not called on one replica.
+        open_loader: Opens the savable loader of an endless dataset for a data-parallel rank and their number, always
+            with the same `num_lanes`: the microbatches of a global batch. It is called when either changes.
     """
 
-    def __init__(
-        self, open_loader: Callable[[int, int], SavableDataLoader], gather: Callable[[Any], Sequence[Any]]
-    ) -> None:
-        self._open_loader, self._gather = open_loader, gather
-        self._loader: SavableDataLoader | None = None
-        self._place = (0, 0)
-        self._batches = 0
-        self._committed: document.State | None = None
-        self._shared: document.State | None = None
-        self._stands_at: document.State | None = None
-        self._delivered = False
+    def __init__(self, open_loader: Callable[[int, int], Any]) -> None:
+        self._open = open_loader
+        self._data: EnergonDataloader | None = None
+        self._place: tuple[int | None, int] | None = None  # what the step was for
+        self._states: list[State] = []  # of all replicas after the last step that was committed; none: the beginning
+        self._stands_there = False  # whether the loader does
 
-    def global_batch(self, rank: int | None, replicas: int) -> Iterator[Any]:
-        """Go through this replica's microbatches of the next global batch, from the last one that was committed.
+    def step(self, rank: int | None, ranks: int) -> list[Any]:
+        """Return this replica's microbatches of the next step: the same step until `commit`.
 
         Args:
-            rank: Of this replica in the quorum; None, one that does not take part, gets nothing.
-            replicas: In the quorum.
-
-        Raises:
-            ConfigurationError: The loader is not an endless one of that place, or more replicas than lanes.
+            rank: Of this replica among those that take part; None: it does not, and gets none.
+            ranks: How many take part.
         """
-        self._delivered, self._shared = False, None
+        if (rank, ranks) != self._place:
+            self.close()
+        self._place = (rank, ranks)
         if rank is None:
-            return
-        loader = self._seated(rank, replicas)
-        self._stands_at = None  # whatever ends this batch early, the next one begins with the state
-        batches = iter(loader)
-        for _ in range(-(-loader.ownership.num_lanes // replicas)):
-            yield next(batches)
-        self._delivered = True
+            return []
+        if self._data is None:
+            self._data = self._opened(rank, ranks)
+            if self._states:
+                self._data.restore_state(self._states)
+        elif not self._stands_there:
+            if self._states:
+                self._data.restore_state(self._states)
+            else:
+                self._data.rewind()
+        self._stands_there = False
+        lanes = self._data.loader.ownership.num_lanes
+        return [next(self._data) for _ in range(-(-lanes // ranks))]
 
-    def share(self) -> None:
-        """Exchange states with the other replicas; all call it, once the batch is delivered.
+    def rank_state(self) -> State | None:
+        """Return the state of this replica after the step, for `commit` of all replicas; None: it took no part."""
+        return None if self._data is None else self._data.save_state()
+
+    def commit(self, states: Sequence[State | None]) -> None:
+        """Count the step as delivered.
+
+        Args:
+            states: `rank_state()` of every replica after this step, in any order.
 
         Raises:
-            WrongUseError: Not all microbatches of the global batch have been taken.
-            StepMismatchError: The others stand at another batch.
+            WrongUseError: There was no step, or these are not the states of all replicas after it.
         """
-        if not self._delivered or self._loader is None:
-            raise WrongUseError("share: take all microbatches of global_batch first; a state in between is of no batch")
-        own = self._loader.save_state_rank()
-        self._shared = document.merge([own] if self._place[1] == 1 else list(self._gather(own)))
-
-    def commit(self) -> None:
-        """Make the delivered batch part of the run; without this it is delivered again.
-
-        Raises:
-            WrongUseError: The states of its end have not been shared.
-        """
-        if self._shared is None:
-            raise WrongUseError("commit: call share first, or the next quorum could not go on without this replica")
-        self._committed = self._stands_at = self._shared
-        self._shared = None
-        self._batches += 1
+        if self._place is None:
+            raise WrongUseError("ReplicaDataloader.commit: there was no step since this was made or its state loaded")
+        given = [state for state in states if state is not None]
+        stand = sorted({state["microbatches"] for state in given})
+        own = self.rank_state()
+        if len(given) != self._place[1] or len(stand) != 1 or (own is not None and own["microbatches"] != stand[0]):
+            raise WrongUseError(
+                f"ReplicaDataloader.commit: got {len(given)} states, after {' and '.join(map(str, stand))} "
+                f"microbatches; expected those of all {self._place[1]} replicas after this step. Gather rank_state() "
+                "of all of them in every step"
+            )
+        self._states, self._stands_there = given, True
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state after the last committed batch: of the whole run, the same on every replica."""
-        return {"batches": self._batches, "loader": self._committed}
+        """Return the state of the whole run after the last step that was committed, on every replica."""
+        return {"states": list(self._states)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on behind the last committed batch of another replica, or of a checkpoint."""
-        self._batches, self._committed = state["batches"], state["loader"]
-        self._stands_at = self._shared = None
-        self._delivered = False
+        """Go on from a `state_dict` of any replica."""
+        self._states, self._stands_there, self._place = list(state["states"]), False, None
+        self.close()
 
     def close(self) -> None:
-        """Stop the workers."""
-        if self._loader is not None:
-            self._loader.close()
-            self._loader = None
+        """Stop the worker processes."""
+        if self._data is not None:
+            self._data.close()
+        self._data = None
 
-    def _seated(self, rank: int, replicas: int) -> SavableDataLoader:
-        """Return the loader of a place, which stands behind the last committed batch."""
-        if self._loader is None or self._place != (rank, replicas):
-            self.close()
-            loader = self._open_loader(rank, replicas)
-            found = loader.config.dp_rank, loader.config.dp_size
-            if found != (rank, replicas) or loader.spec.finite:
-                loader.close()
-                raise ConfigurationError(
-                    f"QuorumData: open_loader({rank}, {replicas}) returned "
-                    + ("a loader of validation data" if found == (rank, replicas) else f"rank {found[0]} of {found[1]}")
-                    + "; open training data with WorkerConfig(rank=rank, world_size=replicas, num_lanes=...)"
-                )
-            self._loader, self._place, self._stands_at = loader, (rank, replicas), None
-        elif self._stands_at is not None:
-            return self._loader
-        if self._committed is not None:
-            self._loader.restore_state_rank(self._committed)
-        else:
-            self._loader.seek(0)
-        return self._loader
+    def _opened(self, rank: int, ranks: int) -> EnergonDataloader:
+        data = EnergonDataloader(self._open(rank, ranks), masked_microbatches="allow")
+        config = data.loader.config
+        if (config.dp_rank, config.dp_size) != (rank, ranks) or not data.endless:
+            raise ConfigurationError(
+                f"ReplicaDataloader: asked for rank {rank} of {ranks}, open_loader returned a loader of rank "
+                f"{config.dp_rank} of {config.dp_size}{'' if data.endless else ', which ends'}; give WorkerConfig both "
+                "numbers, and a training dataset"
+            )
+        return data
 
 
-def gather_by(process_group: Any) -> Callable[[Any], list[Any]]:
-    """Return a `gather` over a process group of torch or torchft, for tensors on the CPU (Gloo).
+def gather_states(group: Any, state: State | None, device: Any = "cpu") -> list[State | None]:
+    """Return the states of all members of a process group, of torch or of torchft; all of them must call it.
 
     Args:
-        process_group: Of the replicas; torchft configures it anew in each quorum.
+        group: The group; torchft's need not be registered with torch.
+        state: The state of this one.
+        device: Where tensors for the group have to be: `cuda` for NCCL.
     """
+    import torch
+    from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
 
-    def gather(state: Any) -> list[Any]:
-        import torch
-        from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
+    def gathered(own: Any) -> list[Any]:
+        found = [torch.zeros_like(own) for _ in range(group.size())]
+        group.allgather([found], [own], AllgatherOptions()).wait()
+        return found
 
-        def exchanged(mine: torch.Tensor) -> list[torch.Tensor]:
-            rows = [torch.empty_like(mine) for _ in range(process_group.size())]
-            process_group.allgather([rows], [mine], AllgatherOptions()).wait()
-            return rows
-
-        content = json.dumps(state).encode()
-        sizes = [int(size) for size in exchanged(torch.tensor([len(content)]))]
-        padded = torch.zeros(max(sizes), dtype=torch.uint8)
-        padded[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        rows = exchanged(padded)
-        return [json.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
-
-    return gather
+    text = torch.frombuffer(bytearray(json.dumps(state).encode()), dtype=torch.uint8)
+    sizes = [int(size) for size in gathered(torch.tensor([len(text)], device=device))]
+    padded = torch.zeros(max(sizes), dtype=torch.uint8)
+    padded[: len(text)] = text
+    texts = zip(gathered(padded.to(device)), sizes, strict=True)
+    return [json.loads(bytes(found[:size].cpu().numpy())) for found, size in texts]
