@@ -115,6 +115,7 @@ if TYPE_CHECKING:
         VQASample as VQASample,
         edataclass as edataclass,
     )
+    from energon_bridge.storage.node_cache import use_node_cache as use_node_cache
     from energon_bridge.stores import (
         CachePool as CachePool,
         DecodeFileStore as DecodeFileStore,
@@ -266,6 +267,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
         "VidQASample",
         "edataclass",
     ),
+    "storage.node_cache": ("use_node_cache",),
     "stores": (
         "CachePool",
         "DecodeFileStore",
