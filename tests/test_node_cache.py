@@ -146,7 +146,7 @@ def test_a_disk_that_takes_nothing(server: ObjectServer, cache: Path, monkeypatc
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(node_cache.os, "replace", full)
+        patch.setattr("energon_bridge.storage.node_cache.os.replace", full)
         read_much(server.url, 1, 3)
     assert not list(cache.rglob("*.writing")) + list(cache.rglob("*.claim")) + blocks_in(cache)
 

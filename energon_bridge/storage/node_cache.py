@@ -34,6 +34,7 @@ _T = TypeVar("_T")
 BLOCK = 1 << 20
 _BELIEVED_SECONDS, _MISSING_SECONDS = 60.0, 5.0
 _CLAIM_SECONDS = 20.0
+_EMPTY_SECONDS = 1.0
 _LEFT_SECONDS = 600.0
 """Age from which files that are being written have been left behind."""
 _USED_SECONDS = 30.0
@@ -319,7 +320,7 @@ def _is_void(path: str) -> bool:
     try:
         host, process = json.loads(said)
     except ValueError:
-        return False  # it is just being written
+        return abs(age) > _EMPTY_SECONDS  # it is just being written, or its process was killed before it could
     if host == _host():
         try:
             os.kill(process, 0)
