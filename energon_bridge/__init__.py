@@ -116,6 +116,7 @@ if TYPE_CHECKING:
         edataclass as edataclass,
     )
     from energon_bridge.samples.devices import normalise_on_device as normalise_on_device
+    from energon_bridge.storage.node_cache import use_node_cache as use_node_cache
     from energon_bridge.stores import (
         CachePool as CachePool,
         DecodeFileStore as DecodeFileStore,
@@ -268,6 +269,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
         "edataclass",
     ),
     "samples.devices": ("normalise_on_device",),
+    "storage.node_cache": ("use_node_cache",),
     "stores": (
         "CachePool",
         "DecodeFileStore",

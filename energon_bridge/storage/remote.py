@@ -18,12 +18,15 @@ from energon_bridge.errors import DatasetNotFoundError, EnergonError, ShardMissi
 from energon_bridge.storage.base import short_read
 from energon_bridge.storage.buckets import Bucket, GcsBucket, HttpBucket, S3Bucket
 from energon_bridge.storage.http import Body, Client, GaveUp, Piece, Refused, TooShort, WholeFile, shared_client
+from energon_bridge.storage.node_cache import BLOCK, Place, Version, node_cache
 from energon_bridge.storage.stalls import Stalls
 
 _GAP = 32 << 10
 """Bytes between two ranges that are read along: they cost a small part of what a request does."""
 _PIECE = 4 << 20
 """Bytes of a request at most: what is longer is read in several at once."""
+_CHANGES = 3
+"""So often a read by the cache begins again because the object has changed."""
 _LISTED = 64
 """Sizes of so many files are taken from a listing, where there is one."""
 
@@ -37,10 +40,14 @@ _MAKERS: dict[str, Callable[[str], Bucket]] = {
 PROTOCOLS = frozenset(_MAKERS)
 
 
+_Versions = list[Version]  # in the class `list` is a method
+_Bytes = list[bytes]
+
+
 class RemoteStore:
     """A folder of a bucket or of a web server; thread-safe, fork-safe and picklable."""
 
-    __slots__ = ("_bucket_name", "_here", "_prefix", "_protocol", "_stalls", "root")
+    __slots__ = ("_bucket_name", "_cache", "_here", "_prefix", "_protocol", "_stalls", "root")
 
     def __init__(self, url: str, stalls: Stalls | None = None) -> None:
         self.root = url.rstrip("/")
@@ -49,6 +56,7 @@ class RemoteStore:
         self._prefix = f"{prefix}/" if prefix else ""
         self._stalls = Stalls() if stalls is None else stalls
         self._here: tuple[int, Client, Bucket] | None = None
+        self._cache = node_cache()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return RemoteStore, (self.root, self._stalls)
@@ -79,30 +87,43 @@ class RemoteStore:
 
     def size(self, rel: str) -> int:
         """Return the size of `rel` in bytes."""
+        return self._size(rel) if self._cache is None else self.sizes([rel])[0]
+
+    def _size(self, rel: str) -> int:
         with self._naming(rel):
             (body,) = self._fetch([self._piece(rel, 0, 1, upto=True)])
         return _total(body)
 
     def sizes(self, rels: Sequence[str]) -> list[int]:
         """Return the sizes of several files in bytes; raises what `size` raises."""
+        if self._cache is not None:
+            found = zip(rels, self._versions(rels), strict=True)
+            return [version.size if version.tag else self._size(rel) for rel, version in found]
         if len(rels) >= _LISTED and not isinstance(self._place()[1], HttpBucket):
             with contextlib.suppress(StorageError):
                 known = dict(self.list())
-                return [known[rel] if rel in known else self.size(rel) for rel in rels]
+                return [known[rel] if rel in known else self._size(rel) for rel in rels]
         try:
             return [_total(body) for body in self._fetch([self._piece(rel, 0, 1, upto=True) for rel in rels])]
         except Refused:
-            return [self.size(rel) for rel in rels]  # names the one
+            return [self._size(rel) for rel in rels]  # names the one
         except Exception:
             with self._naming(""):
                 raise
 
     def exists(self, rel: str) -> bool:
         """Tell whether `rel` is a file."""
-        return bool(rel) and self._answers(self._prefix + rel)
+        if not rel or self._cache is None:
+            return bool(rel) and self._answers(self._prefix + rel)
+        return self._versions([rel])[0].size >= 0
 
     def read(self, rel: str) -> bytes:
         """Read all of `rel`."""
+        if self._cache is not None:
+            (version,) = self._versions([rel], BLOCK)
+            found = self._read_cached([(rel, (0,), (version.size,))]) if version.tag else None
+            if found is not None:
+                return bytes(found[0][0])
         with self._naming(rel):
             (first,) = self._fetch([self._piece(rel, 0, _PIECE, upto=True)])
             total = _total(first)
@@ -123,6 +144,10 @@ class RemoteStore:
 
     def read_all(self, wanted: Sequence[tuple[str, Sequence[int], Sequence[int]]]) -> list[list[bytes]]:
         """Read ranges of several files at once: for each file its name, offsets and lengths."""
+        found = None if self._cache is None else self._read_cached(wanted)
+        return self._read_all(wanted) if found is None else found
+
+    def _read_all(self, wanted: Sequence[tuple[str, Sequence[int], Sequence[int]]]) -> list[list[bytes]]:
         spans = [_spans(offsets, lengths) for _, offsets, lengths in wanted]
         pieces = [
             self._piece(rel, start, min(_PIECE, high - start))
@@ -136,7 +161,7 @@ class RemoteStore:
             raise
         except Exception as error:
             if len(wanted) > 1:  # one by one, to name the one that fails
-                return [self.read_all([one])[0] for one in wanted]
+                return [self._read_all([one])[0] for one in wanted]
             ((rel, offsets, lengths),) = wanted
             self._raise(rel, offsets, lengths, error)
         out = []
@@ -154,6 +179,93 @@ class RemoteStore:
             out.append(blocks)
         return out
 
+    # The cache of the node --------------------------------------------------------------------------------------------
+
+    def _forget(self, rel: str) -> None:
+        if self._cache is not None:
+            self._cache.forget(self.url(rel))
+
+    def _versions(self, rels: Sequence[str], first: int = 1) -> list[Version]:
+        """Return which versions of files there are; those nobody knows are asked for, with `first` of their bytes."""
+        assert self._cache is not None
+        cache = self._cache
+
+        def ask(numbers: list[int]) -> list[Version]:
+            try:
+                bodies = self._fetch([self._piece(rels[number], 0, first, upto=True) for number in numbers])
+            except Refused as refused:
+                if len(numbers) > 1:
+                    return [ask([number])[0] for number in numbers]
+                if refused.status not in (404, 410):
+                    raise
+                return [Version(self.url(rels[numbers[0]]), "", -1)]
+            found: _Versions = []
+            for number, body in zip(numbers, bodies, strict=True):
+                version = Version(self.url(rels[number]), body.version if body.total else "", _total(body))
+                found.append(version)
+                if version.tag and body.got == version.length(0):
+                    cache.put((version, 0), bytes(body.data))
+            return found
+
+        with self._naming(rels[0] if len(rels) == 1 else ""):
+            return cache.versions([self.url(rel) for rel in rels], ask)
+
+    def _read_cached(self, wanted: Sequence[tuple[str, Sequence[int], Sequence[int]]]) -> list[list[bytes]] | None:
+        """Read ranges by the cache; None if it cannot, or if the server has to say what is wrong."""
+        assert self._cache is not None
+        rels = [rel for rel, _, _ in wanted]
+        names = {self.url(rel): rel for rel in rels}
+        for _ in range(_CHANGES):
+            versions = self._versions(rels)
+            places: list[Place] = []
+            for version, (_, offsets, lengths) in zip(versions, wanted, strict=True):
+                for offset, length in zip(offsets, lengths, strict=True):
+                    if not version.tag or offset < 0 or length < 0 or offset + length > version.size:
+                        self._cache.forget(version.url)
+                        return None
+                    if length:
+                        places.extend((version, n) for n in range(offset // BLOCK, (offset + length - 1) // BLOCK + 1))
+            try:
+                with self._naming(rels[0] if len(rels) == 1 else ""):
+                    blocks = self._cache.blocks(sorted(set(places), key=_where), lambda left: self._blocks(left, names))
+            except _Changed as changed:
+                self._cache.forget(changed.url)
+                continue
+            except StorageError as error:
+                if isinstance(error.__cause__, Refused | TooShort):
+                    return None
+                raise
+            return [
+                [_cut(blocks, version, *span) for span in zip(offsets, lengths, strict=True)]
+                for version, (_, offsets, lengths) in zip(versions, wanted, strict=True)
+            ]
+        return None
+
+    def _blocks(self, places: Sequence[Place], names: dict[str, str]) -> list[bytes]:
+        """Fetch blocks; neighbours are one request."""
+        runs: list[list[Place]] = []
+        for version, block in places:
+            if runs and runs[-1][-1] == (version, block - 1) and len(runs[-1]) < _PIECE // BLOCK:
+                runs[-1].append((version, block))
+            else:
+                runs.append([(version, block)])
+        bodies = self._fetch(
+            [
+                self._piece(names[run[0][0].url], run[0][1] * BLOCK, sum(one.length(block) for one, block in run))
+                for run in runs
+            ]
+        )
+        found: _Bytes = []
+        for run, body in zip(runs, bodies, strict=True):
+            version = run[0][0]
+            if body.version != version.tag or body.total not in (None, version.size):
+                raise _Changed(version.url)
+            data, low = memoryview(body.data), run[0][1]
+            found.extend(bytes(data[(n - low) * BLOCK : (n - low) * BLOCK + version.length(n)]) for _, n in run)
+        return found
+
+    # Listing and writing ---------------------------------------------------------------------------------------------
+
     def list(self, suffix: str | tuple[str, ...] = "") -> list[tuple[str, int]]:
         """List (name, bytes) of all files below the root whose name ends with `suffix` (or one of them), sorted."""
         start = len(self._prefix)
@@ -167,16 +279,19 @@ class RemoteStore:
         """Write `rel` as a whole: a reader sees the old content or the new, never a part."""
         with self._naming(rel, f"write {len(data)} bytes"):
             self._place()[1].put(self._prefix + rel, data)
+        self._forget(rel)
 
     def put_file(self, path: str, rel: str) -> None:
         """Write a local file to `rel`, replacing what is there as a whole."""
         with self._naming(rel, "write"):
             self._place()[1].put_file(self._prefix + rel, path)
+        self._forget(rel)
 
     def delete(self, rel: str) -> None:
         """Delete `rel` if it is there."""
         with self._naming(rel, "delete"):
             self._place()[1].delete(self._prefix + rel)
+        self._forget(rel)
 
     # Asking ----------------------------------------------------------------------------------------------------------
 
@@ -294,6 +409,29 @@ def _advice(status: int, code: str, bucket: str) -> str:
             "of files that are missing, too, if you may not list them.)"
         )
     return ""
+
+
+class _Changed(EnergonError):  # noqa: N818 - the read begins again
+    """Another version lies at a URL by now."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(f"{url}: changed while it was read")
+        self.url = url
+
+
+def _where(place: Place) -> tuple[str, int]:
+    return place[0].url, place[1]
+
+
+def _cut(blocks: dict[Place, memoryview], version: Version, offset: int, length: int) -> Any:
+    """Return a range out of the blocks that hold it."""
+    if not length:
+        return b""
+    first, last = offset // BLOCK, (offset + length - 1) // BLOCK
+    at = offset - first * BLOCK
+    if first == last:
+        return blocks[version, first][at : at + length]
+    return b"".join(blocks[version, number] for number in range(first, last + 1))[at : at + length]
 
 
 def _total(body: Body) -> int:

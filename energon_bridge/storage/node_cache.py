@@ -1,0 +1,371 @@
+"""Blocks of remote objects on a disk of the node, shared by all its processes: each is fetched by one of them.
+
+`ENERGON_CACHE_DIR` (and `ENERGON_CACHE_BYTES`) turn it on; `use_node_cache` sets both. Files below `<folder>/v1/<2 hex
+digits>/`, each named by a SHA-256:
+
+    <hash>.id       what lies at a URL: JSON {"url", "version" (ETag), "size"}; size -1: nothing. Believed for a minute
+    <hash>.block    1 MiB of one version of one object (the last one is shorter), then its CRC-32
+    <name>.claim    somebody fetches it: JSON [host, process]. Void if that process is gone, or after 20 seconds
+
+Invariant: a block that is read is the one that was fetched. Files appear by renaming, whole; a block of another length
+or checksum does not count. Nobody locks: a claim only saves work, and two processes that fetch the same block write the
+same bytes. What the disk refuses (it is full, say) is read past the cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import socket
+import time
+import uuid
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from energon_bridge.errors import ConfigurationError
+
+_T = TypeVar("_T")
+
+BLOCK = 1 << 20
+_BELIEVED_SECONDS, _MISSING_SECONDS = 60.0, 5.0
+_CLAIM_SECONDS = 20.0
+_EMPTY_SECONDS = 1.0
+_LEFT_SECONDS = 600.0
+"""Age from which files that are being written have been left behind."""
+_USED_SECONDS = 30.0
+"""A use is written down this often."""
+_REFUSED_SECONDS = 10.0
+"""For so long nothing is written after the disk refused something."""
+_POLL, _MOST_POLL = 0.002, 0.05
+_SHARE = 200
+"""Each process looks for what to delete after it has written this part of what the cache may hold."""
+_FREE_SHARE = 20
+"""This part of the disk is left free."""
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """One version of an object: its URL, ETag and bytes; a `size` of -1: there is none."""
+
+    url: str
+    tag: str
+    size: int
+
+    def length(self, block: int) -> int:
+        """Return the bytes of a block."""
+        return min(BLOCK, self.size - block * BLOCK)
+
+    def name(self, block: int) -> str:
+        """Return the name of a block's file."""
+        return f"{_hash(f'{self.url} {self.tag} {self.size} {block}')}.block"
+
+
+Place = tuple[Version, int]
+"""A block of a version."""
+
+
+class NodeCache:
+    """The cache in one folder; processes that give the same folder share it. Thread-safe, usable after a fork."""
+
+    def __init__(self, folder: str, limit: int | None) -> None:
+        self._folder = os.path.join(os.path.abspath(os.path.expanduser(folder)), "v1")
+        self._limit = limit
+        self._written = -1
+        self._refused = 0.0
+        self._known: dict[str, tuple[float, Version]] = {}
+
+    def versions(self, urls: Sequence[str], ask: Callable[[list[int]], list[Version]]) -> list[Version]:
+        """Return what lies at some URLs; `ask` finds it out for those of the given numbers."""
+        now = time.monotonic()
+        found: dict[int, Version] = {}
+        for number, url in enumerate(urls):
+            until, version = self._known.get(url, (0.0, None))
+            if version is not None and until > now:
+                found[number] = version
+        missing = [number for number in range(len(urls)) if number not in found]
+
+        def load(number: int) -> bool:
+            version = self._load_version(urls[number])
+            if version is not None:
+                found[number] = version
+            return version is not None
+
+        def make(numbers: list[int]) -> None:
+            for number, version in zip(numbers, ask(numbers), strict=True):
+                found[number] = version
+                self._publish(
+                    self._id_name(urls[number]), json.dumps([version.url, version.tag, version.size]).encode()
+                )
+                self._know(version, time.time())
+
+        self._each(missing, lambda number: self._id_name(urls[number]), load, make)
+        return [found[number] for number in range(len(urls))]
+
+    def blocks(self, wanted: Sequence[Place], fetch: Callable[[list[Place]], list[bytes]]) -> dict[Place, memoryview]:
+        """Return blocks; `fetch` gets those that nobody has fetched yet."""
+        found: dict[Place, memoryview] = {}
+
+        def load(place: Place) -> bool:
+            data = self._load_block(*place)
+            if data is not None:
+                found[place] = data
+            return data is not None
+
+        def make(places: list[Place]) -> None:
+            for place, data in zip(places, fetch(places), strict=True):
+                found[place] = memoryview(data)
+                self.put(place, data)
+
+        self._each(list(dict.fromkeys(wanted)), lambda place: place[0].name(place[1]), load, make)
+        return found
+
+    def put(self, place: Place, data: bytes) -> None:
+        """Keep a block, if the disk takes it."""
+        version, block = place
+        self._publish(version.name(block), data, zlib.crc32(data).to_bytes(4, "little"))
+
+    def forget(self, url: str) -> None:
+        """Ask the server again what lies at a URL."""
+        self._known.pop(url, None)
+        with contextlib.suppress(OSError):
+            os.unlink(self._path(self._id_name(url)))
+
+    # One of all processes --------------------------------------------------------------------------------------------
+
+    def _each(
+        self, left: list[_T], name: Callable[[_T], str], load: Callable[[_T], bool], make: Callable[[list[_T]], None]
+    ) -> None:
+        """Load each thing, or make it, or wait for the process that does."""
+        pause = _POLL
+        while left:
+            mine: list[_T] = []
+            others: list[_T] = []
+            try:
+                for thing in left:
+                    if load(thing):
+                        continue
+                    if not self._claim(name(thing)):
+                        others.append(thing)
+                        continue
+                    mine.append(thing)
+                    if load(thing):  # it came between the two looks
+                        self._release(name(mine.pop()))
+                if mine:
+                    make(mine)
+                    pause = _POLL
+            finally:
+                for thing in mine:
+                    self._release(name(thing))
+            if others and not mine:
+                time.sleep(pause)
+                pause = min(_MOST_POLL, pause * 2)
+            left = others
+
+    def _claim(self, name: str) -> bool:
+        """Say whether this process is the one to fetch something: also where the disk takes no claims."""
+        path = f"{self._path(name)}.claim"
+        for _ in range(2):
+            try:
+                self._write(path, [json.dumps([_host(), os.getpid()]).encode()], os.O_EXCL)
+                return True
+            except FileExistsError:
+                if not _is_void(path):
+                    return False
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
+            except OSError:
+                return True
+        return False
+
+    def _release(self, name: str) -> None:
+        with contextlib.suppress(OSError):
+            os.unlink(f"{self._path(name)}.claim")
+
+    # Files -----------------------------------------------------------------------------------------------------------
+
+    def _path(self, name: str) -> str:
+        return f"{self._folder}/{name[:2]}/{name[2:]}"
+
+    def _id_name(self, url: str) -> str:
+        return f"{_hash(url)}.id"
+
+    def _know(self, version: Version, since: float) -> float:
+        """Believe a version that was seen at a time; return for how many seconds it still holds."""
+        left = (_BELIEVED_SECONDS if version.size >= 0 else _MISSING_SECONDS) - (time.time() - since)
+        if 0 < left <= _BELIEVED_SECONDS + 1:
+            self._known[version.url] = time.monotonic() + left, version
+            return left
+        return 0.0
+
+    def _load_version(self, url: str) -> Version | None:
+        path = self._path(self._id_name(url))
+        try:
+            with open(path, "rb") as file:
+                since = os.fstat(file.fileno()).st_mtime
+                version = Version(*json.loads(file.read()))
+        except (OSError, ValueError, TypeError):
+            return None
+        return version if version.url == url and self._know(version, since) > 0 else None
+
+    def _load_block(self, version: Version, block: int) -> memoryview | None:
+        path, length = self._path(version.name(block)), version.length(block)
+        try:
+            with open(path, "rb", buffering=0) as file:
+                used = os.fstat(file.fileno()).st_mtime
+                data = memoryview(file.read(length + 5) or b"")
+        except OSError:
+            return None
+        whole = len(data) == length + 4 and zlib.crc32(data[:length]) == int.from_bytes(data[length:], "little")
+        with contextlib.suppress(OSError):  # another process may have deleted it meanwhile
+            if not whole:
+                os.unlink(path)
+            elif time.time() - used > _USED_SECONDS:
+                os.utime(path)
+        return data[:length] if whole else None
+
+    def _publish(self, name: str, *parts: bytes) -> None:
+        if time.monotonic() < self._refused:
+            return
+        path = self._path(name)
+        writing = f"{path}.{uuid.uuid4().hex}.writing"
+        size = sum(map(len, parts))
+        try:
+            if self._written < 0 or self._written + size > (self._limit or _SHARE << 28) // _SHARE:
+                self._make_room(size)
+            self._write(writing, parts, os.O_EXCL)
+            os.replace(writing, path)
+            self._written += size
+        except OSError:  # the disk is full, or may not be written to
+            with contextlib.suppress(OSError):
+                os.unlink(writing)
+            self._written, self._refused = -1, time.monotonic() + _REFUSED_SECONDS
+
+    def _write(self, path: str, parts: Sequence[bytes], flags: int) -> None:
+        try:
+            opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | flags, 0o666)
+        except FileNotFoundError:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | flags, 0o666)
+        with open(opened, "wb", buffering=0) as file:
+            for part in parts:
+                view = memoryview(part)
+                while len(view):
+                    view = view[file.write(view) :]
+
+    # Deleting --------------------------------------------------------------------------------------------------------
+
+    def _make_room(self, size: int) -> None:
+        """Delete the files that were used longest ago, and what killed processes left."""
+        self._written = 0
+        os.makedirs(self._folder, exist_ok=True)
+        now, files, used = time.time(), list[tuple[float, int, str]](), 0
+        for path, stat in _files(self._folder):
+            if not path.endswith((".id", ".block")):
+                if path.endswith((".writing", ".claim")) and now - stat.st_mtime > _LEFT_SECONDS:
+                    with contextlib.suppress(OSError):
+                        os.unlink(path)
+                continue
+            files.append((stat.st_mtime, stat.st_size, path))
+            used += stat.st_size
+        disk = os.statvfs(self._folder)
+        most = used + disk.f_bavail * disk.f_frsize - disk.f_blocks * disk.f_frsize // _FREE_SHARE
+        if self._limit is not None:
+            most = min(most, self._limit - self._limit // 10)
+        if used + size <= most:
+            return
+        for _, bytes_, path in sorted(files):
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+            used -= bytes_
+            if used + size <= most:
+                return
+        raise OSError("no room")
+
+
+def _files(folder: str) -> Iterator[tuple[str, os.stat_result]]:
+    for part in os.scandir(folder):
+        with contextlib.suppress(OSError):  # it may go away meanwhile
+            for entry in os.scandir(part.path):
+                with contextlib.suppress(FileNotFoundError):
+                    yield entry.path, entry.stat()
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _host() -> str:
+    """Return in which processes the numbers of processes mean the same."""
+    with contextlib.suppress(OSError):
+        return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
+    return socket.gethostname()
+
+
+def _is_void(path: str) -> bool:
+    """Tell whether nobody is behind a claim."""
+    try:
+        with open(path, "rb") as file:
+            age = time.time() - os.fstat(file.fileno()).st_mtime
+            said = file.read()
+    except OSError as error:
+        return isinstance(error, FileNotFoundError)
+    if abs(age) > _CLAIM_SECONDS:
+        return True
+    try:
+        host, process = json.loads(said)
+    except ValueError:
+        return abs(age) > _EMPTY_SECONDS  # it is just being written, or its process was killed before it could
+    if host == _host():
+        try:
+            os.kill(process, 0)
+        except ProcessLookupError:
+            return True
+        except OSError:
+            return False
+    return False
+
+
+_caches: dict[tuple[str, int | None], NodeCache] = {}
+
+
+def node_cache() -> NodeCache | None:
+    """Return the cache that the environment asks for; raises ConfigurationError for a size that is none."""
+    folder = os.environ.get("ENERGON_CACHE_DIR", "")
+    if not folder:
+        return None
+    said = os.environ.get("ENERGON_CACHE_BYTES", "")
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?", said.strip().upper()) if said else None
+    if said and (match is None or match[2] not in _UNITS or not float(match[1])):
+        raise ConfigurationError(
+            f"ENERGON_CACHE_BYTES is {said!r}; it must be a number of bytes above 0, such as 500000000000 or 500G"
+        )
+    key = folder, int(float(match[1]) * _UNITS[match[2]]) if match else None
+    return _caches.setdefault(key, NodeCache(*key))
+
+
+def use_node_cache(cache_dir: str | os.PathLike[str] | None, cache_bytes: int | None = None) -> None:
+    """Keep what is read from object stores and web servers on a local disk, for all processes of the node.
+
+    Call it before datasets are opened; it sets ENERGON_CACHE_DIR and ENERGON_CACHE_BYTES, which workers inherit.
+
+    Args:
+        cache_dir: A folder of a local disk, the same for all ranks of the node; None: no cache.
+        cache_bytes: What the cache may hold; what was used longest ago is deleted. None: all but 5 % of
+            the disk.
+
+    Raises:
+        ConfigurationError: `cache_bytes` is no number above 0.
+    """
+    if cache_bytes is not None and (isinstance(cache_bytes, bool) or int(cache_bytes) <= 0):
+        raise ConfigurationError(f"use_node_cache: cache_bytes must be above 0, or None, got {cache_bytes!r}")
+    for name, value in (("ENERGON_CACHE_DIR", cache_dir), ("ENERGON_CACHE_BYTES", cache_bytes)):
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = os.fspath(value) if isinstance(value, str | os.PathLike) else str(int(value))
