@@ -114,6 +114,14 @@ def test_numbers_that_look_like_claims_are_read() -> None:
     assert SampleDecoder(read_pickles=True).decode("pkl", pickle.dumps(values)) == values
 
 
+def test_tensors_that_a_process_with_megatron_core_pickled_are_read() -> None:
+    data = pickle.dumps(torch.arange(3), 2)
+    name = b"cmegatron.core.safe_globals\nsafe_load_from_bytes\n"
+    data = data.replace(b"ctorch.storage\n_load_from_bytes\n", name)
+    assert name in data
+    assert SampleDecoder(read_pickles=True).decode("pkl", data).tolist() == [0, 1, 2]
+
+
 def test_sound_of_such_a_dataset_is_refused(tmp_path: Path) -> None:
     fields = "field_map: {audio: wav, conversation: json}\n"
     with pytest.raises(MetadataError, match="field `field_map`: the part 'wav' of a ChatML dataset"):

@@ -58,6 +58,7 @@ _PLAIN: Mapping[tuple[str, str], Any] = {
     ("builtins", "complex"): complex,
     (_TENSOR.__module__, _TENSOR.__name__): _TENSOR,
     ("torch.storage", "_load_from_bytes"): _load_storage,
+    ("megatron.core.safe_globals", "safe_load_from_bytes"): _load_storage,  # as a process with megatron-core pickles
     **_numpy_functions(),
 }
 
