@@ -27,7 +27,7 @@ from energon_bridge.loader.spec import DatasetSpec
 from energon_bridge.loader.transport import Arena, Message, Outbox, unpack
 from energon_bridge.loader.workers import Work, outgoing
 from energon_bridge.prepare import parse_patterns, prepare_dataset, render_dataset_yaml
-from energon_bridge.stream.state import Produced
+from energon_bridge.stream.state import LaneBatch
 from energon_bridge.testing import write_shard
 
 NUM_LANES = 24
@@ -264,11 +264,11 @@ class InProcessPool:
     def again(self, due: Iterator[tuple[int, int]]) -> bool:
         return False
 
-    def __next__(self) -> Produced:
+    def __next__(self) -> LaneBatch:
         _, number = next(self._due)
         messages, arena, ready = self._workers[number]
         ready.extend(itertools.islice(messages, self._ahead - len(ready)))
-        return Produced.of_plain(unpack(ready.popleft(), arena))
+        return LaneBatch.of_plain(unpack(ready.popleft(), arena))
 
     def stop(self) -> None:
         for messages, _, _ in self._workers:

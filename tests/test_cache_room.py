@@ -14,8 +14,8 @@ import pytest
 from caching import Slow, wait_for
 
 from energon_bridge import FileStoreCachePool
-from energon_bridge.stores import room as room_module
-from energon_bridge.stores.room import Room
+from energon_bridge.stores import quota as room_module
+from energon_bridge.stores.quota import SharedQuota
 
 CONTEXT = multiprocessing.get_context("fork")
 SECONDS = 20.0
@@ -58,7 +58,7 @@ class Child:
 
 
 def _child(pipe: Any, parent: Path, act: Callable[..., Any], limits: dict[str, int]) -> None:
-    room = Room(str(parent), **limits)
+    room = SharedQuota(str(parent), **limits)
     try:
         while arguments := pipe.recv():
             pipe.send(act(room, *arguments))
@@ -80,7 +80,7 @@ def children(tmp_path: Path) -> Iterator[Callable[..., Child]]:
     assert list(tmp_path.iterdir()) == []  # the last one out leaves nothing behind
 
 
-def take(room: Room, size: int) -> bool:
+def take(room: SharedQuota, size: int) -> bool:
     return room.take(size)
 
 
@@ -99,7 +99,7 @@ def test_a_number_of_files_is_that_of_all_processes(children: Callable[..., Chil
     assert sum(child.do(1) for _ in range(3) for child in some) == 5
 
 
-def churn(room: Room, seed: int) -> int:
+def churn(room: SharedQuota, seed: int) -> int:
     """Write and delete files as room allows; return the most bytes that were there at a time, of all processes."""
     generator, files, most = random.Random(seed), [], 0
     for number in range(150):
@@ -141,7 +141,7 @@ def test_the_room_of_a_killed_process_comes_back(children: Callable[..., Child])
     assert not living.do(1)
 
 
-def take_and_die(room: Room, size: int) -> None:
+def take_and_die(room: SharedQuota, size: int) -> None:
     """Be killed between the two writes of a change."""
     write = os.pwrite
 
@@ -192,7 +192,7 @@ def test_pools_of_several_processes_share_their_limit(tmp_path: Path) -> None:
 
 
 def test_what_is_closed_gives_no_room_and_touches_no_file(tmp_path: Path) -> None:
-    room = Room(str(tmp_path), max_bytes=1000, max_count=10)
+    room = SharedQuota(str(tmp_path), max_bytes=1000, max_count=10)
     assert room.take(10)
     room.close()
     assert not room.take(10)
@@ -202,7 +202,7 @@ def test_what_is_closed_gives_no_room_and_touches_no_file(tmp_path: Path) -> Non
 
 
 def test_a_pool_that_is_collected_in_the_middle_of_a_change_goes_after_it(tmp_path: Path) -> None:
-    room = Room(str(tmp_path), max_bytes=1000, max_count=10)
+    room = SharedQuota(str(tmp_path), max_bytes=1000, max_count=10)
     change = room._change
 
     def closing(*arguments: int) -> None:
@@ -217,7 +217,7 @@ def test_a_pool_that_is_collected_in_the_middle_of_a_change_goes_after_it(tmp_pa
 
 def test_without_locks_each_process_counts_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room_module, "can_lock", lambda descriptor: False)
-    rooms = [Room(str(tmp_path), max_bytes=1000, max_count=10) for _ in range(2)]
+    rooms = [SharedQuota(str(tmp_path), max_bytes=1000, max_count=10) for _ in range(2)]
     assert [room.take(900) for room in rooms] == [True, True]
     assert not rooms[0].take(200)
     rooms[0].give_back(900)

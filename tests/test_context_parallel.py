@@ -19,9 +19,9 @@ from energon_bridge.integrations.context_parallel import (
     zigzag_indices,
 )
 from energon_bridge.task_encoder.packed_sequences import batch_packs, cu_seqlens, pack_sequences
-from energon_bridge.task_encoder.sequences import Filling, MultiModalBatch, MultiModalSample, batch_sequences
+from energon_bridge.task_encoder.sequences import MultiModalBatch, MultiModalSample, PaddingValues, batch_sequences
 
-FILLING = Filling(pad_id=7, ignore=-100)
+FILLING = PaddingValues(pad_id=7, ignore=-100)
 
 
 def sample(length: int, number: int) -> MultiModalSample:

@@ -18,7 +18,7 @@ from energon_bridge.task_encoder.conversation import ImageToken, MultiModalSampl
 from energon_bridge.task_encoder.families import ChatTemplateTaskEncoder, QwenFamily, VideoFrames
 from energon_bridge.task_encoder.multimodal import MultiModalTaskEncoder
 from energon_bridge.task_encoder.packed_sequences import unpack_batch
-from energon_bridge.task_encoder.sequences import Filling, MultiModalSample
+from energon_bridge.task_encoder.sequences import MultiModalSample, PaddingValues
 from energon_bridge.training.config import RunConfig
 from energon_bridge.training.module import VisionLanguageModule
 from energon_bridge.training.packed import check_packing, sequence_inputs, takes_mrope
@@ -158,7 +158,7 @@ def test_positions_of_packs_begin_again_in_every_sample(qwen: str) -> None:
     assert torch.equal(inputs["position_ids"][0], batch.position_ids)
     expected = [sample.mrope_position_ids for sample in samples]
     assert torch.equal(inputs["position_ids"][1:, 0], torch.cat(expected, dim=1))  # type: ignore[arg-type]
-    rows = unpack_batch(batch, Filling(pad_id=0, ignore=-100))
+    rows = unpack_batch(batch, PaddingValues(pad_id=0, ignore=-100))
     alone = encoder.batch(samples)
     for name in ("tokens", "labels", "mm_token_type_ids", "mrope_position_ids", "attention_mask"):
         assert torch.equal(getattr(rows, name), getattr(alone, name)), name

@@ -21,9 +21,9 @@ from energon_bridge.task_encoder.packed_sequences import (
     unpack_batch,
 )
 from energon_bridge.task_encoder.packing import Packer
-from energon_bridge.task_encoder.sequences import Filling, MultiModalSample, batch_sequences
+from energon_bridge.task_encoder.sequences import MultiModalSample, PaddingValues, batch_sequences
 
-FILLING = Filling(pad_id=0, ignore=-100)
+FILLING = PaddingValues(pad_id=0, ignore=-100)
 
 
 def sample(length: int, number: int, images: int = 1) -> MultiModalSample:

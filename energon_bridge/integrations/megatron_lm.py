@@ -29,7 +29,7 @@ from energon_bridge.integrations.chunks import Chunk, SharedStream
 from energon_bridge.integrations.rank_files import read_rank_files
 from energon_bridge.loader.document import State
 from energon_bridge.samples.devices import cuda_in_use, normalise_on_device
-from energon_bridge.stream.user_code import UserCode
+from energon_bridge.stream.user_code import HookRunner
 from energon_bridge.topology import data_parallel_group, parallel_place
 
 logger = logging.getLogger(__name__)
@@ -249,7 +249,7 @@ def _check_sizes(data: EnergonMultiModalDataModule, arguments: Any) -> None:
 def _check_can_seek(data: EnergonMultiModalDataModule) -> None:
     """Refuse encoders under which the number of a step does not say which samples came before it."""
     packs = data.packing_buffer_size is not None
-    if packs or UserCode(data.task_encoder, packs=packs).groups:
+    if packs or HookRunner(data.task_encoder, packs=packs).groups:
         raise ConfigurationError(
             "resume='seek' finds a step by counting samples, but the task encoder "
             f"{'packs' if packs else 'groups'} them, so that their number differs from step to step: give "

@@ -56,7 +56,7 @@ from energon_bridge.loader.columns import damaged, decode_column, decode_text, e
 from energon_bridge.loader.weights import ChangedWeights, read_changes
 from energon_bridge.plan.leaf import ORDER_VERSION
 from energon_bridge.rng import IntArray
-from energon_bridge.stream.state import COUNTERS, LANE_COLUMNS, LARGEST, NOTHING_HELD, Held, LaneState, Stage
+from energon_bridge.stream.state import COUNTERS, LANE_COLUMNS, LARGEST, NOTHING_HELD, BufferedRefs, LaneState, Stage
 
 FORMAT = "energon_bridge.state"
 FORMAT_VERSION = 4
@@ -336,7 +336,7 @@ def _read_lanes(entry: State, leaves: Sequence[State], num_lanes: int) -> dict[i
     }
 
 
-def _read_held(entry: State, leaves: Sequence[State], lanes: int) -> list[Held]:
+def _read_held(entry: State, leaves: Sequence[State], lanes: int) -> list[BufferedRefs]:
     if "held" not in entry:
         return [NOTHING_HELD] * lanes
     sizes = _in_range(decode_column(entry["held"], lanes, "lanes.held"), "lanes.held", 0, 1 << 32)
@@ -362,7 +362,7 @@ def _read_held(entry: State, leaves: Sequence[State], lanes: int) -> list[Held]:
     starts = np.concatenate(([0], np.cumsum(rows[:, 1])))
     last_rows = np.cumsum(sizes).tolist()
     return [
-        Held(rows[end - size : end], members[starts[end - size] : starts[end]])
+        BufferedRefs(rows[end - size : end], members[starts[end - size] : starts[end]])
         for end, size in zip(last_rows, sizes.tolist(), strict=True)
     ]
 

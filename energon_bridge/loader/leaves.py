@@ -16,7 +16,7 @@ from energon_bridge.errors import ConfigurationError, EmptyDatasetError, Metadat
 from energon_bridge.format.dataset import PreparedDataset
 from energon_bridge.format.join import JoinedDataset
 from energon_bridge.format.jsonl import JsonlDataset
-from energon_bridge.loader.aux import aux_fingerprint
+from energon_bridge.loader.auxiliary import aux_fingerprint
 from energon_bridge.loader.joins import aux_of_join, open_join
 from energon_bridge.mix import AuxRef, DatasetOpener, JoinRef, Mix, combine_multipliers, evaluate_subset
 from energon_bridge.samples import CrudeSample, field_names

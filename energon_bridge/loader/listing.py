@@ -35,7 +35,7 @@ from energon_bridge.stream.finite import (
 from energon_bridge.stream.grouping import Groups
 from energon_bridge.stream.passes import FinitePlan
 from energon_bridge.stream.pipeline import Pipeline
-from energon_bridge.stream.state import Counts, Held, Stage
+from energon_bridge.stream.state import BufferedRefs, Counts, Stage
 from energon_bridge.topology import WorkerConfig
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def listing_of_pass(
             rows = ListedRows(pipeline, listing) if packs else DrawnRows(pipeline, plan)
             listing = _groups(pipeline, rows, spec, config, enough, counts)
     finally:
-        pipeline.say_pending()
+        pipeline.flush_reports()
         pipeline.close()
     if plan.num_draws and not listing.rows and not spec.batch_drop_last:
         raise EmptyDatasetError(
@@ -90,8 +90,8 @@ def _packs(
 ) -> Listing:
     """Return the packs of a pass, at least `enough` of them, made of `buffer` draws at a time."""
 
-    def select(start: int, stop: int, counted: Counts) -> Held:
-        return Held.of((Stage.PACK, pack, 0) for pack in packs_of(pipeline, plan, start, stop, counted))
+    def select(start: int, stop: int, counted: Counts) -> BufferedRefs:
+        return BufferedRefs.of((Stage.PACK, pack, 0) for pack in packs_of(pipeline, plan, start, stop, counted))
 
     rows: list[ListedRow] = []
     for found in _blocks(select, plan.num_draws, buffer, config, counts):

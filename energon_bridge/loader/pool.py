@@ -52,7 +52,7 @@ from energon_bridge.loader.workers import (
 )
 from energon_bridge.stream.activity import Activity
 from energon_bridge.stream.leaf import Leaf, user_key_of
-from energon_bridge.stream.state import Produced
+from energon_bridge.stream.state import LaneBatch
 from energon_bridge.stream.watchdog import EXIT_CODE, GRACE_SECONDS, WatchdogSettings
 
 logger = logging.getLogger(__name__)
@@ -244,10 +244,10 @@ class WorkerPool:
             worker.send(AGAIN)
         return bool(self._workers)
 
-    def __iter__(self) -> Iterator[Produced]:
+    def __iter__(self) -> Iterator[LaneBatch]:
         return self
 
-    def __next__(self) -> Produced:
+    def __next__(self) -> LaneBatch:
         unit, number = next(self._due)
         while True:
             worker = self._workers[number]
@@ -276,7 +276,7 @@ class WorkerPool:
             if self._deaths[number]:
                 self._deaths[number] = 0
                 self._suspects[number].clear()
-            return Produced.of_plain(value)
+            return LaneBatch.of_plain(value)
 
     @property
     def ready(self) -> int:

@@ -22,7 +22,7 @@ from energon_bridge.loader.summary import leaf_rows
 from energon_bridge.loader.weights import ChangedWeights, GivenWeights, write_changes
 from energon_bridge.mix import parse_weight
 from energon_bridge.stream.finite import Listing
-from energon_bridge.stream.state import COLUMNS, COUNTERS, Counts, Held, LaneState, Produced
+from energon_bridge.stream.state import COLUMNS, COUNTERS, BufferedRefs, Counts, LaneBatch, LaneState
 from energon_bridge.topology import Ownership, WorkerConfig, first_microbatch, microbatches_before
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ class Position:
             return frozenset() if begins else frozenset(leaves)
         return frozenset(leaf for leaf in leaves if any(state.leaf_draws[leaf] for state in self.lanes.values()))
 
-    def count(self, item: Produced) -> None:
+    def count(self, item: LaneBatch) -> None:
         """Add what a microbatch counted."""
         self._add(item.counts)
 
@@ -335,7 +335,7 @@ class Position:
         self._parked = [saved[old] | {"parked": True} | ({} if counts else {"counts": nothing}) for old in gone]
 
 
-def _renumbered(held: Held, kept: Sequence[int | None]) -> Held:
+def _renumbered(held: BufferedRefs, kept: Sequence[int | None]) -> BufferedRefs:
     """Return rows that wait with the leaves' new numbers, without the samples of leaves that are gone."""
     number = {old: new for new, old in enumerate(kept) if old is not None}
     rows = []
@@ -347,4 +347,4 @@ def _renumbered(held: Held, kept: Sequence[int | None]) -> Held:
             rows.append((stage, stay, extra))
     if lost:
         logger.warning("%d samples of datasets that are gone waited to be packed or batched, and are left out", lost)
-    return Held.of(rows)
+    return BufferedRefs.of(rows)

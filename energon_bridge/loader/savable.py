@@ -26,7 +26,7 @@ import torch.utils.data
 from energon_bridge.errors import ConfigurationError, ForkedLoaderError, LoaderError, WrongUseError
 from energon_bridge.format.parallel import available_cores
 from energon_bridge.loader import document as doc
-from energon_bridge.loader.budget import AT_ANY_TIME, AT_END, AT_EPOCH, check_rates, name_losses
+from energon_bridge.loader.error_rates import AT_ANY_TIME, AT_END, AT_EPOCH, check_rates, name_losses
 from energon_bridge.loader.metrics import flat_metrics
 from energon_bridge.loader.pool import WorkerPool
 from energon_bridge.loader.position import OnMismatch, Position
@@ -35,11 +35,11 @@ from energon_bridge.loader.workers import Work, keep_freed_memory, produced, sch
 from energon_bridge.samples.base import pin_value
 from energon_bridge.samples.showing import counted, described
 from energon_bridge.storage.network import REQUESTS
-from energon_bridge.stream.again import describe, restore
 from energon_bridge.stream.finite import mask_loss
 from energon_bridge.stream.leaf import Leaf
 from energon_bridge.stream.pipeline import Pipeline, attach
-from energon_bridge.stream.state import NoBatch, Produced
+from energon_bridge.stream.reencode import describe, restore
+from energon_bridge.stream.state import LaneBatch, NoBatch
 from energon_bridge.stream.watchdog import WatchdogSettings
 from energon_bridge.topology import Ownership, WorkerConfig, check_data_parallel
 
@@ -102,8 +102,8 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         self._began = 0
         self._process = 0
         self._pin = torch.cuda.is_available() if config.pin_memory is None else config.pin_memory
-        self._source: Iterator[Produced] | None = None
-        self._held: deque[Produced] = deque()
+        self._source: Iterator[LaneBatch] | None = None
+        self._held: deque[LaneBatch] = deque()
         self._last: Any = None
         self._resumed, self._pass = False, 0
         self._seconds = [0.0] * (3 + len(REQUESTS))
@@ -201,7 +201,7 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
             return position.epoch_steps >= virtual
         return position.microbatches >= position.end if self.spec.finite else not self._steps % self._epoch_length
 
-    def _pull(self) -> Produced:
+    def _pull(self) -> LaneBatch:
         try:
             if self._source is None:
                 self._source = self._opened()
@@ -218,16 +218,16 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
             item.batch = pin_value(item.batch)
         return item
 
-    def _report(self, item: Produced) -> None:
+    def _report(self, item: LaneBatch) -> None:
         """Say which samples failed on the way to a microbatch, and judge whether they are too many."""
         spec, config, position = self.spec, self.config, self._position
-        spec.journal.write(item.reports, config.dp_rank, config.dp_size)
-        check_rates(spec.error_policy, position.units.leaves, position.counts, item.counts, spec.journal)
+        spec.failure_log.write(item.reports, config.dp_rank, config.dp_size)
+        check_rates(spec.error_policy, position.units.leaves, position.counts, item.counts, spec.failure_log)
 
     def _name_losses(self, least: int) -> None:
         """Warn of datasets that have lost much, each once."""
         position = self._position
-        name_losses(position.units.leaves, position.counts, self.spec.journal, least=least)
+        name_losses(position.units.leaves, position.counts, self.spec.failure_log, least=least)
 
     def _masked(self) -> Any:
         """Return a microbatch that does not exist: real rows with the mask all false."""
@@ -284,7 +284,7 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         """Give the units of this rank from the delivered position on, each with the number of its worker."""
         return schedule(self.spec, self.config, self._position, self._began)
 
-    def _opened(self) -> Iterator[Produced]:
+    def _opened(self) -> Iterator[LaneBatch]:
         """Start making the units from the delivered position on, here or in workers."""
         self._held.clear()
         self._process, self._began = os.getpid(), self._position.microbatches
@@ -509,7 +509,7 @@ class _Iterator:
 
 def _name_losses(spec: DatasetSpec, position: Position, process: int) -> None:
     if os.getpid() == process:
-        name_losses(position.units.leaves, position.counts, spec.journal, least=AT_END)
+        name_losses(position.units.leaves, position.counts, spec.failure_log, least=AT_END)
 
 
 class _NoSamples(torch.utils.data.IterableDataset[Any]):

@@ -21,14 +21,14 @@ from energon_bridge.samples.showing import counted, described
 from energon_bridge.stores import CachePool, NoCachePool
 from energon_bridge.stream.cooking import check_cooker
 from energon_bridge.stream.dealt import ENDLESS, Deal, Dealt
+from energon_bridge.stream.failure_log import FailureLog
 from energon_bridge.stream.finite import DrawnRows, ListedRows, num_microbatches
-from energon_bridge.stream.journal import Journal
 from energon_bridge.stream.leaf import Leaf
 from energon_bridge.stream.passes import FinitePlan, InOrder, Shuffled
 from energon_bridge.stream.pipeline import Pipeline
 from energon_bridge.stream.policy import ErrorPolicy
 from energon_bridge.stream.settings import StreamSettings
-from energon_bridge.stream.user_code import UserCode
+from energon_bridge.stream.user_code import HookRunner
 from energon_bridge.stream.watchdog import WatchdogSettings
 from energon_bridge.topology import WorkerConfig, default_num_lanes
 
@@ -233,7 +233,7 @@ class DatasetSpec:
     @cached_property
     def grouped(self) -> bool:
         """Whether the encoder batches rows by groups."""
-        return UserCode(self.task_encoder, packs=self.packing_buffer_size is not None).groups
+        return HookRunner(self.task_encoder, packs=self.packing_buffer_size is not None).groups
 
     @property
     def listed(self) -> bool:
@@ -436,7 +436,7 @@ class DatasetSpec:
             lanes=lanes,
             cache=self.cache_pool,
             policy=self.error_policy,
-            journal=self.journal,
+            failure_log=self.failure_log,
             delivered=delivered,
             rank=config.dp_rank,
             ranks=config.dp_size,
@@ -449,9 +449,9 @@ class DatasetSpec:
         return Pipeline(units.leaves, settings)
 
     @cached_property
-    def journal(self) -> Journal:
+    def failure_log(self) -> FailureLog:
         """What names the samples that fail, once in this process."""
-        return Journal(self.error_policy)
+        return FailureLog(self.error_policy)
 
     def stream(
         self,

@@ -43,7 +43,7 @@ from energon_bridge.stream.dealt import Dealt
 from energon_bridge.stream.finite import FiniteStream, PassRows
 from energon_bridge.stream.lane import Lane
 from energon_bridge.stream.pipeline import Pipeline
-from energon_bridge.stream.state import LaneState, Produced
+from energon_bridge.stream.state import LaneBatch, LaneState
 from energon_bridge.stream.watchdog import WatchdogSettings
 from energon_bridge.topology import WorkerConfig, lane_units, step_units
 
@@ -70,7 +70,7 @@ class Stream(Protocol):
         ...
 
     def prepare(self, unit: int, count: int) -> None: ...
-    def produce(self, unit: int) -> Produced: ...
+    def produce(self, unit: int) -> LaneBatch: ...
     def write_into(self, memory: Lender) -> None: ...
     def close(self) -> None: ...
 
@@ -98,7 +98,7 @@ class LaneStreams:
     def prepare(self, unit: int, count: int) -> None:
         self._lane(unit).prepare(count)
 
-    def produce(self, unit: int) -> Produced:
+    def produce(self, unit: int) -> LaneBatch:
         return _reported(self._pipeline, unit, self._lane(unit).produce)
 
     def write_into(self, memory: Lender) -> None:
@@ -122,7 +122,7 @@ class FiniteStreams:
     def prepare(self, unit: int, count: int) -> None:
         self._stream.prepare(unit)
 
-    def produce(self, unit: int) -> Produced:
+    def produce(self, unit: int) -> LaneBatch:
         return _reported(self._pipeline, unit, lambda: self._stream.produce(unit))
 
     def write_into(self, memory: Lender) -> None:
@@ -132,7 +132,7 @@ class FiniteStreams:
         self._pipeline.close()
 
 
-def _reported(pipeline: Pipeline, unit: int, make: Callable[[], Produced]) -> Produced:
+def _reported(pipeline: Pipeline, unit: int, make: Callable[[], LaneBatch]) -> LaneBatch:
     """Return the next microbatch of a unit with what failed on the way, under the eyes of the watchdog."""
     watchdog, start = pipeline.watchdog, time.perf_counter()
     try:
@@ -145,10 +145,10 @@ def _reported(pipeline: Pipeline, unit: int, make: Callable[[], Produced]) -> Pr
             finally:
                 watchdog.disarm()
     except HookTimeoutError as error:
-        pipeline.say_pending()
+        pipeline.flush_reports()
         raise HookTimeoutError(watchdog.message if watchdog is not None else str(error)) from None
     except Exception as error:
-        pipeline.say_pending()  # no microbatch takes it along
+        pipeline.flush_reports()  # no microbatch takes it along
         settings, cause = pipeline.settings, error.__cause__ if isinstance(error, FatalSampleError) else None
         # As drop-in the program sees what its hook or its error handler raised, as its own code may expect.
         if settings.energon_ranks and settings.policy.on_error != "skip" and cause is not None:
@@ -160,7 +160,7 @@ def _reported(pipeline: Pipeline, unit: int, make: Callable[[], Produced]) -> Pr
     return item
 
 
-def produced(stream: Stream, units: Iterator[int], ahead: int) -> Generator[Produced]:
+def produced(stream: Stream, units: Iterator[int], ahead: int) -> Generator[LaneBatch]:
     """Make units in order, loading up to `ahead` further ones beside if the stream has threads.
 
     The first unit is made before anything is loaded ahead, so that the first batch comes as soon as it can.
@@ -187,7 +187,7 @@ def produced(stream: Stream, units: Iterator[int], ahead: int) -> Generator[Prod
         stream.close()
 
 
-def outgoing(item: Produced, outbox: Outbox) -> Message:
+def outgoing(item: LaneBatch, outbox: Outbox) -> Message:
     """Return the message for an item: of plain values, which pickle fastest.
 
     Raises:
@@ -258,7 +258,7 @@ class Work:
     barred: frozenset[tuple[int, int]]
     careful: bool
 
-    def items(self, arena: Arena | None, board: Board, *, again: bool) -> Generator[Produced]:
+    def items(self, arena: Arena | None, board: Board, *, again: bool) -> Generator[LaneBatch]:
         """Make what is this worker's; with `again`, of the next pass."""
         position, began, held_back = self.position, self.began, self.held_back
         if again:

@@ -2,7 +2,7 @@
 
 Each process that uses a pool has a folder of its own below the pool's (`own_folder`), so that processes share no file,
 and a process that is killed leaves nothing for another to read; the next one to come clears it away. The bytes are
-those of the store, decoded when they are got. Limits hold for all processes of the host together (`room`).
+those of the store, decoded when they are got. Limits hold for all processes of the host together (`quota`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from energon_bridge.errors import ConfigurationError, LoaderError
 from energon_bridge.samples import SourceInfo
 from energon_bridge.stores.base import FileStore
 from energon_bridge.stores.cache import CachePool, Encoded, HeldLazy, Lazy, NoCachePool
-from energon_bridge.stores.kept import KeptFile, KeptFiles, own_files
+from energon_bridge.stores.disk_cache import DiskCache, KeptFile, own_files
 from energon_bridge.stores.plain_data import from_bytes, to_bytes
 
 _log = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class FileStoreCachePool(CachePool):
         }
         self._plain = NoCachePool()
         self._pid = -1
-        self._files: KeptFiles | None = None
+        self._files: DiskCache | None = None
         self._lock = threading.Lock()
         self._said: set[str] = set()
 
@@ -117,7 +117,7 @@ class FileStoreCachePool(CachePool):
         if files is not None:
             files.close()
 
-    def _here(self) -> KeptFiles | None:
+    def _here(self) -> DiskCache | None:
         """Return the kept files of this process, None where none can be kept."""
         if self._pid == os.getpid():
             return self._files
@@ -126,7 +126,7 @@ class FileStoreCachePool(CachePool):
         with self._lock:
             if self._pid != os.getpid():
                 if self._files is not None:
-                    self._files.room.leave()
+                    self._files.quota.leave()
                 self._files = files = own_files(self._parent, **self._limits)
                 self._pid = os.getpid()
                 if files is not None:
@@ -138,7 +138,7 @@ class FileStoreCachePool(CachePool):
 class _KeptLazy(Lazy):
     """A lazy with a kept file, which it lets go of when it goes itself."""
 
-    def __init__(self, pool: FileStoreCachePool, files: KeptFiles, entry: KeptFile) -> None:
+    def __init__(self, pool: FileStoreCachePool, files: DiskCache, entry: KeptFile) -> None:
         self._pool = pool  # which closes when nothing needs it any more
         self._files = files
         self._entry = entry
@@ -151,7 +151,7 @@ class _KeptLazy(Lazy):
 class _FileLazy(_KeptLazy):
     """A file of a store, from its copy if there is one."""
 
-    def __init__(self, pool: FileStoreCachePool, files: KeptFiles, entry: KeptFile, ds: FileStore, fname: str) -> None:
+    def __init__(self, pool: FileStoreCachePool, files: DiskCache, entry: KeptFile, ds: FileStore, fname: str) -> None:
         super().__init__(pool, files, entry)
         self._ds = ds
         self._fname = fname
@@ -166,7 +166,7 @@ class _FileLazy(_KeptLazy):
 class _DataLazy(_KeptLazy):
     """Data that was written away; `shell` is what it is without its bytes, where it was encoded."""
 
-    def __init__(self, pool: FileStoreCachePool, files: KeptFiles, entry: KeptFile, shell: Encoded | None) -> None:
+    def __init__(self, pool: FileStoreCachePool, files: DiskCache, entry: KeptFile, shell: Encoded | None) -> None:
         super().__init__(pool, files, entry)
         self._shell = shell
 
@@ -175,6 +175,6 @@ class _DataLazy(_KeptLazy):
         if data is None:
             raise LoaderError(
                 f"{self._entry.name}: data given to to_cache is gone: the pool was closed, or its folder "
-                f"{self._files.room.folder.path} deleted, or this is another process"
+                f"{self._files.quota.folder.path} deleted, or this is another process"
             )
         return from_bytes(data) if self._shell is None else self._shell.with_data(data).when_got(), None

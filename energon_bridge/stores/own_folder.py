@@ -32,7 +32,7 @@ class OwnFolder:
     Attributes:
         path: The folder.
         prefix: Path with which those of all processes of this host begin.
-        descriptor: Of the lock file, whose content is others' (`room`).
+        descriptor: Of the lock file, whose content is others' (`quota`).
     """
 
     def __init__(self, parent: str) -> None:

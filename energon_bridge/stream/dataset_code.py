@@ -1,6 +1,6 @@
 """Code that comes with a dataset: `sample_loader` and `part_filter` functions, which run where hooks run.
 
-Threads that load read and decode; what is left for user code is an `Unmade`, which the thread that runs the hooks
+Threads that load read and decode; what is left for user code is a `PendingSample`, which the thread that runs the hooks
 makes, with the global generators seeded before each function. So a function may draw, and gives the same on any
 topology.
 
@@ -24,7 +24,7 @@ from energon_bridge.samples.slabs import Slab
 from energon_bridge.stream.activity import INDEX, Activities
 from energon_bridge.stream.reader import Unreadable
 from energon_bridge.stream.report import Place
-from energon_bridge.stream.values import EXCLUDED, NO_PARTS, Problem, RestoreKey, Rows, Values
+from energon_bridge.stream.values import EXCLUDED, NO_PARTS, FailedSample, RestoreKey, Rows, SampleParser
 from energon_bridge.task_encoder.decoder import SampleDecoder
 from energon_bridge.task_encoder.pickled import ChatMLDecoder
 
@@ -39,8 +39,8 @@ class Begin(Protocol):
     def __call__(self, hook: str, dataset: Any, index: int, key: str, words: Iterable[int]) -> None: ...
 
 
-class Unmade:
-    """A draw whose sample user code has still to make: `make` returns it, or the `Problem` in its place."""
+class PendingSample:
+    """A draw whose sample user code has still to make: `make` returns it, or the `FailedSample` in its place."""
 
     __slots__ = ("make",)
 
@@ -48,7 +48,7 @@ class Unmade:
         self.make = make
 
 
-class CodeValues(Values):
+class CodeValues(SampleParser):
     """Makes samples of a leaf whose dataset has code; `number` is that of the dataset in a join."""
 
     def __init__(self, identity: str, dataset: Any, decoder: Any, activities: Activities, number: int = 0) -> None:
@@ -65,7 +65,7 @@ class CodeValues(Values):
         restore_keys: Sequence[RestoreKey],
         into: Rows | None = None,
     ) -> list[Any]:
-        """Return for the bytes of each sample what `Values.make` does, or an `Unmade`."""
+        """Return for the bytes of each sample what `SampleParser.make` does, or a `PendingSample`."""
         now = self._activities.mine()
         now.dataset, now.hook = self._dataset, "decode"
         out: list[Any] = []
@@ -94,7 +94,7 @@ class CodeValues(Values):
                 accepted: Mapping[str, bool] = self._accepted
                 if not accepted.keys() >= parts.keys():
                     if begin is None:
-                        return Unmade(partial(self._read, raw, index, shard, restore_key, None))
+                        return PendingSample(partial(self._read, raw, index, shard, restore_key, None))
                     hook = "part_filter"
                     accepted = self._ask(parts, begin, index, key)
                 parts = {part: data for part, data in parts.items() if accepted[part]}
@@ -115,9 +115,9 @@ class CodeValues(Values):
             raise
         except Exception as error:  # the policy of the stream decides what becomes of it
             error = raw.error if type(raw) is Unreadable else self._located(error, raw, name, index)
-            return Problem(error, hook, Place(dataset.path, name, index, key, tuple(parts)))
+            return FailedSample(error, hook, Place(dataset.path, name, index, key, tuple(parts)))
         load = partial(self._load, key, index, restore_key, source, values)
-        return Unmade(load) if begin is None else load(begin)
+        return PendingSample(load) if begin is None else load(begin)
 
     def _load(
         self,
@@ -143,7 +143,7 @@ class CodeValues(Values):
             raise
         except Exception as error:  # the policy of the stream decides what becomes of it
             place = Place(dataset.path, source.shard_name, index, key, tuple(values))
-            return Problem(error, "sample_loader", place)
+            return FailedSample(error, "sample_loader", place)
 
     def _ask(self, parts: Iterable[str], begin: Begin, index: int, key: str) -> Mapping[str, bool]:
         """Return what the filter says of some names."""
@@ -168,7 +168,9 @@ def has_code(dataset: PreparedDataset | JoinedDataset) -> bool:
     return isinstance(dataset, JoinedDataset) or dataset.sample_loader is not None or callable(dataset.part_filter)
 
 
-def values_of(identity: str, dataset: PreparedDataset, decoder: Any, activities: Activities, number: int = 0) -> Values:
+def sample_parser(
+    identity: str, dataset: PreparedDataset, decoder: Any, activities: Activities, number: int = 0
+) -> SampleParser:
     """Return what makes samples of a dataset; `number` is that of the dataset in a join."""
     if dataset.sample_type is ChatMLSample:
         decoder = ChatMLDecoder(SampleDecoder().decode)  # as its own class, which leaves the encoder's aside
@@ -176,4 +178,4 @@ def values_of(identity: str, dataset: PreparedDataset, decoder: Any, activities:
         decoder = None
     if has_code(dataset):
         return CodeValues(identity, dataset, decoder, activities, number)
-    return Values(identity, dataset, decoder, activities)
+    return SampleParser(identity, dataset, decoder, activities)

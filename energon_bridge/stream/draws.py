@@ -15,9 +15,9 @@ import numpy as np
 from energon_bridge.errors import EmptyDatasetError
 from energon_bridge.plan.blend import Blend
 from energon_bridge.samples.slabs import Slab
-from energon_bridge.stream.pipeline import Ahead, Loaded, Pipeline, Segment
+from energon_bridge.stream.pipeline import Loaded, PendingLoads, Pipeline, Segment
 from energon_bridge.stream.state import COUNTERS, Counts, LaneState
-from energon_bridge.stream.values import Problem, RestoreKey
+from energon_bridge.stream.values import FailedSample, RestoreKey
 
 _NOTHING = Loaded([], [], [], [])
 _BYTES = COUNTERS.index("bytes")
@@ -62,7 +62,7 @@ class Draws:
         self._scheduled = self._first = state.draw
         self._slab: Slab | None = None
         self._leaf_scheduled = list(state.leaf_draws)
-        self._loading = Ahead(pipeline)
+        self._loading = PendingLoads(pipeline)
         self._loaded = _NOTHING
         self._at = 0  # of the next draw in `_loaded`
         self._outputs: deque[tuple[RestoreKey, Any]] = deque()
@@ -150,7 +150,7 @@ class Draws:
             self.leaf_draws[leaf] += leaves.count(leaf)
         for leaf, size in zip(leaves, sizes, strict=True):
             counts.of(leaf)[_BYTES] += size
-        if judge.alert or Problem in set(map(type, samples)):
+        if judge.alert or FailedSample in set(map(type, samples)):
             good = [self._is_good(*draw, counts) for draw in zip(leaves, samples, keys, strict=True)]
             keys, samples, leaves, sizes = (list(compress(part, good)) for part in (keys, samples, leaves, sizes))
         out.keys += keys
@@ -160,7 +160,7 @@ class Draws:
 
     def _is_good(self, leaf: int, sample: Any, key: RestoreKey, counts: Counts) -> bool:
         """Return whether a draw that no hook sees gives its sample; let the policy decide where it does not."""
-        if type(sample) is Problem:
+        if type(sample) is FailedSample:
             self._pipeline.encode(leaf, sample, key, counts)
             return False
         self._pipeline.judge.succeeded(self._pipeline.code.drawing, (leaf,))

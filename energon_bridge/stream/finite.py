@@ -18,22 +18,22 @@ import numpy as np
 import torch
 
 from energon_bridge.errors import EmptyDatasetError, FatalSampleError
-from energon_bridge.stream.again import load_again
 from energon_bridge.stream.dealt import Dealt
 from energon_bridge.stream.grouping import group_of
 from energon_bridge.stream.packing import pack_rows, select_packs
 from energon_bridge.stream.passes import FinitePlan
-from energon_bridge.stream.pipeline import Ahead, Pipeline, Segment, attach
+from energon_bridge.stream.pipeline import PendingLoads, Pipeline, Segment, attach
 from energon_bridge.stream.reader import RoundBuffer
-from energon_bridge.stream.rows import SAMPLE, Row, make_again
-from energon_bridge.stream.state import COUNTERS, Counts, NoBatch, Produced, Ref
+from energon_bridge.stream.reencode import load_again
+from energon_bridge.stream.rows import SAMPLE, Row, reencode
+from energon_bridge.stream.state import COUNTERS, Counts, LaneBatch, NoBatch, SampleRef
 from energon_bridge.task_encoder.current import NUMBER
 
 _SKIPPED = COUNTERS.index("skipped")
 WHOLE_PACK = -2
 """Stands for the output of a pack where all outputs of it are meant."""
 
-ListedRow = tuple[Sequence[Ref], int]
+ListedRow = tuple[Sequence[SampleRef], int]
 """A row by its members and output: that of its pack, `SAMPLE` or `WHOLE_PACK`."""
 Grouped = tuple[ListedRow, Any, Any]
 """A row with its group and the batch size that the encoder gives the group."""
@@ -97,13 +97,13 @@ class DrawnRows:
         # As drop-in the numbers of draws are those of megatron-energon, where its order is.
         self._number_of = plan.sample_number if isinstance(plan, Dealt) else None
         self.count = plan.num_draws
-        self._ahead: dict[int, Ahead] = {}
+        self._ahead: dict[int, PendingLoads] = {}
 
     def prepare(self, start: int, stop: int) -> None:
         """Start loading draws [start, stop)."""
         if start in self._ahead:
             return
-        ahead = self._ahead[start] = Ahead(self._pipeline)
+        ahead = self._ahead[start] = PendingLoads(self._pipeline)
         runs = [
             (leaf, RoundBuffer(self._pipeline.source(leaf).reader, draws), places)
             for leaf, draws, places in self._plan.runs(start, stop)
@@ -131,7 +131,7 @@ class DrawnRows:
                 if self._number_of is not None:
                     NUMBER.set(self._number_of(draw))
                 for (_, index, epoch, output), encoded in self._pipeline.encode(leaf, sample, key, counts):
-                    rows.append(Row((Ref(leaf, index, epoch, output),), SAMPLE, encoded, 0))
+                    rows.append(Row((SampleRef(leaf, index, epoch, output),), SAMPLE, encoded, 0))
         return rows
 
 
@@ -145,7 +145,7 @@ class ListedRows:
         self._rows = listing.rows
         self.count = len(listing.rows)
         self.ends = listing.ends
-        self._ahead: dict[int, Ahead] = {}
+        self._ahead: dict[int, PendingLoads] = {}
 
     def prepare(self, start: int, stop: int) -> None:
         """Start loading the samples of rows [start, stop)."""
@@ -158,7 +158,7 @@ class ListedRows:
         self.prepare(start, stop)
         listed = [([Row((ref,), SAMPLE, None, 0) for ref in refs], output) for refs, output in self._rows[start:stop]]
         members = [row for rows, _ in listed for row in rows]
-        make_again(self._pipeline, members, counts, self._ahead.pop(start))
+        reencode(self._pipeline, members, counts, self._ahead.pop(start))
         out = []
         for rows, output in listed:
             whole = [row for row in rows if row.content is not None]
@@ -171,9 +171,9 @@ class ListedRows:
         return out
 
 
-def packs_of(pipeline: Pipeline, plan: FinitePlan, start: int, stop: int, counts: Counts) -> list[list[Ref]]:
+def packs_of(pipeline: Pipeline, plan: FinitePlan, start: int, stop: int, counts: Counts) -> list[list[SampleRef]]:
     """Return the packs that the encoder makes of draws [start, stop); what it never selects is counted as skipped."""
-    packs: list[list[Ref]] = []
+    packs: list[list[SampleRef]] = []
     with pipeline.user_code():
         rows = DrawnRows(pipeline, plan).take(start, stop, counts)
         while rows:
@@ -243,7 +243,7 @@ class FiniteStream:
         """Start loading a microbatch."""
         self._rows.prepare(*self._span(number))
 
-    def produce(self, number: int) -> Produced:
+    def produce(self, number: int) -> LaneBatch:
         """Return microbatch `number`; one that does not exist, or has no sample left, is masked.
 
         As drop-in of megatron-energon nothing is masked: a microbatch that has no sample left is a `NoBatch`.
@@ -276,14 +276,14 @@ class FiniteStream:
                 break
         else:
             if as_energon:
-                return Produced(NoBatch(), 0, None, counts)
+                return LaneBatch(NoBatch(), 0, None, counts)
             all_rows = f"every one of the {self._rows.count} {self._rows.what} of the split"
             raise EmptyDatasetError(f"{self._pipeline.paths}: {all_rows} was skipped")
         exists = real and not attempt
         if not exists:
             attach(batches[0], "__valid__", torch.zeros(len(rows), dtype=torch.bool))
             mask_loss(batches[0])
-        return Produced(batches[0], len(rows) if exists else 0, None, counts)
+        return LaneBatch(batches[0], len(rows) if exists else 0, None, counts)
 
     def _batched(self, rows: list[Row], number: int, counts: Counts) -> list[Any]:
         samples = [row.content for row in rows]

@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 from energon_bridge.errors import EmptyDatasetError, FatalSampleError
 from energon_bridge.stream.pipeline import Pipeline
 from energon_bridge.stream.rows import Row
-from energon_bridge.stream.state import Counts, Held, Stage
+from energon_bridge.stream.state import BufferedRefs, Counts, Stage
 
 T = TypeVar("T")
 
@@ -118,9 +118,11 @@ class Grouping:
         self.held = 0
         pipeline.budget.join(self)
 
-    def waiting(self) -> Held:
+    def waiting(self) -> BufferedRefs:
         """Return what waits here, as references."""
-        return Held.of((Stage.GROUP, row.members, row.output) for row in (*self._waiting, *self._groups.waiting))
+        return BufferedRefs.of(
+            (Stage.GROUP, row.members, row.output) for row in (*self._waiting, *self._groups.waiting)
+        )
 
     def take(self, next_row: Callable[[], Row], remake: Callable[[list[Row]], list[Row]], counts: Counts) -> list[Row]:
         """Return the rows of the next full group."""

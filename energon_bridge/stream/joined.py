@@ -17,10 +17,10 @@ from energon_bridge.format.join import JoinedDataset
 from energon_bridge.rng import IntArray
 from energon_bridge.samples import META_FIELDS, SourceInfo
 from energon_bridge.stream.activity import Activities
-from energon_bridge.stream.dataset_code import JOINER, Begin, Unmade, values_of
+from energon_bridge.stream.dataset_code import JOINER, Begin, PendingSample, sample_parser
 from energon_bridge.stream.reader import LeafReader, RoundBuffer
 from energon_bridge.stream.report import Place
-from energon_bridge.stream.values import EXCLUDED, Barred, Columns, Problem, RestoreKey, Rows
+from energon_bridge.stream.values import EXCLUDED, Barred, Columns, FailedSample, RestoreKey, Rows
 
 RawRow = tuple[Any, ...]
 """The bytes (a memoryview) that each dataset of a join has for a row, None where it has no sample for it."""
@@ -64,7 +64,7 @@ class JoinReader:
 
 
 class JoinValues:
-    """Makes samples of the rows of one join; runs on any thread. Arguments are those of `Values`."""
+    """Makes samples of the rows of one join; runs on any thread. Arguments are those of `SampleParser`."""
 
     def __init__(
         self, identity: str, dataset: JoinedDataset, reader: JoinReader, decoder: Any, activities: Activities
@@ -76,11 +76,12 @@ class JoinValues:
         self._names = dataset.names
         self.barred = Barred()
         self._values = [
-            values_of(identity, part.dataset, decoder, activities, number) for number, part in enumerate(dataset.parts)
+            sample_parser(identity, part.dataset, decoder, activities, number)
+            for number, part in enumerate(dataset.parts)
         ]
 
     def load(self, buffer: RoundBuffer, low: int, high: int, *, ahead: bool, into: Rows | None = None) -> Columns:
-        """Return for each draw [low, high) of a round its key, and an `Unmade` or the `Problem` in its place.
+        """Return for each draw [low, high) of a round its key, and a `PendingSample` or a `FailedSample`.
 
         The rows are left empty: which of the images of a row would go there, only the joiner knows.
         """
@@ -108,20 +109,20 @@ class JoinValues:
             for row, sample in zip(among, made, strict=True):
                 column[row] = sample
             columns.append(column)
-        samples = [Unmade(partial(self._joined, parts, key)) for *parts, key in zip(*columns, keys, strict=True)]
+        samples = [PendingSample(partial(self._joined, parts, key)) for *parts, key in zip(*columns, keys, strict=True)]
         now.rest()
         return keys, samples, [sum(len(raw) for raw in row if raw is not None) for row in raws]
 
     def _joined(self, parts: list[Any], key: RestoreKey, begin: Begin) -> Any:
         _, row, epoch, _ = key
         for number, part in enumerate(parts):
-            if type(part) is Unmade:
+            if type(part) is PendingSample:
                 part = parts[number] = part.make(begin)
             if part is EXCLUDED:
                 return part
-            if type(part) is Problem:
+            if type(part) is FailedSample:
                 note = f"row {row} of a join, {self._name(number)}"
-                return Problem(part.error, part.hook, part.place._replace(note=note))
+                return FailedSample(part.error, part.hook, part.place._replace(note=note))
         try:
             begin("joiner", self._dataset, row, str(parts[0]["__key__"]), (JOINER, row, epoch))
             joiner = self._dataset.joiner
@@ -134,7 +135,7 @@ class JoinValues:
             first: SourceInfo = parts[0]["__sources__"][0]
             of_key = str(parts[0]["__key__"])
             note = f"row {row}, joining {of}"
-            return Problem(error, "joiner", Place(self._dataset.path, first.shard_name, row, of_key, (), note))
+            return FailedSample(error, "joiner", Place(self._dataset.path, first.shard_name, row, of_key, (), note))
 
     def name_of(self, raw: RawRow, index: int) -> tuple[str, tuple[str, ...]]:
         """Return key and parts of a row's sample in the primary."""

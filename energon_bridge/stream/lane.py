@@ -15,8 +15,8 @@ from energon_bridge.stream.draws import Draws
 from energon_bridge.stream.grouping import Grouping
 from energon_bridge.stream.packing import Packing
 from energon_bridge.stream.pipeline import Pipeline
-from energon_bridge.stream.rows import Row, make_again, rows_of
-from energon_bridge.stream.state import Counts, Held, LaneState, Produced, Ref, Stage
+from energon_bridge.stream.rows import Row, reencode, rows_of
+from energon_bridge.stream.state import BufferedRefs, Counts, LaneBatch, LaneState, SampleRef, Stage
 
 _BARREN = 1000
 """Fewer microbatches that hooks refused in a row are no sign of anything."""
@@ -59,7 +59,7 @@ class Lane:
             draws = max(1, (self._draws.draw - self._first_draw) // made)
         self._draws.prepare(microbatches * draws)
 
-    def produce(self) -> Produced:
+    def produce(self) -> LaneBatch:
         """Return the next microbatch and the state of the lane after it."""
         counts = Counts()
         with self._pipeline.user_code():
@@ -78,20 +78,20 @@ class Lane:
                 self._packing.settle(self._pipeline.rows, counts)
             self._settles = True
         self._draws.ahead = True
-        return Produced(batch, self._pipeline.rows, self._state(), counts)
+        return LaneBatch(batch, self._pipeline.rows, self._state(), counts)
 
     def _state(self) -> LaneState:
         draws = self._draws
         parts = [stage.waiting() for stage in (self._packing, self._grouping) if stage is not None]
         if self._batched:
-            parts.insert(0, Held.of((Stage.BATCH, row.members, row.output) for row in self._batched))
+            parts.insert(0, BufferedRefs.of((Stage.BATCH, row.members, row.output) for row in self._batched))
         return LaneState(
             self._microbatches,
             draws.draw,
             draws.taken,
             tuple(draws.leaf_draws),
             draws.origin,
-            Held.joined(parts),
+            BufferedRefs.joined(parts),
             self._batches_taken,
             0 if self._packing is None else self._packing.target,
         )
@@ -134,9 +134,9 @@ class Lane:
     def _made_again(self, rows: list[Row], counts: Counts) -> list[Row]:
         """Return rows of a state with their contents."""
         if self._packing is None:
-            return make_again(self._pipeline, rows, counts)
+            return reencode(self._pipeline, rows, counts)
         return self._packing.made_again(rows, counts)
 
 
-def _row(refs: list[Ref], output: int) -> Row:
+def _row(refs: list[SampleRef], output: int) -> Row:
     return Row(tuple(refs), output, None, 0)

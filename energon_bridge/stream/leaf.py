@@ -17,12 +17,12 @@ from energon_bridge.plan.leaf import LeafOrder, Round
 from energon_bridge.rng import fold
 from energon_bridge.stream.activity import Activities
 from energon_bridge.stream.cooking import Cook
-from energon_bridge.stream.dataset_code import values_of
+from energon_bridge.stream.dataset_code import sample_parser
 from energon_bridge.stream.joined import JoinReader, JoinValues
 from energon_bridge.stream.lines import LineValues
 from energon_bridge.stream.reader import LeafReader, Reader, RoundBuffer
 from energon_bridge.stream.report import Place
-from energon_bridge.stream.values import Barred, Values
+from energon_bridge.stream.values import Barred, SampleParser
 
 _USER_CODE = 4
 _NO_PARTS: tuple[str, ...] = ()
@@ -62,7 +62,7 @@ class LeafSource:
         self.leaf = leaf
         self.cook = cook
         self.reader: Reader
-        self.values: Values | JoinValues
+        self.values: SampleParser | JoinValues
         dataset = leaf.dataset
         if isinstance(dataset, JoinedDataset):
             self.reader = reader = JoinReader(dataset, tolerant=tolerant)
@@ -71,7 +71,7 @@ class LeafSource:
             is_lines = isinstance(dataset, JsonlDataset)
             unread_from = None if is_lines else getattr(decoder, "unread_from", None)
             self.reader = LeafReader(dataset, tolerant=tolerant, unread_from=unread_from)
-            values = LineValues if is_lines else values_of
+            values = LineValues if is_lines else sample_parser
             self.values = values(leaf.identity, dataset, decoder, activities)
         self.user_key = user_key_of(leaf)
         self.values.barred = Barred(self.user_key, frozenset(index for key, index in barred if key == self.user_key))

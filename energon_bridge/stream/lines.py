@@ -10,10 +10,10 @@ from energon_bridge.format.jsonl import PART, parse_line
 from energon_bridge.samples import CrudeSample, SourceInfo
 from energon_bridge.stream.reader import Unreadable
 from energon_bridge.stream.report import Place
-from energon_bridge.stream.values import Problem, RestoreKey, Rows, Values
+from energon_bridge.stream.values import FailedSample, RestoreKey, Rows, SampleParser
 
 
-class LineValues(Values):
+class LineValues(SampleParser):
     """Makes samples of one JSONL file; runs on any thread. The decoder has no say: a line is JSON."""
 
     def make(
@@ -24,7 +24,7 @@ class LineValues(Values):
         restore_keys: Sequence[RestoreKey],
         into: Rows | None = None,
     ) -> list[Any]:
-        """Return for each line, with its index, the sample or the `Problem` in its place."""
+        """Return for each line, with its index, the sample or the `FailedSample` in its place."""
         path, (shard_name,), subflavors = self._dataset.path, self._dataset.shard_names, self._dataset.subflavors
         out: list[Any] = []
         for raw, index, _, restore_key in zip(raws, indices, shards, restore_keys, strict=True):
@@ -34,7 +34,7 @@ class LineValues(Values):
             except (DecodeError, TypeError) as error:
                 lost = type(raw) is Unreadable
                 place = Place(path, shard_name, index, key, (PART,))
-                out.append(Problem(raw.error if lost else error, "read" if lost else "decode", place))
+                out.append(FailedSample(raw.error if lost else error, "read" if lost else "decode", place))
                 continue
             sample: dict[str, Any] = {
                 "__key__": key,

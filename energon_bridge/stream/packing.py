@@ -36,8 +36,8 @@ from energon_bridge.errors import FatalSampleError
 from energon_bridge.rng import IntArray
 from energon_bridge.stream.draws import Draws
 from energon_bridge.stream.pipeline import Pipeline
-from energon_bridge.stream.rows import SAMPLE, Row, make_again, rows_of
-from energon_bridge.stream.state import COUNTERS, Counts, Held, Ref, Stage, as_members
+from energon_bridge.stream.rows import SAMPLE, Row, reencode, rows_of
+from energon_bridge.stream.state import COUNTERS, BufferedRefs, Counts, SampleRef, Stage, as_members
 from energon_bridge.task_encoder.deferred import decode_deferred
 from energon_bridge.task_encoder.packing import LONGEST_WAIT
 
@@ -78,13 +78,13 @@ class _Packs(deque[_Pack]):
         size = len(self.popleft().members)
         self._sizes, self._refs = self._sizes[1:], self._refs[size:]
 
-    def waiting(self) -> Held:
+    def waiting(self) -> BufferedRefs:
         """Return the packs as references."""
         rows = np.zeros((len(self), 3), dtype=np.int64)
         rows[:, 0], rows[:, 1] = Stage.PACK, self._sizes
         if self:  # of the others, nothing has been taken
             rows[0, 2] = self[0].taken
-        return Held(rows, self._refs)
+        return BufferedRefs(rows, self._refs)
 
 
 class Packing:
@@ -103,7 +103,7 @@ class Packing:
     """
 
     def __init__(
-        self, draws: Draws, pipeline: Pipeline, size: int, held: list[tuple[Stage, list[Ref], int]], target: int
+        self, draws: Draws, pipeline: Pipeline, size: int, held: list[tuple[Stage, list[SampleRef], int]], target: int
     ) -> None:
         self._draws = draws
         self._pipeline = pipeline
@@ -120,11 +120,11 @@ class Packing:
         self._to_restore = deque(self._buffer)
         self._lost: set[int] = set()  # ids of rows of the buffer that no longer encode, and are counted
 
-    def waiting(self) -> Held:
+    def waiting(self) -> BufferedRefs:
         """Return what waits here, as references."""
         rows = np.empty((len(self._buffer), 3), dtype=np.int64)
         rows[:, 0], rows[:, 1], rows[:, 2] = Stage.BUFFER, 1, self._waits
-        return Held.joined((self._packs.waiting(), Held(rows, self._refs)))
+        return BufferedRefs.joined((self._packs.waiting(), BufferedRefs(rows, self._refs)))
 
     def _keep(self, waiting: Sequence[tuple[Row, int]]) -> None:
         """Make the buffer of these rows, each with the number of selections that left it over."""
@@ -241,7 +241,7 @@ class Packing:
         """Return the rows of a state with their contents, without those that the encoder no longer makes."""
         out = []
         for row in rows:
-            members = make_again(self._pipeline, [Row((ref,), SAMPLE, None, 0) for ref in row.members], counts)
+            members = reencode(self._pipeline, [Row((ref,), SAMPLE, None, 0) for ref in row.members], counts)
             packed = pack_rows(self._pipeline, members, counts, again=True)
             if row.output < len(packed):
                 out.append(packed[row.output])
@@ -249,7 +249,7 @@ class Packing:
 
     def _with_contents(self, rows: list[Row], counts: Counts) -> list[Row]:
         gone = [row for row in rows if row.content is None]
-        made = make_again(self._pipeline, rows, counts)
+        made = reencode(self._pipeline, rows, counts)
         self._hold(sum(row.size for row in gone if row.content is not None))
         return made
 

@@ -22,15 +22,15 @@ from energon_bridge.storage.network import MADE
 from energon_bridge.stream.activity import Activities
 from energon_bridge.stream.budget import Budget
 from energon_bridge.stream.cooking import StorePool, cook_of, cooker_of
-from energon_bridge.stream.dataset_code import Unmade, has_code
+from energon_bridge.stream.dataset_code import PendingSample, has_code
 from energon_bridge.stream.leaf import Cursor, Leaf, LeafSource
-from energon_bridge.stream.policy import Judge
+from energon_bridge.stream.policy import FailureTracker
 from energon_bridge.stream.reader import RoundBuffer
 from energon_bridge.stream.report import MAX_MEMBERS, Place, place_in
 from energon_bridge.stream.settings import StreamSettings
 from energon_bridge.stream.state import COUNTERS, Counts
-from energon_bridge.stream.user_code import UserCode, running_hooks
-from energon_bridge.stream.values import Columns, Problem, RestoreKey
+from energon_bridge.stream.user_code import HookRunner, running_hooks
+from energon_bridge.stream.values import Columns, FailedSample, RestoreKey
 from energon_bridge.stream.watchdog import Watchdog, WatchdogSettings
 from energon_bridge.task_encoder.current import BATCH, FAILED, NUMBER, UNKNOWN
 from energon_bridge.task_encoder.deferred import decode_deferred
@@ -56,7 +56,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """Consecutive draws of a lane: restore key, sample (or `Problem`), size in bytes and leaf of each."""
+    """Consecutive draws of a lane: restore key, sample (or `FailedSample`), size in bytes and leaf of each."""
 
     keys: list[RestoreKey]
     samples: list[Any]
@@ -73,9 +73,9 @@ class Pipeline:
         self.rows = settings.batch_size or 1
         makes = any(has_code(leaf.dataset) or cooker_of(settings.encoder, leaf.dataset) for leaf in leaves)
         packs, words = settings.packing_buffer_size is not None, settings.words
-        self.code = UserCode(settings.encoder, packs=packs, makes=makes, words=words[0] if words else None)
+        self.code = HookRunner(settings.encoder, packs=packs, makes=makes, words=words[0] if words else None)
         self._stores = StorePool(settings.encoder.decoder)
-        self.judge = Judge(settings.policy, settings.encoder, self.code.hooks, settings.delivered)
+        self.judge = FailureTracker(settings.policy, settings.encoder, self.code.hooks, settings.delivered)
         self.activities = Activities(words[1:])
         self.load_seconds = self.batch_seconds = 0.0
         self._asked = MADE.values()
@@ -231,12 +231,12 @@ class Pipeline:
         """
         identity, index, epoch, _ = key
         source = self.source(leaf)
-        if type(sample) is Unmade:
+        if type(sample) is PendingSample:
             try:
                 sample = self.code.make(sample, source.user_key, index, epoch)
             except FatalSampleError as error:
                 self.failed(error, [(leaf, index)], counts)
-        if type(sample) is Problem:
+        if type(sample) is FailedSample:
             if sample.error is None:
                 counts.of(leaf)[_EXCLUDED] += 1
             else:
@@ -403,11 +403,11 @@ class Pipeline:
         ref = row.members[0]
         return self.source(ref.leaf).user_key, ref.sample, ref.epoch, ref.output
 
-    def say_pending(self) -> None:
+    def flush_reports(self) -> None:
         """Say what failed since the last microbatch, for there will be none that takes it along."""
-        reports, journal = self.judge.taken(), self.settings.journal
-        if reports and journal is not None:
-            journal.write(reports, self.settings.rank, self.settings.ranks)
+        reports, failure_log = self.judge.taken(), self.settings.failure_log
+        if reports and failure_log is not None:
+            failure_log.write(reports, self.settings.rank, self.settings.ranks)
 
     def user_code(self, *, restoring: bool = False) -> contextlib.AbstractContextManager[None]:
         """Enter wherever hooks may run."""
@@ -435,7 +435,7 @@ def attach(batch: Any, name: str, value: Any) -> None:
         pass
 
 
-class Ahead:
+class PendingLoads:
     """Loads of consecutive draws that are under way, oldest first."""
 
     def __init__(self, pipeline: Pipeline) -> None:

@@ -146,7 +146,7 @@ def is_of_the_program(error: Exception, encoder: Any) -> bool:
     return isinstance(error, ALWAYS_FATAL)
 
 
-class Judge:
+class FailureTracker:
     """Applies the policy to what fails in one process.
 
     Args:

@@ -1,7 +1,7 @@
 """Which samples failed, where and why: plain text that crosses from worker processes and holds no content of a sample.
 
 A failure is one `Report`, whichever hook it happened in. Reports travel with the next microbatch of their lane; the
-`Journal` of the training process says each of them once.
+`FailureLog` of the training process says each of them once.
 """
 
 from __future__ import annotations

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from PIL import Image
 
-from energon_bridge.stream.again import encode_again
 from energon_bridge.stream.draws import Encoded
-from energon_bridge.stream.pipeline import Ahead, Pipeline
-from energon_bridge.stream.state import Counts, Ref
+from energon_bridge.stream.pipeline import PendingLoads, Pipeline
+from energon_bridge.stream.reencode import encode_again
+from energon_bridge.stream.state import Counts, SampleRef
 from energon_bridge.stream.values import RestoreKey
-from energon_bridge.task_encoder.deferred import DeferredImage, values_of
+from energon_bridge.task_encoder.deferred import DeferredImage, sample_parser
 
 _AT_A_TIME = 64
 """Samples that are read at a time to be encoded again."""
@@ -36,7 +36,7 @@ class Row:
         size: About its bytes.
     """
 
-    members: tuple[Ref, ...]
+    members: tuple[SampleRef, ...]
     output: int
     content: Any
     size: int
@@ -47,7 +47,7 @@ class Row:
         return keys[0] if self.output == SAMPLE else ("Pack", self.output, keys)
 
 
-def restore_key(pipeline: Pipeline, ref: Ref) -> RestoreKey:
+def restore_key(pipeline: Pipeline, ref: SampleRef) -> RestoreKey:
     """Return the restore key of a sample."""
     return (pipeline.leaves[ref.leaf].identity, ref.sample, ref.epoch, ref.output)
 
@@ -56,7 +56,7 @@ def rows_of(encoded: Encoded) -> list[Row]:
     """Return encoded samples as rows."""
     columns = zip(encoded.samples, encoded.keys, encoded.leaves, encoded.sizes, strict=True)
     return [
-        Row((Ref(leaf, index, epoch, output),), SAMPLE, sample, size_of(sample, size))
+        Row((SampleRef(leaf, index, epoch, output),), SAMPLE, sample, size_of(sample, size))
         for sample, (_, index, epoch, output), leaf, size in columns
     ]
 
@@ -65,7 +65,7 @@ def size_of(sample: Any, read: int) -> int:
     """Return about how many bytes an encoded sample holds, those of its meta fields aside; at least what was read."""
     if isinstance(sample, torch.Tensor):
         return max(sample.nbytes, read)
-    return max(sum([_bytes_in(value) for name, value in values_of(sample) if not name.startswith("__")]), read)
+    return max(sum([_bytes_in(value) for name, value in sample_parser(sample) if not name.startswith("__")]), read)
 
 
 def _bytes_in(value: Any) -> int:
@@ -85,10 +85,10 @@ def _bytes_in(value: Any) -> int:
         return len(value.data)
     if isinstance(value, Image.Image):
         return value.width * value.height * len(value.getbands())
-    return sum(_bytes_in(one) for _, one in values_of(value)) if is_dataclass(value) else 0
+    return sum(_bytes_in(one) for _, one in sample_parser(value)) if is_dataclass(value) else 0
 
 
-def make_again(pipeline: Pipeline, rows: Sequence[Row], counts: Counts, loading: Ahead | None = None) -> list[Row]:
+def reencode(pipeline: Pipeline, rows: Sequence[Row], counts: Counts, loading: PendingLoads | None = None) -> list[Row]:
     """Encode the samples of rows whose content is gone; return the rows without those that no longer encode.
 
     A sample that no longer encodes is named in the log and counted for its leaf. `loading` is what was started for

@@ -8,7 +8,7 @@ from typing import Any
 
 from energon_bridge.stores import CachePool, NoCachePool
 from energon_bridge.stream.activity import Words
-from energon_bridge.stream.journal import Journal
+from energon_bridge.stream.failure_log import FailureLog
 from energon_bridge.stream.policy import ErrorPolicy
 
 
@@ -30,7 +30,7 @@ class StreamSettings:
         lanes: Lanes of the process.
         cache: Where cookers and hooks keep files that are needed later.
         policy: What becomes of samples that fail.
-        journal: Where they are named that no microbatch takes along.
+        failure_log: Where they are named that no microbatch takes along.
         delivered: Leaves of which the run has delivered something; none where it begins.
         rank, ranks: Number of this process among those that keep quarantine files.
         words: Where the thread that runs hooks, and then each that loads, writes what it does (`Activity.words`).
@@ -53,7 +53,7 @@ class StreamSettings:
     lanes: int = 1
     cache: CachePool = field(default_factory=NoCachePool)
     policy: ErrorPolicy = field(default_factory=ErrorPolicy)
-    journal: Journal | None = None
+    failure_log: FailureLog | None = None
     delivered: Collection[int] = ()
     rank: int = 0
     ranks: int = 1

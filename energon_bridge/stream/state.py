@@ -14,7 +14,7 @@ from energon_bridge.rng import IntArray
 from energon_bridge.stream.report import Report
 
 
-class Ref(NamedTuple):
+class SampleRef(NamedTuple):
     """Names an encoded sample: enough to read and encode it again."""
 
     leaf: int
@@ -32,13 +32,13 @@ class Stage(IntEnum):
     BATCH = 3  # in a batch of which something is still to be delivered; `number` as in a group
 
 
-def as_members(refs: Sequence[Ref]) -> IntArray:
+def as_members(refs: Sequence[SampleRef]) -> IntArray:
     """Return references as an array of shape (references, 4)."""
     return np.array(refs, dtype=np.int64).reshape(-1, 4)
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class BufferedRefs:
     """The rows of a lane that have been drawn and not delivered yet, as references.
 
     Attributes:
@@ -50,10 +50,10 @@ class Held:
     members: IntArray = field(default_factory=lambda: np.zeros((0, 4), dtype=np.int64))
 
     @classmethod
-    def of(cls, rows: Iterable[tuple[Stage, Iterable[Ref], int]]) -> Held:
+    def of(cls, rows: Iterable[tuple[Stage, Iterable[SampleRef], int]]) -> BufferedRefs:
         """Write down some rows."""
         heads: list[tuple[int, int, int]] = []
-        members: list[Ref] = []
+        members: list[SampleRef] = []
         for stage, refs, number in rows:
             before = len(members)
             members.extend(refs)
@@ -63,16 +63,16 @@ class Held:
         return cls(np.array(heads, dtype=np.int64), as_members(members))
 
     @classmethod
-    def joined(cls, parts: Sequence[Held]) -> Held:
+    def joined(cls, parts: Sequence[BufferedRefs]) -> BufferedRefs:
         """Return the rows of several, one after the other."""
         parts = [part for part in parts if len(part.rows)]
         if len(parts) < 2:
             return parts[0] if parts else NOTHING_HELD
         return cls(np.concatenate([part.rows for part in parts]), np.concatenate([part.members for part in parts]))
 
-    def entries(self) -> list[tuple[Stage, list[Ref], int]]:
+    def entries(self) -> list[tuple[Stage, list[SampleRef], int]]:
         """Return the rows that were written down."""
-        refs = [Ref(*member) for member in self.members.tolist()]
+        refs = [SampleRef(*member) for member in self.members.tolist()]
         out = []
         at = 0
         for stage, size, number in self.rows.tolist():
@@ -85,7 +85,7 @@ class Held:
         return (self.rows.tobytes(), self.members.tobytes()) if len(self.rows) else ()
 
     @classmethod
-    def of_plain(cls, values: tuple[bytes, ...]) -> Held:
+    def of_plain(cls, values: tuple[bytes, ...]) -> BufferedRefs:
         """Return what `plain` was called of."""
         if not values:
             return NOTHING_HELD
@@ -93,14 +93,14 @@ class Held:
         return cls(rows.reshape(-1, 3), members.reshape(-1, 4))
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Held):
+        if not isinstance(other, BufferedRefs):
             return NotImplemented
         return np.array_equal(self.rows, other.rows) and np.array_equal(self.members, other.members)
 
     __hash__ = None  # type: ignore[assignment]
 
 
-NOTHING_HELD = Held()
+NOTHING_HELD = BufferedRefs()
 
 
 LARGEST = 1 << 48
@@ -149,7 +149,7 @@ class LaneState:
     taken: int = field(metadata=_column("taken", most=1 << 32))
     leaf_draws: tuple[int, ...]
     origin: int = field(default=0, metadata=_column("origins", optional=True))
-    held: Held = NOTHING_HELD
+    held: BufferedRefs = NOTHING_HELD
     batches_taken: int = field(default=0, metadata=_column("batches_taken", optional=True, most=1 << 32))
     buffer: int = field(default=0, metadata=_column("buffers", optional=True, most=1 << 32))
 
@@ -161,7 +161,7 @@ class LaneState:
     @classmethod
     def of_plain(cls, values: tuple[Any, ...]) -> LaneState:
         """Return what `plain` was called of."""
-        held = Held.of_plain(values[_HELD])
+        held = BufferedRefs.of_plain(values[_HELD])
         return cls(*(*values[:_HELD], held, *values[_HELD + 1 :]))
 
     @classmethod
@@ -214,7 +214,7 @@ class NoBatch:
 
 
 @dataclass(slots=True)
-class Produced:
+class LaneBatch:
     """One microbatch with the state of its unit after it.
 
     Attributes:
@@ -240,7 +240,7 @@ class Produced:
         return self.batch, self.rows, state, dict(self.counts), self.reports, self.seconds
 
     @classmethod
-    def of_plain(cls, values: tuple[Any, ...]) -> Produced:
+    def of_plain(cls, values: tuple[Any, ...]) -> LaneBatch:
         """Return what `plain` was called of."""
         batch, rows, state, counts, reports, seconds = values
         return cls(batch, rows, None if state is None else LaneState.of_plain(state), Counts(counts), reports, seconds)

@@ -32,7 +32,7 @@ from energon_bridge.errors import ConfigurationError, FatalSampleError
 from energon_bridge.rng import fold
 from energon_bridge.stores import CachePool
 from energon_bridge.stream.activity import Activity, Words
-from energon_bridge.stream.dataset_code import Unmade
+from energon_bridge.stream.dataset_code import PendingSample
 from energon_bridge.task_encoder.current import (
     BATCH,
     CACHE,
@@ -52,7 +52,7 @@ _ENCODE, _BATCH, _POST, _SELECT, _PACK, _GROUP, _COOK = 1, 2, 3, 4, 5, 6, 7
 _LOADING = ("read", "decode", "field_map", "part_filter", "sample_loader", "joiner", "cook_crude_sample")
 
 
-class UserCode:
+class HookRunner:
     """The hooks of an encoder, as one lane calls them.
 
     Args:
@@ -111,8 +111,8 @@ class UserCode:
         """Whether any hook is not the package's own."""
         return self.encodes or self._batches or self._packs or self.groups
 
-    def make(self, sample: Unmade, leaf_key: int, index: int, epoch: int) -> Any:
-        """Return what code that comes with a dataset makes of a draw, or the `Problem` in its place."""
+    def make(self, sample: PendingSample, leaf_key: int, index: int, epoch: int) -> Any:
+        """Return what code that comes with a dataset makes of a draw, or the `FailedSample` in its place."""
         SAMPLE.set((leaf_key, index, epoch))
         self.now.at(leaf_key, index)
         made = sample.make(partial(self._begin, leaf_key))

@@ -30,13 +30,13 @@ Rows = tuple[Slab, Sequence[int]]
 """Where the images of consecutive draws may go: a slab, and the row of each draw."""
 
 Columns = tuple[list[RestoreKey], list[Any], list[int]]
-"""Of consecutive draws the restore keys, the samples or `Problem`s, and the sizes in bytes."""
+"""Of consecutive draws the restore keys, the samples or `FailedSample`s, and the sizes in bytes."""
 
 
 NO_PARTS: dict[str, memoryview] = {}
 
 
-class Problem:
+class FailedSample:
     """A draw that gives no sample: error, the step of loading that failed, and the sample; `EXCLUDED` has no error."""
 
     __slots__ = ("error", "hook", "place")
@@ -47,7 +47,7 @@ class Problem:
         self.place = place
 
 
-EXCLUDED = Problem(None, "", Place("", "", -1))
+EXCLUDED = FailedSample(None, "", Place("", "", -1))
 """A draw whose sample is listed in `exclude`."""
 
 
@@ -75,7 +75,7 @@ class Barred:
         return tuple(part if part is None else lost for part in raw) if isinstance(raw, tuple) else lost
 
 
-class Values:
+class SampleParser:
     """Makes samples of one leaf; runs on any thread.
 
     Args:
@@ -96,7 +96,7 @@ class Values:
         self.barred = Barred()
 
     def load(self, buffer: RoundBuffer, low: int, high: int, *, ahead: bool, into: Rows | None = None) -> Columns:
-        """Return for each draw [low, high) of a round its key, and its sample or the `Problem` in its place."""
+        """Return for each draw [low, high) of a round its key, and its sample or the `FailedSample` in its place."""
         drawn = buffer.indices[low:high]
         indices, shards = drawn.tolist(), buffer.reader.shards_of(drawn).tolist()
         now = self._activities.mine()
@@ -120,13 +120,13 @@ class Values:
         restore_keys: Sequence[RestoreKey],
         into: Rows | None = None,
     ) -> list[Any]:
-        """Return for the bytes of each sample, with its index and shard, the sample or the `Problem` in its place."""
+        """Return for the bytes of each sample, with its index and shard, the sample or a `FailedSample`."""
         dataset = self._dataset
         path, names, excluded = dataset.path, dataset.shard_names, dataset.excluded
         source_path = dataset.source_path or path
         now = self._activities.mine()
         now.dataset, now.hook = dataset, "read"
-        parsed: list[Any] = []  # key and parts of each, or the `Problem`
+        parsed: list[Any] = []  # key and parts of each, or the `FailedSample`
         for raw, index, shard in zip(raws, indices, shards, strict=True):
             try:
                 found = self._parse(raw, self._parts)
@@ -135,7 +135,7 @@ class Values:
                 raise
             except Exception as error:  # the policy of the stream decides what becomes of it
                 error = raw.error if type(raw) is Unreadable else self._located(error, raw, names[shard], index)
-                parsed.append(Problem(error, "read", Place(path, names[shard], index, "", ())))
+                parsed.append(FailedSample(error, "read", Place(path, names[shard], index, "", ())))
         now.hook = "decode"
         images: dict[int, tuple[str, Any]] = {}
         rows: Sequence[int] = range(len(parsed))
@@ -147,7 +147,7 @@ class Values:
         for raw, one, index, shard, restore_key, row in zip(
             raws, parsed, indices, shards, restore_keys, rows, strict=True
         ):
-            if type(one) is Problem:
+            if type(one) is FailedSample:
                 out.append(one)
                 continue
             key, parts = one
@@ -167,7 +167,7 @@ class Values:
                     with contextlib.suppress(StorageError):
                         there = self.name_of(raw, index)[1]
                     error = dataset.field_map.missing(values, there) or error
-                out.append(Problem(error, hook, Place(path, names[shard], index, key, there)))
+                out.append(FailedSample(error, hook, Place(path, names[shard], index, key, there)))
         return out
 
     def _located(self, error: Exception, raw: Any, shard: str, index: int) -> Exception:
@@ -187,7 +187,7 @@ class Values:
         places: dict[int, tuple[str, int]] = {}
         samples: list[tuple[int, dict[str, Any]]] = []
         for one, index, row in zip(parsed, indices, rows, strict=True):
-            if type(one) is not Problem:
+            if type(one) is not FailedSample:
                 key, parts = one
                 places[row] = key, index
                 samples.append((row, parts))

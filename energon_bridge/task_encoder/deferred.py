@@ -70,7 +70,7 @@ class DeferredImage:
 def deferred_in(sample: Any) -> list[tuple[Callable[[Any], None], DeferredImage]]:
     """Return the deferred images in a sample's fields, or in lists there, each with what puts pixels in its place."""
     found: list[tuple[Callable[[Any], None], DeferredImage]] = []
-    for name, value in values_of(sample):
+    for name, value in sample_parser(sample):
         if isinstance(value, DeferredImage):
             put = sample.__setitem__ if isinstance(sample, dict) else partial(setattr, sample)
             found.append((partial(put, name), value))
@@ -80,7 +80,7 @@ def deferred_in(sample: Any) -> list[tuple[Callable[[Any], None], DeferredImage]
     return found
 
 
-def values_of(sample: Any) -> list[tuple[str, Any]]:
+def sample_parser(sample: Any) -> list[tuple[str, Any]]:
     """Return the fields of a sample, of whatever kind, with their values."""
     if isinstance(sample, dict):
         return list(sample.items())

@@ -35,9 +35,9 @@ from energon_bridge.task_encoder.packing import Packer
 from energon_bridge.task_encoder.pixels import PixelDtype, Profile, pixel_path, pixel_settings, process_image
 from energon_bridge.task_encoder.sample_encoders import SAMPLE_ENCODERS, SampleEncoder
 from energon_bridge.task_encoder.sequences import (
-    Filling,
     MultiModalBatch,
     MultiModalSample,
+    PaddingValues,
     Sequencer,
     batch_sequences,
     with_norm,
@@ -114,7 +114,7 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
         self._encoders: dict[type, SampleEncoder] = dict(SAMPLE_ENCODERS)
         self._image_token_id = _image_token_id(tokenizer, self.config)
         pad_id = _first_id(tokenizer, "pad_token_id", "eos_token_id") or 0
-        self._filling = Filling(pad_id=pad_id, ignore=self.config.ignore_place_holder)
+        self._filling = PaddingValues(pad_id=pad_id, ignore=self.config.ignore_place_holder)
         if isinstance(image_tokens_per_image, int) and image_tokens_per_image >= seq_length:
             raise ConfigurationError(
                 f"seq_length={seq_length} leaves no room for text: one image takes {image_tokens_per_image} tokens; "

@@ -23,9 +23,9 @@ from torch import Tensor
 from energon_bridge.errors import ConfigurationError, OverLongSampleError
 from energon_bridge.samples import Sample, batch_meta, edataclass
 from energon_bridge.task_encoder.sequences import (
-    Filling,
     MultiModalBatch,
     MultiModalSample,
+    PaddingValues,
     mrope_of,
     pad_optional,
     pad_rows,
@@ -62,7 +62,7 @@ class MultiModalPack(Sample):
 
 
 def pack_sequences(
-    samples: Sequence[MultiModalSample], filling: Filling, *, multiple_of: int = 1, length: int | None = None
+    samples: Sequence[MultiModalSample], filling: PaddingValues, *, multiple_of: int = 1, length: int | None = None
 ) -> MultiModalPack:
     """Put samples one behind the other.
 
@@ -105,7 +105,7 @@ def pack_sequences(
     )
 
 
-def batch_packs(packs: Sequence[MultiModalPack], filling: Filling) -> MultiModalBatch:
+def batch_packs(packs: Sequence[MultiModalPack], filling: PaddingValues) -> MultiModalBatch:
     """Make a microbatch with one row for each pack, the last sample of a shorter row padded to the longest row."""
     length = max(len(pack.tokens) for pack in packs)
     padded: list[int] = []
@@ -134,7 +134,7 @@ def batch_packs(packs: Sequence[MultiModalPack], filling: Filling) -> MultiModal
     )
 
 
-def unpack_batch(batch: MultiModalBatch, filling: Filling) -> MultiModalBatch:
+def unpack_batch(batch: MultiModalBatch, filling: PaddingValues) -> MultiModalBatch:
     """Make a microbatch with one row for each sample of a batch of packs, as if nothing had been packed.
 
     The images need no change: they are in the order of the samples. The restore keys stay those of the packs.

@@ -80,7 +80,7 @@ class MultiModalBatch(Batch):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Filling:
+class PaddingValues:
     """What stands where a sequence is padded."""
 
     pad_id: int
@@ -131,7 +131,7 @@ class Sequencer:
         )
 
 
-def batch_sequences(samples: Sequence[MultiModalSample], length: int, filling: Filling) -> MultiModalBatch:
+def batch_sequences(samples: Sequence[MultiModalSample], length: int, filling: PaddingValues) -> MultiModalBatch:
     """Pad sequences on the right to a length and join their images."""
     visual = concat_visual([sample.visual for sample in samples])
     return MultiModalBatch.from_samples(

@@ -26,7 +26,7 @@ from energon_bridge.rng import key_of
 from energon_bridge.samples.devices import normalise_on_device
 from energon_bridge.task_encoder.multimodal import MultiModalBatch
 from energon_bridge.task_encoder.packed_sequences import unpack_batch
-from energon_bridge.task_encoder.sequences import Filling
+from energon_bridge.task_encoder.sequences import PaddingValues
 from energon_bridge.training.config import RunConfig
 from energon_bridge.training.generation import Prediction, generate_answers, prompts_of, visible_images
 from energon_bridge.training.packed import check_packing, sequence_inputs, takes_mrope
@@ -200,7 +200,7 @@ class VisionLanguageModule(LightningModule):
         if batch.__valid__ is not None and not batch.__valid__.any():
             return []
         if batch.cu_seqlens is not None:
-            batch = unpack_batch(batch, Filling(pad_id=self._pad_id(), ignore=-100))
+            batch = unpack_batch(batch, PaddingValues(pad_id=self._pad_id(), ignore=-100))
         prompts, prompt_mask = prompts_of(batch, self._pad_id())
         inputs = self._visual_inputs(batch)
         inputs = visible_images(

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.task_encoder.packed_sequences import batch_packs, pack_sequences
-from energon_bridge.task_encoder.sequences import Filling, MultiModalBatch, MultiModalSample
+from energon_bridge.task_encoder.sequences import MultiModalBatch, MultiModalSample, PaddingValues
 
 # Of a change in the first sample, 0.13 to 0.81 came across the border in small models (LLaVA and Idefics3 with a cache,
 # Qwen2-VL as it is), and exactly nothing in LLaVA and Idefics3 as they are called here. Room is left for noise where
@@ -73,7 +73,7 @@ def check_packing(model: Any) -> None:
 
 
 def _logits(model: Any, tokens: list[int]) -> Tensor:
-    filling = Filling(pad_id=0, ignore=-100)
+    filling = PaddingValues(pad_id=0, ignore=-100)
     samples = [_sample(tokens), _sample([5, 6, 7]), _sample([7, 6, 5])]
     batch = batch_packs([pack_sequences(samples, filling)], filling)
     batch.tokens, batch.position_ids = (values.to(model.device) for values in (batch.tokens, batch.position_ids))

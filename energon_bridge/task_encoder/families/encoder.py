@@ -45,9 +45,9 @@ from energon_bridge.task_encoder.packing import OverLong, Packer
 from energon_bridge.task_encoder.pixels import PixelPath, pixel_settings
 from energon_bridge.task_encoder.sample_encoders import SAMPLE_ENCODERS
 from energon_bridge.task_encoder.sequences import (
-    Filling,
     MultiModalBatch,
     MultiModalSample,
+    PaddingValues,
     Sequencer,
     batch_sequences,
     with_norm,
@@ -107,7 +107,7 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
             image_token=ImageToken(token_str="<image>"), image_following_text=self.config.place_images == "after"
         )
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-        self._filling = Filling(pad_id=pad or 0, ignore=self.config.ignore_index)
+        self._filling = PaddingValues(pad_id=pad or 0, ignore=self.config.ignore_index)
 
     @classmethod
     def for_model(

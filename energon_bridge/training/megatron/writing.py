@@ -10,7 +10,7 @@ from torch import Tensor
 from energon_bridge.samples.devices import normalise_on_device
 from energon_bridge.task_encoder.multimodal import MultiModalBatch
 from energon_bridge.task_encoder.packed_sequences import unpack_batch
-from energon_bridge.task_encoder.sequences import Filling
+from energon_bridge.task_encoder.sequences import PaddingValues
 from energon_bridge.training.generation import Prediction, prompt_lengths, visible_images
 from energon_bridge.training.megatron.inputs import Inputs, own_tokens, writing_inputs
 from energon_bridge.training.megatron.step import Training, run_stages
@@ -25,7 +25,7 @@ def write_answers(training: Training, bundle: ModelBundle, batch: MultiModalBatc
     """
     tokenizer, longest = bundle.tokenizer, training.config.validation.max_new_tokens
     if batch.cu_seqlens is not None:
-        batch = unpack_batch(batch, Filling(pad_id=tokenizer.pad_token_id, ignore=-100))
+        batch = unpack_batch(batch, PaddingValues(pad_id=tokenizer.pad_token_id, ignore=-100))
     batch = normalise_on_device(batch, training.ranks.device)
     lengths = prompt_lengths(batch)
     width = int(lengths.max())

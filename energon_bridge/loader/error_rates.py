@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator, Sequence
 
 from energon_bridge.errors import ErrorRateError
-from energon_bridge.stream.journal import Journal
+from energon_bridge.stream.failure_log import FailureLog
 from energon_bridge.stream.leaf import Leaf
 from energon_bridge.stream.policy import ErrorPolicy
 from energon_bridge.stream.state import COLUMNS, COUNTERS, Counts
@@ -23,7 +23,7 @@ AT_END, AT_EPOCH, AT_ANY_TIME = 1, 5, 100
 
 
 def check_rates(
-    policy: ErrorPolicy, leaves: Sequence[Leaf], counts: Sequence[Sequence[int]], more: Counts, journal: Journal
+    policy: ErrorPolicy, leaves: Sequence[Leaf], counts: Sequence[Sequence[int]], more: Counts, failure_log: FailureLog
 ) -> None:
     """Judge the datasets that a microbatch has failures of, by the counters of this rank.
 
@@ -35,7 +35,7 @@ def check_rates(
         leaves: The leaves of the stream.
         counts: `COLUMNS` of each leaf, up to the microbatch.
         more: What the microbatch adds.
-        journal: Knows what the failures were.
+        failure_log: Knows what the failures were.
 
     Raises:
         ErrorRateError: Too many samples of a dataset failed.
@@ -48,7 +48,7 @@ def check_rates(
     for path, total in _by_dataset(leaves, totals):
         failed, drawn = total[_ERRORS], total[_ERRORS] + total[_SAMPLES] + total[_SKIPPED]
         if path in concerned and drawn >= policy.min_draws and failed > policy.max_error_rate * drawn:
-            known = journal.failures(path)
+            known = failure_log.failures(path)
             raise ErrorRateError(
                 f"{path}: {failed} of {drawn} samples failed ({100 * failed / drawn:.2f} %), and max_error_rate allows "
                 f"{100 * policy.max_error_rate:g} % (different samples: {known or 'none since the run was resumed'}). "
@@ -56,13 +56,15 @@ def check_rates(
             )
 
 
-def name_losses(leaves: Sequence[Leaf], counts: Sequence[Sequence[int]], journal: Journal, *, least: int) -> None:
+def name_losses(
+    leaves: Sequence[Leaf], counts: Sequence[Sequence[int]], failure_log: FailureLog, *, least: int
+) -> None:
     """Warn of datasets that delivered nothing, or lost more than a twentieth of what was drawn; once for each cause.
 
     Args:
         leaves: The leaves of the stream.
         counts: `COLUMNS` of each leaf on this rank.
-        journal: Knows what the failures were, and what has been said.
+        failure_log: Knows what the failures were, and what has been said.
         least: Samples drawn of a dataset below which nothing is said of it yet.
     """
     for path, total in _by_dataset(leaves, counts):
@@ -70,7 +72,7 @@ def name_losses(leaves: Sequence[Leaf], counts: Sequence[Sequence[int]], journal
         drawn = delivered + failed + skipped + excluded
         if drawn < least:
             continue
-        found = journal.failures(path)
+        found = failure_log.failures(path)
         reasons = {
             "errors": f"{failed} failed (different samples: {found or 'none since the run was resumed'})"
             if failed
@@ -87,7 +89,7 @@ def name_losses(leaves: Sequence[Leaf], counts: Sequence[Sequence[int]], journal
             causes = [name for name, n in lost.items() if n >= _LOST_LEAST and n > _LOST_SHARE * drawn]
             share = 100 * sum(lost[name] for name in causes) / drawn
             what = f"{share:.0f} % of the samples of this dataset are left out"
-        new = [cause for cause in causes if reasons[cause] and journal.is_new(path, cause)]
+        new = [cause for cause in causes if reasons[cause] and failure_log.is_new(path, cause)]
         if new:
             said = "; ".join(reasons[cause] for cause in causes if reasons[cause])
             todo = " ".join(_REMEDIES[cause] for cause in causes if reasons[cause])

@@ -1,7 +1,7 @@
 """The files that one process keeps in its cache folder, within limits of bytes and number.
 
 A file that is asked for waits in a queue; threads read it from its store and write it to the folder, as long as there
-is room (`room`: the limits are those of all processes of the host). Who needs it earlier, or finds no room, reads the
+is room (`quota`: the limits are those of all processes of the host). Who needs it earlier, or finds no room, reads the
 store directly. Invariants: no file is in the table before all of it is written; room is taken before it is used and
 given back after the last one who asked for the file has let go of it, which also deletes it.
 """
@@ -20,7 +20,7 @@ from enum import Enum
 from energon_bridge.errors import StorageError
 from energon_bridge.samples import SourceInfo
 from energon_bridge.stores.base import FileStore
-from energon_bridge.stores.room import Room
+from energon_bridge.stores.quota import SharedQuota
 
 _THREADS = "energon-cache"
 _PATIENCE_SECONDS = 0.5
@@ -52,17 +52,17 @@ class KeptFile:
         self.source: SourceInfo | None = None
 
 
-class KeptFiles:
+class DiskCache:
     """The kept files of this process, in a folder below `parent`.
 
     Attributes:
         pid: The process that they belong to.
-        room: What they take of the limits, and their folder.
+        quota: What they take of the limits, and their folder.
     """
 
     def __init__(self, parent: str, *, num_workers: int, max_bytes: int, max_count: int) -> None:
         self.pid = os.getpid()
-        self.room = Room(parent, max_bytes=max_bytes, max_count=max_count)
+        self.quota = SharedQuota(parent, max_bytes=max_bytes, max_count=max_count)
         self._num_workers = num_workers
         self._threads = ThreadPoolExecutor(num_workers, _THREADS)
         self._running = 0
@@ -140,7 +140,7 @@ class KeptFiles:
         # On one of the threads themselves it cannot wait for its own end.
         wait = not threading.current_thread().name.startswith(_THREADS)
         self._threads.shutdown(wait=wait, cancel_futures=True)
-        self.room.close()
+        self.quota.close()
 
     # With the lock held ----------------------------------------------------------------------------------------------
 
@@ -163,7 +163,7 @@ class KeptFiles:
             return
         with contextlib.suppress(FileNotFoundError):  # one that could not be written
             os.unlink(entry.path)
-        self.room.give_back(entry.size)
+        self.quota.give_back(entry.size)
 
     def _start(self) -> None:
         """Let threads fetch waiting files while there is room."""
@@ -173,7 +173,7 @@ class KeptFiles:
             self._waiting
             and not self._closed
             and self._running < self._num_workers
-            and self.room.has_room(self._running)
+            and self.quota.has_room(self._running)
         ):
             entry = self._waiting.popleft()
             if entry.references and entry.state is _State.WAITING:
@@ -203,10 +203,10 @@ class KeptFiles:
     def _write(self, entry: KeptFile, data: bytes) -> bool:
         """Reserve room for a file and write it; say whether it is kept."""
         with self._changed:
-            if self._closed or not entry.references or not self.room.take(len(data)):
+            if self._closed or not entry.references or not self.quota.take(len(data)):
                 return False
             entry.size = len(data)
-            entry.path = os.path.join(self.room.folder.path, str(next(self._numbers)))
+            entry.path = os.path.join(self.quota.folder.path, str(next(self._numbers)))
         try:
             with open(entry.path, "wb") as file:
                 file.write(data)
@@ -223,10 +223,10 @@ class KeptFiles:
             return entry.state is _State.KEPT
 
 
-def own_files(parent: str, *, num_workers: int, max_bytes: int, max_count: int) -> KeptFiles | None:
+def own_files(parent: str, *, num_workers: int, max_bytes: int, max_count: int) -> DiskCache | None:
     """Make the kept files of this process; None, with a warning, where the folder cannot be written."""
     try:
-        return KeptFiles(parent, num_workers=num_workers, max_bytes=max_bytes, max_count=max_count)
+        return DiskCache(parent, num_workers=num_workers, max_bytes=max_bytes, max_count=max_count)
     except StorageError as error:
         _log.warning("nothing is cached: %s", error)
         return None

@@ -29,7 +29,7 @@ _CLEARING_SECONDS = 2.0
 """So often a process that finds no room looks for the folders of dead ones."""
 
 
-class Room:
+class SharedQuota:
     """The room that this process has taken, in a new folder of its own below `parent`.
 
     Methods may be called from any thread, `close` also by the garbage collector in the middle of another.

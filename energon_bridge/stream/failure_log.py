@@ -1,6 +1,6 @@
 """Says what failed, each sample once: in the log, at a rate that no bad dataset can exceed, and in a quarantine file.
 
-One journal serves all loaders of a dataset in a process. What it has said is not part of a state: a run that is resumed
+One log serves all loaders of a dataset in a process. What it has said is not part of a state: a run that is resumed
 in a new process says it again, and a quarantine file, which is read before it is added to, does not.
 """
 
@@ -21,7 +21,7 @@ _REMEMBERED = 200_000
 """Failures that are told from new ones; a run with more of them has other worries."""
 
 
-class Journal:
+class FailureLog:
     """Says each failure once.
 
     Args:

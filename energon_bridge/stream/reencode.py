@@ -11,18 +11,18 @@ from typing import Any
 import numpy as np
 
 from energon_bridge.plan.leaf import Round
-from energon_bridge.stream.pipeline import Ahead, Pipeline, Segment
+from energon_bridge.stream.pipeline import PendingLoads, Pipeline, Segment
 from energon_bridge.stream.reader import RoundBuffer
 from energon_bridge.stream.report import MAX_MEMBERS, Place, named
-from energon_bridge.stream.state import COLUMNS, Counts, Ref
+from energon_bridge.stream.state import COLUMNS, Counts, SampleRef
 from energon_bridge.stream.values import RestoreKey
 
 _ENCODED_AGAIN = COLUMNS.index("encoded_again")
 
 
-def load_again(pipeline: Pipeline, refs: Sequence[Ref]) -> Ahead:
+def load_again(pipeline: Pipeline, refs: Sequence[SampleRef]) -> PendingLoads:
     """Start loading the samples of some references, in their order."""
-    ahead = Ahead(pipeline)
+    ahead = PendingLoads(pipeline)
     threads = pipeline.settings.threads
     chunk = max(pipeline.chunk, -(-len(refs) // threads)) if threads else max(1, len(refs))
     for low in range(0, len(refs), chunk):
@@ -37,7 +37,9 @@ def load_again(pipeline: Pipeline, refs: Sequence[Ref]) -> Ahead:
     return ahead
 
 
-def encode_again(pipeline: Pipeline, refs: Sequence[Ref], counts: Counts, loading: Ahead | None = None) -> list[Any]:
+def encode_again(
+    pipeline: Pipeline, refs: Sequence[SampleRef], counts: Counts, loading: PendingLoads | None = None
+) -> list[Any]:
     """Return the encoded samples of some references, None for one that no longer encodes, which is counted.
 
     `loading` is what `load_again` started for them before.
