@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from recipes import CAPTIONS, ROOT, jpeg
 
-from energon_bridge import WorkerConfig, get_loader, get_val_dataset
+from energon_bridge import WorkerConfig, get_loader, get_train_dataset, get_val_dataset
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.training.llava_data import write_captions, write_conversations
 
@@ -20,6 +20,17 @@ def run(*arguments: str) -> None:
     """Call `energon`."""
     command = [sys.executable, "-c", "from energon_bridge.cli.main import main; main()", *arguments]
     subprocess.run(command, env={"PYTHONPATH": str(ROOT)}, check=True, capture_output=True, timeout=60)
+
+
+def test_the_documented_line_converts_captions(tmp_path: Path) -> None:
+    (tmp_path / "list.json").write_text(json.dumps(entries(25, tmp_path / "images")))
+    documented = (ROOT / "docs" / "recipes.md").read_text().splitlines()
+    line = next(line for line in documented if line.startswith("energon convert blip_laion_cc_sbu_558k.json"))
+    names = {"blip_laion_cc_sbu_558k.json": "list.json", "data/llava_pretrain_558k": "data", "images": "images"}
+    words = [str(tmp_path / names[word]) if word in names else word for word in shlex.split(line)[1:]]
+    run(*words)
+    dataset = get_train_dataset(tmp_path / "data", batch_size=4, worker_config=WorkerConfig(num_workers=0))
+    assert set(next(iter(get_loader(dataset))).caption) <= set(CAPTIONS.values())
 
 
 def entries(count: int, images: Path) -> list[dict[str, object]]:
@@ -40,9 +51,9 @@ def test_captions_become_a_dataset(tmp_path: Path) -> None:
     source.write_text(json.dumps(entries(25, images)))
     assert write_captions(source, images, folder, val_every=10, samples_per_shard=9) == {"train": 22, "val": 3}
     assert [path.name for path in sorted((folder / "train").iterdir())] == ["00000.tar", "00001.tar", "00002.tar"]
-    documented = (ROOT / "docs" / "recipes.md").read_text().splitlines()
-    line = next(line for line in documented if line.startswith("energon prepare data/llava_pretrain_558k"))
-    run(*shlex.split(line.replace("data/llava_pretrain_558k", str(folder)))[1:])
+    fields = ("--sample-type", "CaptioningSample", "--field-map", '{"image": "jpg", "caption": "txt"}')
+    parts = ("--split-parts", "train:train/.*", "--split-parts", "val:val/.*")
+    run("prepare", str(folder), "--non-interactive", *parts, *fields)
     for part, numbers in (("val", [0, 10, 20]), ("train", [n for n in range(25) if n % 10])):
         dataset = get_val_dataset(
             folder, split_part=part, batch_size=30, worker_config=WorkerConfig(num_workers=0), image_decode="pilrgb"

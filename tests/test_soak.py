@@ -1,6 +1,6 @@
 """Long runs and many loaders: memory, descriptors, maps and states stay where they are after the first batches.
 
-500 batches and 20 loaders; 20,000 and 200 with `ENERGON_LONG_TESTS=1`.
+300 batches and 20 loaders; 20,000 and 200 with `ENERGON_LONG_TESTS=1`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from energon_bridge import get_savable_loader, get_train_dataset
 from energon_bridge.loader.spec import DatasetSpec
 
 LONG = bool(os.environ.get("ENERGON_LONG_TESTS"))
-BATCHES, LOADERS = (20_000, 200) if LONG else (500, 20)
+BATCHES, LOADERS = (20_000, 200) if LONG else (300, 20)
 LOOKS = 12
 """How often a run is looked at; the first quarter of them is the warm-up."""
 MIB = 1 << 20
