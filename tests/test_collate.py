@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import namedtuple
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from forked import start_forked
 from hypothesis import given, strategies as st
 
 from energon_bridge.errors import ConfigurationError
@@ -119,23 +117,6 @@ def test_images_of_any_size_are_padded_and_joined(size: str, dtype: torch.dtype)
     for image in images:
         assert torch.equal(joined[start : start + len(image), : image.shape[1]], image)
         start += len(image)
-
-
-def test_stacking_starts_no_threads():
-    """Torch starts a team of them for such sizes, which waits for cores that decode or train."""
-
-    def threads_started() -> int:
-        torch.set_num_threads(4)
-        before = len(os.listdir("/proc/self/task"))
-        for height, width in SIZES.values():
-            rows = [torch.from_numpy(np.ones((3, height + n, width))) for n in range(4)]
-            batch_pad_stack(rows)
-            batch_stack([rows[0], rows[0]])
-            concat_pad([rows[0], rows[0]])
-            concat_pad([rows[0], rows[1]])
-        return len(os.listdir("/proc/self/task")) - before
-
-    assert start_forked(threads_started).result() == (True, 0)
 
 
 @pytest.mark.parametrize("shape", [(), (2,), (3, 100)], ids=str)

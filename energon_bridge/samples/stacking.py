@@ -22,9 +22,6 @@ from energon_bridge.errors import ConfigurationError, UnfitSampleError
 from energon_bridge.samples import streaming
 from energon_bridge.samples.slabs import SLABS, lent
 
-_TEAM = 32768
-"""Elements from which torch starts a team of threads, and waits for all of them: milliseconds for a small batch, where
-other threads decode or other programs run. So from there on numpy fills and copies, on one thread."""
 _PAGE = 4096
 """Bytes of a row from which a copy of its own costs less than it gains."""
 _NUMPY_DTYPES: dict[torch.dtype, np.dtype[Any]] = {
@@ -76,7 +73,7 @@ def batch_pad_stack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     memory = _zeros([len(tensors), *(largest[dim] for dim in order)], dtype, first.device)
     batch = memory.permute(_undo(order))
     for row, tensor in zip(batch, tensors, strict=True):
-        _copy(tensor, row[tuple(slice(size) for size in tensor.shape)])
+        row[tuple(slice(size) for size in tensor.shape)] = tensor
     return batch
 
 
@@ -100,7 +97,7 @@ def concat_pad(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     joined = _zeros([sum(map(len, tensors)), *largest], dtype, first.device)
     start = 0
     for tensor in tensors:
-        _copy(tensor, joined[(slice(start, start + len(tensor)), *map(slice, tensor.shape[1:]))])
+        joined[(slice(start, start + len(tensor)), *map(slice, tensor.shape[1:]))] = tensor
         start += len(tensor)
     return joined
 
@@ -115,6 +112,7 @@ def _stack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     order = None if first.is_contiguous() else _memory_order(first)
     rows = tensors if order is None else [tensor.permute(*order) for tensor in tensors]
     if all(map(_is_plain, rows)):
+        # numpy copies on this thread; torch would start a team of threads that gets in the way of those that decode
         batch = torch.from_numpy(_stack_arrays([row.numpy() for row in rows]))
     else:
         batch = torch.stack(list(rows))
@@ -139,31 +137,18 @@ def _stack_arrays(rows: list[np.ndarray]) -> np.ndarray:
 
 
 def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    count = math.prod(shape)
-    if device.type != "cpu" or dtype not in _NUMPY_DTYPES or count < _TEAM:
+    if device.type != "cpu" or dtype not in _NUMPY_DTYPES or math.prod(shape) * dtype.itemsize < streaming.LARGE:
         return torch.zeros(shape, dtype=dtype, device=device)
-    if count * dtype.itemsize < streaming.LARGE:
-        return torch.from_numpy(np.zeros(shape, _NUMPY_DTYPES[dtype]))
     memory = lent(shape, _NUMPY_DTYPES[dtype])
     memory.fill(0)
     return torch.from_numpy(memory)
 
 
-def _copy(tensor: torch.Tensor, place: torch.Tensor) -> None:
-    """Copy a tensor into a part of a batch."""
-    if tensor.numel() >= _TEAM and _is_plain(tensor) and _is_plain(place):
-        np.copyto(place.numpy(), tensor.numpy())
-    else:
-        place.copy_(tensor)
-
-
 def _cat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     alike = all(_is_plain(one) and one.is_contiguous() and one.dtype == tensors[0].dtype for one in tensors)
-    if not alike or sum(tensor.numel() for tensor in tensors) < _TEAM:
+    if not alike or sum(tensor.nbytes for tensor in tensors) < streaming.LARGE:
         return torch.cat(list(tensors))
     rows = [tensor.numpy() for tensor in tensors]
-    if sum(row.nbytes for row in rows) < streaming.LARGE:
-        return torch.from_numpy(np.concatenate(rows))
     memory = lent((sum(map(len, rows)), *rows[0].shape[1:]), rows[0].dtype)
     return torch.from_numpy(np.concatenate(rows, out=memory))
 

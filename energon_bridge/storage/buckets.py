@@ -1,9 +1,8 @@
 """What lies behind a remote URL: where objects are read from, how they are listed and written, what answers mean.
 
 Credentials, signatures, regions, endpoints, listing and uploads are the providers' own libraries' business: boto3
-(extra `s3`), google-cloud-storage (`gcs`), azure-storage-blob with azure-identity (`azure`). Reading asks them for
-signatures only: of S3 and Azure a signed URL for an object or a container, of Google Cloud Storage a token. These
-libraries are used under a lock, and a fork makes clients of its own.
+(extra `s3`) and google-cloud-storage (`gcs`). Reading asks them for signatures only: of S3 a signed URL for an object,
+of Google Cloud Storage a token. These libraries are used under a lock, and a fork makes clients of its own.
 """
 
 from __future__ import annotations
