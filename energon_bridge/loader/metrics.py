@@ -59,7 +59,7 @@ def flat_metrics(
         - `make_seconds`, all processes together, and of these `load_seconds` (waiting for samples to be read and
           decoded), `encode_seconds` and `batch_seconds`;
         - what the processes have asked of servers, if anything: `requests`, and of these `request_retries` and
-          `request_hedges` (rivals of slow ones), `request_bytes`, and `request_seconds` that reads waited;
+          `request_hedges` (second requests), `request_bytes`, and `request_seconds` that reads waited;
           and `stalled_reads`: tries of reading a file that took longer than `read_timeout_seconds`;
         - of a mix `samples/NAME` and `epochs/NAME` of each dataset that is part of it now, and `errors/NAME` and
           `skipped/NAME` of those that have lost samples.

@@ -362,7 +362,7 @@ class Client:
             if not location:
                 return
             moved = urljoin(target.url, location)
-        raise GaveUp(f"asked {_HOPS} times, each time sent on, last to {moved or 'the same place'}")
+        raise GaveUp(f"asked {_HOPS} times, each time sent on, last to {moved.partition('?')[0] or 'the same place'}")
 
     def _ask(self, attempt: _Attempt, target: Target, silence: float) -> str:
         """Send one request and read the answer; return where it redirects to, if it does."""
