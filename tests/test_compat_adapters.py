@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import pickle
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +23,7 @@ from energon_bridge import (
     errors,
 )
 from energon_bridge.compat import dataset_classes, epath, loading, preparing, records, worker, wrapped
-from energon_bridge.errors import ConfigurationError
+from energon_bridge.errors import ConfigurationError, MetadataError
 from energon_bridge.testing import create_captioning_test_dataset
 
 
@@ -190,7 +192,7 @@ def test_paths(tmp_path: Path) -> None:
     assert not file.is_file()
     remote = epath.EPath("s3://bucket/folder") / "x"
     assert (remote.url, remote.parent.url, remote.is_local()) == ("s3://bucket/folder/x", "s3://bucket/folder", False)
-    for wrong in (remote.local_path, lambda: remote.relative_to(folder), lambda: epath.EPath("msc://x")):
+    for wrong in (remote.local_path, lambda: remote.relative_to(folder)):
         with pytest.raises(ConfigurationError):
             wrong()
 
@@ -368,6 +370,45 @@ class NoWayToRead(FileStore):
 def test_a_store_that_reads_nothing_says_so() -> None:
     with pytest.raises(NotImplementedError, match="NoWayToRead derives from FileStore and must override `read`"):
         NoWayToRead().get("x")
+
+
+def test_paths_of_multi_storage_client() -> None:
+    assert epath.EPath("msc://near/a/.././b").url == "msc://near/b"
+    assert (epath.EPath("msc://near/a") / "../b").url == "msc://near/b"
+    for profile in (epath.DEFAULT_PROFILE_NAME, "default"):
+        assert epath.EPath(f"msc://{profile}/etc/hosts").url == "/etc/hosts"
+    with pytest.warns(DeprecationWarning, match="old name of msc://"):
+        assert epath.EPath("rclone://near/b").url == "msc://near/b"
+    with pytest.raises(MetadataError, match="above the root"):
+        epath.EPath("msc://near/a") / "../../b"
+    if importlib.util.find_spec("multistorageclient") is None:
+        with pytest.raises(ConfigurationError, match=r"msc://near/b: multi-storage-client is not installed: pip"):
+            epath.EPath("msc://near/b").is_file()
+
+
+def test_paths_of_a_cached_dataset_keep_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NVDATASET_CACHE_DIR", str(tmp_path))
+    root = epath.EPath("dss://charts@v0")
+    (root / "images" / "1.txt").write_text("one")
+    (tmp_path / "charts" / "v0" / "link").symlink_to(tmp_path / "charts" / "v0" / "images")
+    urls = ["dss://charts@v0/images/1.txt", "dss://charts@v0/link/1.txt"]
+    assert [path.url for path in root.walk()] == [path.url for path in root.glob("**/*.txt")] == urls
+    assert (root.is_local(), root.local_path()) == (True, tmp_path / "charts" / "v0")
+    assert (epath.EPath(urls[1]).read_text(), epath.EPath(urls[0]).relative_to(root)) == ("one", "images/1.txt")
+    copied = pickle.loads(pickle.dumps(root / "images"))
+    assert (copied, copied.is_dir()) == (root / "images", True)
+    with pytest.raises(MetadataError, match="expected dss://NAME@VERSION/path"):
+        epath.EPath("dss://charts")
+    monkeypatch.delenv("NVDATASET_CACHE_DIR")
+    with pytest.raises(MetadataError, match=r"\$NVDATASET_CACHE_DIR names, and that variable is not set"):
+        epath.EPath("dss://charts@v0")
+
+
+def test_stat_of_a_file(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(b"123")
+    found = epath.EPath(tmp_path / "x").stat()
+    assert found.content_length == 3
+    assert abs(found.last_modified.timestamp() - (tmp_path / "x").stat().st_mtime) < 1e-3
 
 
 def test_files_behind_links_are_found(tmp_path: Path) -> None:

@@ -296,7 +296,7 @@ def run(*arguments: str, code: int = 0) -> str:
     ],
 )
 def test_prepare_media_and_prepare_from_the_command_line(options: list[str], count: int, tmp_path: Path) -> None:
-    message = f"Stored metadata for {count} files."
+    message = f"Done: stored metadata for {count} files."
     assert message in run("prepare-media", str(make("folder", tmp_path / "f")), "--num-workers", "2", *options)
     folder = make("dataset", tmp_path / "d")
     prepare = ["prepare", str(folder), "--non-interactive", "--force-overwrite", "--split-ratio", "1,0,0"]

@@ -52,7 +52,7 @@ def media_filter(by_glob: str | None, by_header: bool, by_extension: bool) -> Me
 
 def report_media(found: IndexedMedia) -> None:
     """Say how many media files were looked into, and which could not be read."""
-    click.echo(f"Stored metadata for {found.num_files:,} files.")
+    click.echo(f"Done: stored metadata for {found.num_files:,} files.")
     if found.failed:
         shown = ", ".join(found.failed[:_SHOWN]) + (", ..." if len(found.failed) > _SHOWN else "")
         click.echo(f"{len(found.failed):,} files could not be read: {shown}")

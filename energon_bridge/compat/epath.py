@@ -1,25 +1,44 @@
 """`EPath`: a path or URL as megatron-energon's scripts use it, by fsspec.
 
-Local paths are absolute and without `..`; URLs keep their protocol (`s3://bucket/key`). Methods raise what fsspec
-raises, such as FileNotFoundError.
+Local paths are absolute and without `..`; URLs keep their protocol (`s3://bucket/key`, `msc://profile/bucket/key`).
+`dss://NAME@VERSION/path` keeps its name, and its files lie in `$NVDATASET_CACHE_DIR/NAME/VERSION`. Methods raise what
+fsspec raises, such as FileNotFoundError.
 """
 
 from __future__ import annotations
 
 import glob
+import importlib.util
 import os
 import posixpath
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any, Self
 
 import fsspec
 
-from energon_bridge.compat.refused import not_provided
 from energon_bridge.errors import ConfigurationError
+from energon_bridge.mix.paths import resolve_path
 
-DEFAULT_PROFILE_NAME = "default"
-_OTHER_PROTOCOLS = ("msc", "rclone", "dss")
+DEFAULT_PROFILE_NAME = "__filesystem__"
+"""The profile of multi-storage-client that is this machine's file system."""
+_LOCAL_PROFILES = (DEFAULT_PROFILE_NAME, "default")
+
+
+@dataclass(frozen=True, slots=True)
+class FileStat:
+    """What a storage says of a file.
+
+    Attributes:
+        content_length: Bytes.
+        last_modified: When it was written.
+    """
+
+    content_length: int
+    last_modified: datetime
 
 
 class EPath(os.PathLike[str]):
@@ -34,19 +53,38 @@ class EPath(os.PathLike[str]):
     def __init__(self, initial_path: str | os.PathLike[str]) -> None:
         text = os.fspath(initial_path)
         protocol, separator, rest = text.partition("://")
-        if protocol in _OTHER_PROTOCOLS and separator:
-            raise not_provided(
-                f"EPath({text!r})", "use the URL that fsspec knows the storage by, such as s3:// or gs://"
-            )
-        self._protocol = protocol if separator and protocol != "file" else ""
-        path = (rest if separator else text) if self._protocol else os.path.abspath(rest if separator else text)
-        self._path = posixpath.normpath(path)
+        if not separator or protocol == "file":
+            self._protocol, self._path = "", posixpath.normpath(os.path.abspath(rest if separator else text))
+            return
+        if protocol == "dss":
+            resolve_path(text, base="/", where="EPath")  # refuses what has no version, and a machine without the folder
+            self._protocol, self._path = protocol, posixpath.normpath(rest)
+            return
+        if protocol == "rclone":
+            warnings.warn("rclone:// is deprecated: it is the old name of msc://", DeprecationWarning, stacklevel=2)
+        self._protocol, _, self._path = resolve_path(text, base="/", where="EPath").partition("://")
+        profile, _, inside = self._path.partition("/")
+        if self._protocol == "msc" and profile in _LOCAL_PROFILES:
+            self._protocol, self._path = "", f"/{inside}"
 
     def _other(self, path: str) -> Self:
         return type(self)(f"{self._protocol}://{path}" if self._protocol else path)
 
+    @property
+    def _is_dss(self) -> bool:
+        return self._protocol == "dss"
+
+    @property
+    def _here(self) -> str:
+        """The path as its file system takes it."""
+        return resolve_path(self.url, base="/", where="EPath") if self._is_dss else self._path
+
     def _fs(self) -> Any:
-        return fsspec.filesystem(self._protocol or "file")
+        if self._protocol == "msc" and importlib.util.find_spec("multistorageclient") is None:
+            raise ConfigurationError(
+                f"{self.url}: multi-storage-client is not installed: pip install 'energon-bridge[msc]'"
+            )
+        return fsspec.filesystem("file" if self.is_local() else self._protocol)
 
     @property
     def name(self) -> str:
@@ -70,32 +108,32 @@ class EPath(os.PathLike[str]):
 
     def is_local(self) -> bool:
         """Whether it is a path of this machine."""
-        return not self._protocol
+        return not self._protocol or self._is_dss
 
     def local_path(self) -> Path:
         """Return the path of this machine; raises ConfigurationError for a URL."""
-        if self._protocol:
+        if not self.is_local():
             raise ConfigurationError(f"{self.url}: not a path of this machine")
-        return Path(self._path)
+        return Path(self._here)
 
     def is_dir(self) -> bool:
         """Whether there is a folder."""
-        return bool(self._fs().isdir(self._path))
+        return bool(self._fs().isdir(self._here))
 
     def is_file(self) -> bool:
         """Whether there is a file."""
-        return bool(self._fs().isfile(self._path))
+        return bool(self._fs().isfile(self._here))
 
     def mkdir(self, exist_ok: bool = True, parents: bool = False) -> None:
         """Make the folder, where the storage has folders."""
         if not exist_ok and self.is_dir():
             raise FileExistsError(self.url)
         if parents or not self.is_dir():
-            self._fs().makedirs(self._path, exist_ok=True)
+            self._fs().makedirs(self._here, exist_ok=True)
 
     def open(self, mode: str = "r", **kwargs: Any) -> IO[Any]:
         """Open the file."""
-        opened: IO[Any] = self._fs().open(self._path, mode, **kwargs)
+        opened: IO[Any] = self._fs().open(self._here, mode, **kwargs)
         return opened
 
     def read_text(self) -> str:
@@ -104,7 +142,7 @@ class EPath(os.PathLike[str]):
 
     def read_bytes(self) -> bytes:
         """Return the bytes of the file."""
-        return bytes(self._fs().cat_file(self._path))
+        return bytes(self._fs().cat_file(self._here))
 
     def write_text(self, text: str) -> None:
         """Write text (UTF-8) as the file."""
@@ -112,9 +150,9 @@ class EPath(os.PathLike[str]):
 
     def write_bytes(self, data: bytes) -> None:
         """Write bytes as the file."""
-        if not self._protocol:
-            os.makedirs(posixpath.dirname(self._path), exist_ok=True)
-        self._fs().pipe_file(self._path, data)
+        if self.is_local():
+            os.makedirs(posixpath.dirname(self._here), exist_ok=True)
+        self._fs().pipe_file(self._here, data)
 
     def copy(self, target: EPath) -> None:
         """Copy the file to another path, on any storage."""
@@ -127,29 +165,44 @@ class EPath(os.PathLike[str]):
 
     def unlink(self) -> None:
         """Delete the file."""
-        self._fs().rm_file(self._path)
+        self._fs().rm_file(self._here)
 
     def size(self) -> int:
         """Return the bytes of the file."""
-        return int(self._fs().size(self._path))
+        return int(self._fs().size(self._here))
+
+    def stat(self) -> FileStat:
+        """Return size and time of the file."""
+        found = self._fs().info(self._here)
+        written = found.get("mtime", found.get("last_modified", found.get("LastModified")))
+        if not isinstance(written, datetime):
+            written = datetime.fromtimestamp(written, UTC) if written is not None else self._fs().modified(self._here)
+        return FileStat(int(found["size"]), written)
 
     def walk(self) -> Iterator[Self]:
         """Yield all files below the folder, sorted; links to folders of this machine are followed."""
-        if not self._protocol:
-            found = [os.path.join(at, file) for at, _, files in os.walk(self._path, followlinks=True) for file in files]
-            yield from map(self._other, sorted(found))
+        if self.is_local():
+            here = self._here
+            found = [os.path.join(at, file) for at, _, files in os.walk(here, followlinks=True) for file in files]
+            yield from self._below(found)
             return
-        for path in sorted(self._fs().find(self._path)):
+        for path in sorted(self._fs().find(self._here)):
             yield self._other(path)
 
     def glob(self, pattern: str) -> Iterator[Self]:
         """Yield the files that match a pattern below the folder, sorted."""
-        if not self._protocol:
-            found = glob.glob(os.path.join(glob.escape(self._path), pattern), recursive=True)
-            yield from map(self._other, sorted(filter(os.path.isfile, found)))
+        if self.is_local():
+            found = glob.glob(os.path.join(glob.escape(self._here), pattern), recursive=True)
+            yield from self._below(filter(os.path.isfile, found))
             return
-        for path in sorted(self._fs().glob(posixpath.join(self._path, pattern))):
+        for path in sorted(self._fs().glob(posixpath.join(self._here, pattern))):
             yield self._other(path)
+
+    def _below(self, found: Iterable[str]) -> Iterator[Self]:
+        """Yield files of this machine that lie below this folder."""
+        here = self._here
+        for path in sorted(found):
+            yield self / os.path.relpath(path, here)
 
     def with_suffix(self, suffix: str) -> Self:
         """Return the path with another suffix."""
@@ -184,3 +237,7 @@ class EPath(os.PathLike[str]):
 
     def __lt__(self, other: EPath) -> bool:
         return self.url < other.url
+
+
+NVDATASET_CACHE_DIR = EPath(os.environ["NVDATASET_CACHE_DIR"]) if os.environ.get("NVDATASET_CACHE_DIR") else None
+"""The folder of `dss://` when this was imported; paths look at the variable of the environment each time."""

@@ -69,7 +69,7 @@ _ADAPTERS = {
         "get_dataset_info",
         "get_dataset_type",
     ),
-    "epath": ("DEFAULT_PROFILE_NAME", "EPath"),
+    "epath": ("DEFAULT_PROFILE_NAME", "EPath", "NVDATASET_CACHE_DIR"),
     "dataset_classes": ("BaseCoreDatasetFactory", "BaseWebdatasetFactory", "CrudeJsonlDatasetFactory"),
     "preparing": (
         "JsonlPreparator",
