@@ -14,11 +14,11 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from energon_bridge.errors import ConfigurationError, UnknownArgumentError
-from energon_bridge.loader.leaves import OpenLeaf, open_leaves
 from energon_bridge.loader.position import OnMismatch
 from energon_bridge.loader.savable import SavableDataLoader
 from energon_bridge.loader.spec import DatasetSpec
 from energon_bridge.mix import DatasetOpener, Mix, MixSource, index_of_datasets, load_mix, open_mix_index
+from energon_bridge.mix.leaves import OpenLeaf, open_leaves
 from energon_bridge.plan.leaf import DEFAULT_PARALLEL_SHARD_ITERS
 from energon_bridge.stores import CachePool
 from energon_bridge.stream.policy import ErrorPolicy, Handler

@@ -18,6 +18,7 @@ from engine import config_of, loaders_of, text_dataset, train_dataset
 from hypothesis import given, settings, strategies as st
 
 from energon_bridge import Blender, DefaultTaskEncoder
+from energon_bridge.loader.run_plan import plan_run
 from energon_bridge.loader.spec import DatasetSpec
 from energon_bridge.plan.blend import EpochizedBlend, WeightedBlend
 from energon_bridge.plan.lane_step import DRAW_STEP, lane_step
@@ -239,7 +240,7 @@ def test_a_delivered_mix_epoch_ends_every_leaf_exactly(leaves: list[Path], world
         for identity, size in sizes.items()
         for index in range(size)
     }
-    blend = dataset.units(config_of(1, 0)).blend
+    blend = plan_run(dataset, config_of(1, 0)).blend
     assert isinstance(blend, EpochizedBlend)
     found: Counter[tuple[str, int]] = Counter()
     for loader in loaders_of(dataset, world_size, num_workers):

@@ -11,6 +11,7 @@ from forecasts import MIXES, OPTIONS, SIZES, answer, energon, opened, ranks_of, 
 
 from energon_bridge.forecast.epochs import draws_per_leaf
 from energon_bridge.forecast.run import run_of_mix
+from energon_bridge.loader.run_plan import plan_run
 from energon_bridge.topology import WorkerConfig
 
 
@@ -98,7 +99,7 @@ def test_lanes_are_those_of_a_loader_and_explained(
         config["microbatches_per_global_batch"] = int(str(given["--global-batch-size"])) // 2
     world_size = config.pop("world_size", 1)
     spec = opened(data, "single")
-    assert spec.units(WorkerConfig(rank=0, world_size=world_size, **config)).num_lanes == lanes  # type: ignore[arg-type]
+    assert plan_run(spec, WorkerConfig(rank=0, world_size=world_size, **config)).num_lanes == lanes  # type: ignore[arg-type]
 
 
 def test_the_table_says_it_in_words(data: Path) -> None:

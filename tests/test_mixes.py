@@ -94,7 +94,7 @@ def test_repetitions_are_exact_over_all_lanes(data: Path) -> None:
     drawn = Counter[str]()
     seen: dict[str, Counter[int]] = {}
     for lane, loader in enumerate(loaders_of(dataset, 24, 0)):
-        blend, order = loader._position.units.blend, {leaf.identity: leaf for leaf in loader._position.units.leaves}
+        blend, order = loader._position.plan.blend, {leaf.identity: leaf for leaf in loader._position.plan.leaves}
         quotas = blend.drawn(lane, 2)  # type: ignore[union-attr]
         for batch in islice(loader, int(quotas.sum())):
             identity, index, _, _ = batch.__restore_key__[3][0]

@@ -15,6 +15,7 @@ from mixing import mix_data, mixed
 
 from energon_bridge import Packer, SkipSample, get_val_dataset
 from energon_bridge.loader.document import merge, read_lanes, read_leaves
+from energon_bridge.loader.run_plan import plan_run
 from energon_bridge.loader.spec import DatasetSpec
 from energon_bridge.stream.state import OVER_LONG
 
@@ -73,14 +74,14 @@ def opened(data: Path, policy: str, **kwargs: Any) -> DatasetSpec:
 
 def expected_counts(spec: DatasetSpec, state: Any, policy: str) -> list[dict[str, int]]:
     """Count by arithmetic, for each leaf, the draws that the lanes of a state have made."""
-    units = spec.units(config_of(1, 0), state["num_lanes"])
-    counts: list[Counter[str]] = [Counter() for _ in units.leaves]
+    plan = plan_run(spec, config_of(1, 0), state["num_lanes"])
+    counts: list[Counter[str]] = [Counter() for _ in plan.leaves]
     for lane, at in read_lanes(state).items():
-        assert units.blend is not None
+        assert plan.blend is not None
         made = list(at.leaf_draws)
         if at.taken:  # counted with its first piece
-            made[int(units.blend.leaves(lane, at.draw, 1)[0])] += 1
-        for number, (leaf, draws) in enumerate(zip(units.leaves, made, strict=True)):
+            made[int(plan.blend.leaves(lane, at.draw, 1)[0])] += 1
+        for number, (leaf, draws) in enumerate(zip(plan.leaves, made, strict=True)):
             keys: list[int] = []
             while len(keys) < draws:
                 keys += leaf.order.round_at(lane, len(keys)).indices.tolist()

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from test_blend import drawn
 
-from energon_bridge.loader.weights import GivenWeights
 from energon_bridge.mix import WeightSchedule
 from energon_bridge.plan.blend import ChangedBlend, WeightedBlend
 from energon_bridge.plan.scheduled import ScheduledBlend
+from energon_bridge.plan.weights import GivenWeights
 
 LANES = 24
 GOLDEN = [[0, 0, 0, 0, 0, 1, 0, 0, 1, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1]]

@@ -23,9 +23,9 @@ from energon_bridge.errors import ConfigurationError
 from energon_bridge.format.dataset import PreparedDataset
 from energon_bridge.format.join import JoinedDataset
 from energon_bridge.format.jsonl import JsonlDataset
-from energon_bridge.loader.leaves import OpenLeaf
 from energon_bridge.loader.savable import SavableDataLoader
 from energon_bridge.loader.spec import DatasetSpec
+from energon_bridge.mix.leaves import OpenLeaf
 from energon_bridge.task_encoder import DefaultTaskEncoder, SampleDecoder
 
 logger = logging.getLogger(__name__)

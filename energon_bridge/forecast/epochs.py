@@ -108,19 +108,19 @@ def forecast(run: Run, steps: int) -> Forecast:
     Raises:
         ConfigurationError: The stream is not endless.
     """
-    spec, units, ranks = run.spec, run.units, run.config.dp_size
+    spec, plan, ranks = run.spec, run.plan, run.config.dp_size
     if spec.finite:
         raise ConfigurationError("a forecast is of endless training; a pass goes through each leaf as the mix says")
-    ownership = Ownership(units.num_lanes, ranks, 0)
+    ownership = Ownership(plan.num_lanes, ranks, 0)
     counts = draws_per_leaf(run, steps)
     sizes = np.array([leaf.num_samples for leaf in spec.ordered])
     rank = {leaf.identity: number for number, leaf in enumerate(spec.ordered)}
     order = [rank[leaf.identity] for leaf in spec.leaves]
     shares = _shares(run, 0)
     leaves = []
-    looked_at = max(1, min(units.num_lanes, _LANES_LOOKED_AT // len(spec.leaves)))
+    looked_at = max(1, min(plan.num_lanes, _LANES_LOOKED_AT // len(spec.leaves)))
     for leaf, number, written in zip(spec.leaves, order, _written(run), strict=True):
-        row, drawn = units.table[number], int(counts[number])
+        row, drawn = plan.table[number], int(counts[number])
         mean = Fraction(int(leaf.dataset.shard_sizes.sum()), leaf.dataset.num_samples)
         leaves.append(
             LeafForecast(
@@ -130,7 +130,7 @@ def forecast(run: Run, steps: int) -> Forecast:
                 draws=drawn,
                 epochs=drawn / leaf.num_samples,
                 bytes=int(drawn * mean),
-                mixing=None if leaf.shuffle_epochs is None else mixing(units.leaves[number].order, looked_at),
+                mixing=None if leaf.shuffle_epochs is None else mixing(plan.leaves[number].order, looked_at),
             )
         )
     mixed = [(found.share, found.mixing) for found in leaves if found.mixing is not None and found.share]
@@ -139,13 +139,13 @@ def forecast(run: Run, steps: int) -> Forecast:
     return Forecast(
         steps=steps,
         world_size=ranks,
-        num_lanes=units.num_lanes,
+        num_lanes=plan.num_lanes,
         lanes_because=_why(run.config),
         masked_share=ownership.masked_share,
         even_world_size=ownership.nearest_even_world_size(),
         batch_size=spec.batch_size,
         mode=spec.mode,
-        microbatches=first_microbatch(steps, num_lanes=units.num_lanes, world_size=ranks),
+        microbatches=first_microbatch(steps, num_lanes=plan.num_lanes, world_size=ranks),
         draws=int(counts.sum()),
         num_samples=spec.num_samples,
         leaves=tuple(leaves),
@@ -162,7 +162,7 @@ def draws_per_leaf(run: Run, steps: int) -> IntArray:
     lanes = run.num_lanes
     m = first_microbatch(steps, num_lanes=lanes, world_size=run.config.dp_size)
     draws = [microbatches_before(lane, m, lanes) * run.spec.rows for lane in range(lanes)]
-    blend = run.units.blend
+    blend = run.plan.blend
     if blend is None:
         return np.array([sum(draws)])
     return np.sum([blend.counts(lane, draw) for lane, draw in enumerate(draws)], axis=0)

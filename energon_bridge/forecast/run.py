@@ -18,9 +18,10 @@ from energon_bridge.errors import ConfigurationError
 from energon_bridge.format.jsonl import is_jsonl
 from energon_bridge.loader.document import State, read
 from energon_bridge.loader.fits import check_fits
-from energon_bridge.loader.leaves import OpenLeaf
-from energon_bridge.loader.spec import DatasetSpec, Units
+from energon_bridge.loader.run_plan import RunPlan, plan_run
+from energon_bridge.loader.spec import DatasetSpec
 from energon_bridge.mix import Blend, Concat, DatasetOpener, LeafRef, Mix, MixSource, Node, WeightSchedule, flatten
+from energon_bridge.mix.leaves import OpenLeaf
 from energon_bridge.mix.tree import EpochizedBlend as MixedEpochs
 from energon_bridge.stream.state import LaneState
 from energon_bridge.task_encoder.base import DefaultTaskEncoder
@@ -38,14 +39,14 @@ class Run:
     Attributes:
         spec: What it reads.
         config: Ranks and lanes.
-        units: The leaves and their order.
+        plan: The leaves and their order.
         state: The saved state that it was described by, None where it is a run from the beginning.
         lanes: Where the lanes stand in the state, those that it holds.
     """
 
     spec: DatasetSpec
     config: WorkerConfig
-    units: Units
+    plan: RunPlan
     state: State | None = None
     lanes: Mapping[int, LaneState] = field(default_factory=dict)
 
@@ -56,14 +57,14 @@ class Run:
 
     @property
     def num_lanes(self) -> int:
-        return self.units.num_lanes
+        return self.plan.num_lanes
 
 
 def run_of_mix(spec: DatasetSpec) -> Run:
     """Return a run from its beginning, on the ranks and lanes of the dataset's worker configuration."""
-    units = spec.units(spec.worker_config)
-    Ownership(units.num_lanes, spec.worker_config.dp_size, 0)  # refuses more ranks than lanes
-    return Run(spec=spec, config=spec.worker_config, units=units)
+    plan = plan_run(spec, spec.worker_config)
+    Ownership(plan.num_lanes, spec.worker_config.dp_size, 0)  # refuses more ranks than lanes
+    return Run(spec=spec, config=spec.worker_config, plan=plan)
 
 
 def run_of_state(
@@ -112,13 +113,13 @@ def run_of_state(
         part = split_part or (parts.pop() if len(parts) == 1 else "train")
         spec = _spec_of_mix(mix, kind, settings, config, split_part=part, **names)
     blocks = {row["identity"]: row["block"] for row in rows}
-    units = spec.units(config, num_lanes, saved.changes, blocks)
-    check_fits(saved, spec.kind, units.settings, units.table)
+    plan = plan_run(spec, config, num_lanes, saved.changes, blocks)
+    check_fits(saved, spec.kind, plan.settings, plan.table)
     if kind == "train":
-        Ownership(units.num_lanes, world_size, 0)
+        Ownership(plan.num_lanes, world_size, 0)
         # Parked leaves stand at the end, and nothing is drawn from them.
-        lanes = {lane: replace(s, leaf_draws=s.leaf_draws[: len(units.leaves)]) for lane, s in lanes.items()}
-    return Run(spec=spec, config=config, units=units, state=state, lanes=lanes)
+        lanes = {lane: replace(s, leaf_draws=s.leaf_draws[: len(plan.leaves)]) for lane, s in lanes.items()}
+    return Run(spec=spec, config=config, plan=plan, state=state, lanes=lanes)
 
 
 def _spec_of_mix(mix: MixSource, kind: str, settings: State, config: WorkerConfig, **names: Any) -> DatasetSpec:

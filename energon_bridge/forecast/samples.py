@@ -19,6 +19,7 @@ from energon_bridge.forecast.run import Run
 from energon_bridge.format.dataset import PreparedDataset
 from energon_bridge.format.join import JoinedDataset
 from energon_bridge.loader.document import read_leaves
+from energon_bridge.loader.run_plan import draws_of_pass
 from energon_bridge.rng import IntArray
 from energon_bridge.stream.leaf import Leaf
 from energon_bridge.stream.state import LaneState
@@ -135,13 +136,13 @@ class _Names:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._sample_names = _SampleNames(run.units.leaves)
+        self._sample_names = _SampleNames(run.plan.leaves)
 
     def microbatch(self, m: int, rank: int) -> NamedMicrobatch:
         lane = m % self._run.num_lanes
         samples = []
         for row, (leaf, draw, taken) in enumerate(self._draws(lane, m)):
-            part = self._run.units.leaves[leaf].order.round_at(lane, draw)
+            part = self._run.plan.leaves[leaf].order.round_at(lane, draw)
             place = draw - part.first
             samples.append(self._sample_names.of(row, leaf, int(part.indices[place]), int(part.epochs[place]), taken))
         return NamedMicrobatch(rank=rank, microbatch=m, lane=lane, samples=tuple(samples))
@@ -149,7 +150,7 @@ class _Names:
     def _draws(self, lane: int, m: int) -> Iterator[tuple[int, int, int]]:
         """Yield for each row its leaf, the number of its draw in the leaf, and its number among the draw's outputs."""
         rows, stand = self._run.spec.rows, self._stand(lane, m)
-        blend = self._run.units.blend
+        blend = self._run.plan.blend
         number = microbatches_before(lane, m, self._run.num_lanes) - stand.microbatches
         first = stand.draw + number * rows
         taken = 0 if number else stand.taken
@@ -181,12 +182,12 @@ class _Names:
                 f"microbatch {m} lies before the state (microbatch {run.microbatches}), and the mix has been changed "
                 "on the way: ask a state from before the change, or the mix that the run had then"
             )
-        return LaneState.fresh(len(run.units.leaves))
+        return LaneState.fresh(len(run.plan.leaves))
 
     @cached_property
     def _is_one_mix(self) -> bool:
         """Whether the lanes of the state have drawn from the leaves what this mix would have from the beginning on."""
-        blend = self._run.units.blend
+        blend = self._run.plan.blend
         return all(
             not state.origin
             and state.leaf_draws == ((state.draw,) if blend is None else tuple(blend.counts(lane, state.draw).tolist()))
@@ -231,32 +232,30 @@ def _on_disk(dataset: PreparedDataset | JoinedDataset) -> PreparedDataset:
 
 def _finite_step(run: Run, step: int) -> list[NamedMicrobatch]:
     """Name the samples of a step of a pass, of training passes counted from the first one on."""
-    spec, units, ranks = run.spec, run.units, run.config.dp_size
+    spec, plan, ranks = run.spec, run.plan, run.config.dp_size
     asked, epoch = step, 0
     if spec.as_energon:
         raise ConfigurationError("the steps of a pass cannot be named for a loader of the drop-in of megatron-energon")
-    plan = spec.plan(units, epoch)
-    end = spec.end(plan.num_draws, ranks)
+    draws = draws_of_pass(spec, plan, epoch)
+    end = spec.end(draws.num_draws, ranks)
     while step >= (steps := -(-end // ranks)):
         if not spec.shuffled or not steps:
             raise ConfigurationError(f"a pass has {steps} steps on {ranks} ranks; there is no step {asked}")
         epoch, step = epoch + 1, step - steps
-        plan = spec.plan(units, epoch)
-        end = spec.end(plan.num_draws, ranks)
-    names = _SampleNames(units.leaves)
+        draws = draws_of_pass(spec, plan, epoch)
+        end = spec.end(draws.num_draws, ranks)
+    names = _SampleNames(plan.leaves)
     delivered = []
     for rank in range(ranks):
         m = step * ranks + rank
-        start, stop = m * spec.rows, min((m + 1) * spec.rows, plan.num_draws)
+        start, stop = m * spec.rows, min((m + 1) * spec.rows, draws.num_draws)
         if m >= end:
             delivered.append(NamedMicrobatch(rank=rank, microbatch=None, lane=None, samples=()))
             continue
         rows = {
             place: names.of(place, leaf, index, of_epoch)
-            for leaf, draws, places in plan.runs(start, stop)
-            for place, index, of_epoch in zip(
-                places.tolist(), draws.indices.tolist(), draws.epochs.tolist(), strict=True
-            )
+            for leaf, part, places in draws.runs(start, stop)
+            for place, index, of_epoch in zip(places.tolist(), part.indices.tolist(), part.epochs.tolist(), strict=True)
         }
         samples = tuple(rows[place] for place in sorted(rows))
         delivered.append(NamedMicrobatch(rank=rank, microbatch=m, lane=None, samples=samples))

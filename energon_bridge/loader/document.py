@@ -53,8 +53,8 @@ from energon_bridge.errors import (
     StepMismatchError,
 )
 from energon_bridge.loader.columns import damaged, decode_column, decode_text, encode_column, encode_text
-from energon_bridge.loader.weights import ChangedWeights, read_changes
 from energon_bridge.plan.leaf import ORDER_VERSION
+from energon_bridge.plan.weights import ChangedWeights, read_changes
 from energon_bridge.rng import IntArray
 from energon_bridge.stream.state import COUNTERS, LANE_COLUMNS, LARGEST, NOTHING_HELD, BufferedRefs, LaneState, Stage
 

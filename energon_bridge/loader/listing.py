@@ -17,11 +17,14 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Collection, Iterator
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from energon_bridge.errors import EmptyDatasetError
+from energon_bridge.loader.description import Description
+from energon_bridge.loader.run_plan import RunPlan, draws_of_pass
+from energon_bridge.loader.streams import open_pipeline
 from energon_bridge.stream.finite import (
     WHOLE_PACK,
     DrawnRows,
@@ -38,9 +41,6 @@ from energon_bridge.stream.pipeline import Pipeline
 from energon_bridge.stream.state import BufferedRefs, Counts, Stage
 from energon_bridge.topology import WorkerConfig
 
-if TYPE_CHECKING:
-    from energon_bridge.loader.spec import DatasetSpec, Units
-
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ _BLOCK = 256
 
 
 def listing_of_pass(
-    spec: DatasetSpec, units: Units, config: WorkerConfig, epoch: int, delivered: Collection[int]
+    data: Description, plan: RunPlan, config: WorkerConfig, epoch: int, delivered: Collection[int]
 ) -> tuple[Listing, Counts]:
     """Return the rows of a pass in order, and what this rank counted in listing them.
 
@@ -61,26 +61,26 @@ def listing_of_pass(
     Raises:
         EmptyDatasetError: There are draws, and every one of them was left out.
     """
-    plan = spec.plan(units, epoch)
-    enough = math.inf if spec.limit is None else spec.limit * config.dp_size
-    logger.info("%s %d samples before the pass begins", "grouping" if spec.grouped else "packing", plan.num_draws)
+    draws = draws_of_pass(data, plan, epoch)
+    enough = math.inf if data.limit is None else data.limit * config.dp_size
+    logger.info("%s %d samples before the pass begins", "grouping" if data.grouped else "packing", draws.num_draws)
     counts = Counts()
-    pipeline = spec.pipeline(units, config, delivered=delivered)
+    pipeline = open_pipeline(data, plan, config, delivered=delivered)
     try:
         listing = Listing(rows=(), ends=None)
-        if spec.packing_buffer_size is not None:
-            most = math.inf if spec.grouped else enough * spec.rows
-            listing = _packs(pipeline, plan, spec.packing_buffer_size, config, most, counts)
-        if spec.grouped:
-            packs = spec.packing_buffer_size is not None
-            rows = ListedRows(pipeline, listing) if packs else DrawnRows(pipeline, plan)
-            listing = _groups(pipeline, rows, spec, config, enough, counts)
+        if data.packing_buffer_size is not None:
+            most = math.inf if data.grouped else enough * data.rows
+            listing = _packs(pipeline, draws, data.packing_buffer_size, config, most, counts)
+        if data.grouped:
+            packs = data.packing_buffer_size is not None
+            rows = ListedRows(pipeline, listing) if packs else DrawnRows(pipeline, draws)
+            listing = _groups(pipeline, rows, data, config, enough, counts)
     finally:
         pipeline.flush_reports()
         pipeline.close()
-    if plan.num_draws and not listing.rows and not spec.batch_drop_last:
+    if draws.num_draws and not listing.rows and not data.batch_drop_last:
         raise EmptyDatasetError(
-            f"{pipeline.paths}: every one of the {plan.num_draws} samples of the split was skipped, or packed by none"
+            f"{pipeline.paths}: every one of the {draws.num_draws} samples of the split was skipped, or packed by none"
         )
     return listing, counts
 
@@ -104,7 +104,7 @@ def _packs(
 def _groups(
     pipeline: Pipeline,
     rows: DrawnRows | ListedRows,
-    spec: DatasetSpec,
+    data: Description,
     config: WorkerConfig,
     enough: float,
     counts: Counts,
@@ -114,14 +114,14 @@ def _groups(
     def ask(start: int, stop: int, counted: Counts) -> list[Grouped]:
         return groups_of(pipeline, rows, start, stop, counted)
 
-    groups: Groups[ListedRow] = Groups(spec.batch_size)
+    groups: Groups[ListedRow] = Groups(data.batch_size)
     batches: list[list[ListedRow]] = []
     for found in _blocks(ask, rows.count, _BLOCK, config, counts):
         batches += [full for full in (groups.add(row, key, size) for row, key, size in found) if full]
         if len(batches) >= enough:
             break
     else:
-        batches += [] if spec.batch_drop_last else groups.left()
+        batches += [] if data.batch_drop_last else groups.left()
     ends: list[int] = []
     for batch in batches:
         ends.append(len(batch) + (ends[-1] if ends else 0))

@@ -10,23 +10,24 @@ import copy
 import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.loader import document as doc
+from energon_bridge.loader.description import Description
 from energon_bridge.loader.fits import check_fits, check_lanes
 from energon_bridge.loader.listing import listing_of_pass
+from energon_bridge.loader.run_plan import deal_of_pass, draws_of_pass, plan_run
+from energon_bridge.loader.streams import Start, Stream, WorkerFacts, open_stream
 from energon_bridge.loader.summary import leaf_rows
-from energon_bridge.loader.weights import ChangedWeights, GivenWeights, write_changes
 from energon_bridge.mix import parse_weight
+from energon_bridge.plan.weights import ChangedWeights, GivenWeights, write_changes
 from energon_bridge.stream.finite import Listing
 from energon_bridge.stream.state import COLUMNS, COUNTERS, BufferedRefs, Counts, LaneBatch, LaneState
+from energon_bridge.stream.watchdog import WatchdogSettings
 from energon_bridge.topology import Ownership, WorkerConfig, first_microbatch, microbatches_before
-
-if TYPE_CHECKING:
-    from energon_bridge.loader.spec import DatasetSpec, Units
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ class Position:
     """Where the loader of one rank stands in a dataset.
 
     Attributes:
-        units: The dataset, cut for the run.
+        plan: The data, cut into lanes.
         ownership: Which lanes are this rank's.
         microbatches: Delivered by the whole run; of a finite stream, in this pass.
         epoch: Passes that are done, of a finite stream.
@@ -45,19 +46,19 @@ class Position:
         lanes: State of each lane after its last delivered microbatch.
     """
 
-    def __init__(self, spec: DatasetSpec, config: WorkerConfig) -> None:
-        self._spec = spec
+    def __init__(self, data: Description, config: WorkerConfig) -> None:
+        self._data = data
         self._config = config
         self._blocks: dict[str, int] = {}
-        self.units: Units = spec.units(config)
-        self.ownership = Ownership(self.units.num_lanes, config.dp_size, 0)
+        self.plan = plan_run(data, config)
+        self.ownership = Ownership(self.plan.num_lanes, config.dp_size, 0)
         self.microbatches = 0
         self.epoch = 0
         self.epoch_steps = 0
         self.lanes: dict[int, LaneState] = {}
         self._ends: tuple[int, int] = (-1, 0)
         self._listing: tuple[int, Listing] | None = None
-        self._counts = [[0] * len(COLUMNS) for _ in self.units.leaves]
+        self._counts = [[0] * len(COLUMNS) for _ in self.plan.leaves]
         self._changes: ChangedWeights = ()
         self._parked: list[doc.State] = []
         self._parked_draws: dict[int, tuple[int, ...]] = {}
@@ -67,30 +68,30 @@ class Position:
     @property
     def own_lanes(self) -> range:
         """The lanes of this rank; a finite stream has none."""
-        return range(0) if self._spec.finite else self.ownership.lanes_of(self._config.dp_rank)
+        return range(0) if self._data.finite else self.ownership.lanes_of(self._config.dp_rank)
 
     @property
     def end(self) -> int:
         """The microbatch at which the pass of a finite stream ends."""
         if self._ends[0] != self.epoch:
             listing, config = self.listing, self._config
-            dealt = self._spec.dealt(self.units, config)
+            dealt = deal_of_pass(self._data, self.plan, config)
             if dealt is not None:
                 self._ends = self.epoch, dealt.steps(config.dp_rank) * config.dp_size
                 return self._ends[1]
-            rows = self._spec.plan(self.units, self.epoch).num_draws if listing is None else len(listing.rows)
+            rows = draws_of_pass(self._data, self.plan, self.epoch).num_draws if listing is None else len(listing.rows)
             batches = None if listing is None or listing.ends is None else len(listing.ends)
-            self._ends = self.epoch, self._spec.end_of(config.dp_rank, rows, config.dp_size, batches)
+            self._ends = self.epoch, self._data.end_of(config.dp_rank, rows, config.dp_size, batches)
         return self._ends[1]
 
     @property
     def listing(self) -> Listing | None:
         """The rows of a pass that is packed or grouped, else None; all ranks make the list together, once in a pass."""
-        if not self._spec.listed:
+        if not self._data.listed:
             return None
-        epoch = self.epoch if self._spec.shuffled else 0
+        epoch = self.epoch if self._data.shuffled else 0
         if self._listing is None or self._listing[0] != epoch:
-            listing, counts = listing_of_pass(self._spec, self.units, self._config, epoch, self.delivered)
+            listing, counts = listing_of_pass(self._data, self.plan, self._config, epoch, self.delivered)
             self._listing = epoch, listing
             self._add(counts)
         return self._listing[1]
@@ -98,13 +99,18 @@ class Position:
     def advance(self) -> None:
         """Move on by one step."""
         ranks = self._config.dp_size
-        self.microbatches += ranks if self._spec.finite else self.ownership.step_size(self.microbatches)
-        self.epoch_steps += self._spec.virtual_epoch_length is not None
+        self.microbatches += ranks if self._data.finite else self.ownership.step_size(self.microbatches)
+        self.epoch_steps += self._data.virtual_epoch_length is not None
 
     def rewind(self) -> None:
         """Go to the beginning of a finite stream, or of its next pass."""
-        self.epoch += self._spec.shuffled
+        self.epoch += self._data.shuffled
         self.microbatches = self.epoch_steps = 0
+
+    def stream(self, watchdog: WatchdogSettings | None = None, worker: WorkerFacts | None = None) -> Stream:
+        """Return what makes the units of this process from here on."""
+        start = Start(lanes=self.lanes, epoch=self.epoch, listing=self.listing, delivered=self.delivered)
+        return open_stream(self._data, self.plan, self._config, start, watchdog, worker)
 
     def copied(self) -> Position:
         """Return a copy that stays where it is, or goes on by itself."""
@@ -124,8 +130,8 @@ class Position:
     @property
     def delivered(self) -> frozenset[int]:
         """The leaves of which the run has delivered something, as far as this rank can know; none where it begins."""
-        leaves = range(len(self.units.leaves))
-        if self._spec.finite:
+        leaves = range(len(self.plan.leaves))
+        if self._data.finite:
             # Counts of a run that was on other ranks may be with one of them.
             begins = not (self.microbatches or self.epoch or any(map(any, self._counts)))
             return frozenset() if begins else frozenset(leaves)
@@ -141,7 +147,7 @@ class Position:
 
     def lane_state(self, lane: int) -> LaneState:
         """Return where a lane stands."""
-        return self.lanes.get(lane) or LaneState.fresh(len(self.units.leaves))
+        return self.lanes.get(lane) or LaneState.fresh(len(self.plan.leaves))
 
     def seek(self, step: int) -> None:
         """Go to the beginning of a step of the run, as if no sample before it had been skipped.
@@ -151,12 +157,12 @@ class Position:
         """
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise ConfigurationError(f"start_at must be a number of steps, 0 or more, got {step!r}")
-        ranks, lanes = self._config.dp_size, self.units.num_lanes
-        self.epoch_steps = step % self._spec.virtual_epoch_length if self._spec.virtual_epoch_length else 0
-        self._counts = [[0] * len(COLUMNS) for _ in self.units.leaves]
-        if self._spec.finite:
+        ranks, lanes = self._config.dp_size, self.plan.num_lanes
+        self.epoch_steps = step % self._data.virtual_epoch_length if self._data.virtual_epoch_length else 0
+        self._counts = [[0] * len(COLUMNS) for _ in self.plan.leaves]
+        if self._data.finite:
             self.epoch = 0
-            while self._spec.shuffled and step >= (steps := -(-self.end // ranks)):
+            while self._data.shuffled and step >= (steps := -(-self.end // ranks)):
                 self.epoch, step = self.epoch + 1, step - steps
             self.microbatches = min(step * ranks, self.end)
             return
@@ -165,9 +171,9 @@ class Position:
         self.lanes = {lane: self._unskipped(lane) for lane in self.own_lanes}
 
     def _unskipped(self, lane: int) -> LaneState:
-        microbatches = microbatches_before(lane, self.microbatches, self.units.num_lanes)
-        draw = microbatches * self._spec.rows
-        blend = self.units.blend
+        microbatches = microbatches_before(lane, self.microbatches, self.plan.num_lanes)
+        draw = microbatches * self._data.rows
+        blend = self.plan.blend
         leaf_draws = (draw,) if blend is None else tuple(blend.counts(lane, draw).tolist())
         return LaneState(microbatches, draw, 0, leaf_draws)
 
@@ -175,13 +181,13 @@ class Position:
 
     def set_weights(self, weights: Mapping[str, Any] | Sequence[Any], from_draw: int | None) -> int:
         """Change the weights from a global draw on; return that draw."""
-        if self._spec.finite or self._spec.mode != "weights":
+        if self._data.finite or self._data.mode != "weights":
             raise ConfigurationError(
-                f"set_weights needs an endless blend by weights; this loader delivers a {self._spec.kind} stream of "
-                f"mode {self._spec.mode!r}"
+                f"set_weights needs an endless blend by weights; this loader delivers a {self._data.kind} stream of "
+                f"mode {self._data.mode!r}"
             )
         given = self._by_identity(weights)
-        lanes = self.units.num_lanes
+        lanes = self.plan.num_lanes
         states = ((lane, self.lane_state(lane)) for lane in self.own_lanes)
         first = max((s.draw + (s.taken > 0) - 1) * lanes + lane + 1 for lane, s in states)
         if self._config.dp_size > 1 and from_draw is None:
@@ -203,12 +209,12 @@ class Position:
             raise ConfigurationError("set_weights: all weights are 0, so there is nothing to draw")
         kept = [(draw, weights) for draw, weights in self._changes if draw != start]
         self._changes = tuple(sorted([*kept, (start, changed)], key=lambda change: change[0]))
-        self.units = self._spec.units(self._config, lanes, self._changes, self._blocks)
+        self.plan = plan_run(self._data, self._config, lanes, self._changes, self._blocks)
         return start
 
     def _by_identity(self, weights: Mapping[str, Any] | Sequence[Any]) -> list[Any]:
         """Return weights, given by path or in order of the mix, in order of the leaves' identities."""
-        leaves = self._spec.leaves
+        leaves = self._data.leaves
         if isinstance(weights, Mapping):
             paths = [leaf.dataset.path for leaf in leaves]
             if len(set(paths)) != len(paths) or set(weights) != set(paths):
@@ -222,7 +228,7 @@ class Position:
         if len(weights) != len(leaves):
             raise ConfigurationError(f"set_weights got {len(weights)} weights for a mix of {len(leaves)} datasets")
         by_identity = {leaf.identity: weight for leaf, weight in zip(leaves, weights, strict=True)}
-        return [by_identity[leaf.identity] for leaf in self._spec.ordered]
+        return [by_identity[leaf.identity] for leaf in self._data.ordered]
 
     # State -----------------------------------------------------------------------------------------------------------
 
@@ -251,20 +257,20 @@ class Position:
             }
         leaves = [
             row | {"counts": dict(zip(COUNTERS, counts, strict=False)), "parked": False}
-            for row, counts in zip(self.units.table, self._counts, strict=True)
+            for row, counts in zip(self.plan.table, self._counts, strict=True)
         ]
         return doc.SavedRun(
-            kind=self._spec.kind,
-            num_lanes=self.units.num_lanes,
+            kind=self._data.kind,
+            num_lanes=self.plan.num_lanes,
             microbatches=self.microbatches,
             epoch=self.epoch,
             epoch_steps=self.epoch_steps,
-            settings=dict(self.units.settings),
+            settings=dict(self.plan.settings),
             weights=write_changes(self._changes),
             changes=self._changes,
             leaves=[*leaves, *self._parked],
             lanes=lanes,
-            ranks=(1, self._config.dp_size) if self._spec.finite else None,
+            ranks=(1, self._config.dp_size) if self._data.finite else None,
         )
 
     def restore(self, saved: doc.SavedRun, on_mismatch: OnMismatch) -> None:
@@ -275,17 +281,17 @@ class Position:
         """
         if on_mismatch not in get_args(OnMismatch):
             raise ConfigurationError(f'on_mismatch must be "refuse" or "adapt", got {on_mismatch!r}')
-        config, spec = self._config, self._spec
-        num_lanes = self.units.num_lanes if spec.finite else saved.num_lanes  # a pass is the same on any ranks
+        config, data = self._config, self._data
+        num_lanes = self.plan.num_lanes if data.finite else saved.num_lanes  # a pass is the same on any ranks
         changes = saved.changes
         blocks = {row["identity"]: row["block"] for row in saved.leaves}
-        units = spec.units(config, num_lanes, blocks=blocks)
+        plan = plan_run(data, config, num_lanes, blocks=blocks)
         difference = check_fits(
-            saved, spec.kind, units.settings, units.table, adapt=on_mismatch == "adapt" and spec.kind == "train"
+            saved, data.kind, plan.settings, plan.table, adapt=on_mismatch == "adapt" and data.kind == "train"
         )
         microbatches, lanes = saved.microbatches, saved.lanes
         ownership = Ownership(num_lanes, config.dp_size, microbatches)
-        if not spec.finite:
+        if not data.finite:
             check_lanes(lanes, ownership.lanes_of(config.dp_rank), microbatches, num_lanes)
         if config.num_lanes not in (None, num_lanes):
             logger.info("num_lanes=%d comes from the state; the configuration says %s", num_lanes, config.num_lanes)
@@ -295,20 +301,20 @@ class Position:
                 logger.warning("what set_weights changed before does not apply to the new mix")
                 changes = ()
         if changes:
-            units = spec.units(config, num_lanes, changes, blocks)
-        self.units, self.ownership, self._changes, self._blocks = units, ownership, changes, blocks
+            plan = plan_run(data, config, num_lanes, changes, blocks)
+        self.plan, self.ownership, self._changes, self._blocks = plan, ownership, changes, blocks
         self.microbatches, self.epoch = microbatches, saved.epoch
         self.epoch_steps = saved.epoch_steps
         # Counts belong to the run: one rank carries what several had counted.
-        own = saved.ranks == (1, config.dp_size) if spec.finite else len(lanes) == len(self.own_lanes)
+        own = saved.ranks == (1, config.dp_size) if data.finite else len(lanes) == len(self.own_lanes)
         self._take_over(saved.leaves, lanes, counts=own or config.dp_rank == 0, changed=bool(difference))
 
     def _take_over(self, saved: list[doc.State], lanes: dict[int, LaneState], *, counts: bool, changed: bool) -> None:
         """Give each leaf where it stood in the saved state; new ones start, and those that are gone are parked."""
         place = {row["identity"]: number for number, row in enumerate(saved)}
-        kept = [place.pop(row["identity"], None) for row in self.units.table]
+        kept = [place.pop(row["identity"], None) for row in self.plan.table]
         gone = list(place.values())
-        relative = self._spec.mode in ("repetitions", "concat")
+        relative = self._data.mode in ("repetitions", "concat")
         self.lanes, self._parked_draws = {}, {}
         for number, state in lanes.items():
             self._parked_draws[number] = tuple([state.leaf_draws[old] for old in gone])

@@ -31,6 +31,7 @@ from energon_bridge.loader.metrics import flat_metrics
 from energon_bridge.loader.pool import WorkerPool
 from energon_bridge.loader.position import OnMismatch, Position
 from energon_bridge.loader.spec import DATASET_IS_NO_LOADER
+from energon_bridge.loader.streams import open_pipeline
 from energon_bridge.loader.workers import Work, keep_freed_memory, produced, schedule
 from energon_bridge.samples.base import pin_value
 from energon_bridge.samples.showing import counted, described
@@ -153,7 +154,7 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
     def __repr__(self) -> str:
         config, position = self.config, self._position
         done = f"{counted(position.microbatches, 'microbatch', 'microbatches')} delivered by the run"
-        lanes = "" if self.spec.finite else f", {counted(position.units.num_lanes, 'lane')}"
+        lanes = "" if self.spec.finite else f", {counted(position.plan.num_lanes, 'lane')}"
         return described(
             f"{type(self).__name__} of rank {config.dp_rank} of {config.dp_size}, "
             f"{counted(config.num_workers, 'worker')}{lanes}, {done}",
@@ -222,12 +223,12 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         """Say which samples failed on the way to a microbatch, and judge whether they are too many."""
         spec, config, position = self.spec, self.config, self._position
         spec.failure_log.write(item.reports, config.dp_rank, config.dp_size)
-        check_rates(spec.error_policy, position.units.leaves, position.counts, item.counts, spec.failure_log)
+        check_rates(spec.error_policy, position.plan.leaves, position.counts, item.counts, spec.failure_log)
 
     def _name_losses(self, least: int) -> None:
         """Warn of datasets that have lost much, each once."""
         position = self._position
-        name_losses(position.units.leaves, position.counts, self.spec.failure_log, least=least)
+        name_losses(position.plan.leaves, position.counts, self.spec.failure_log, least=least)
 
     def _masked(self) -> Any:
         """Return a microbatch that does not exist: real rows with the mask all false."""
@@ -237,7 +238,7 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         valid = batch.get("__valid__") if isinstance(batch, dict) else getattr(batch, "__valid__", None)
         if valid is None:
             raise ConfigurationError(
-                f"{self.config.dp_size} ranks do not divide {self._position.units.num_lanes} lanes, so some "
+                f"{self.config.dp_size} ranks do not divide {self._position.plan.num_lanes} lanes, so some "
                 f"microbatches must be masked, but a batch of type {type(batch).__name__} cannot carry __valid__: let "
                 "encode_batch return a Batch, a dataclass or a dict, or use a number of ranks that divides num_lanes"
             )
@@ -293,7 +294,7 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
             return self._pool
         keep_freed_memory()
         units = (unit for unit, _ in self._due())
-        stream = self.spec.stream(self.config, self._position, self.watchdog)
+        stream = self._position.stream(self.watchdog)
         return produced(stream, units, self.config.prefetch_factor)
 
     def _new_pool(self) -> WorkerPool:
@@ -328,7 +329,7 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
 
     def leaves(self) -> Sequence[Leaf]:
         """Return the leaves of the mix, in the order of the run."""
-        return self._position.units.leaves
+        return self._position.plan.leaves
 
     @property
     def _is_foreign(self) -> bool:
@@ -394,11 +395,11 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
             StateError: One of its subclasses, saying what does not fit.
         """
         saved = doc.read_all(state if isinstance(state, (list, tuple)) else [state])
-        before = self._position.units.num_lanes
+        before = self._position.plan.num_lanes
         self._position.restore(saved, on_mismatch or self.on_mismatch)
         self._stop()
         self._last, self._resumed = None, True
-        if self._position.units.num_lanes != before:
+        if self._position.plan.num_lanes != before:
             self._say_what_is_idle()
 
     def seek(self, step: int) -> None:
@@ -487,8 +488,8 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         return describe(self._pipeline(), tuple(restore_key))
 
     def _pipeline(self) -> Pipeline:
-        units = self._position.units
-        return self.spec.pipeline(units, self.config, threads=0, delivered=range(len(units.leaves)))
+        plan = self._position.plan
+        return open_pipeline(self.spec, plan, self.config, threads=0, delivered=range(len(plan.leaves)))
 
 
 class _Iterator:
@@ -509,7 +510,7 @@ class _Iterator:
 
 def _name_losses(spec: DatasetSpec, position: Position, process: int) -> None:
     if os.getpid() == process:
-        name_losses(position.units.leaves, position.counts, spec.failure_log, least=AT_END)
+        name_losses(position.plan.leaves, position.counts, spec.failure_log, least=AT_END)
 
 
 class _NoSamples(torch.utils.data.IterableDataset[Any]):

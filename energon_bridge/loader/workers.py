@@ -22,34 +22,26 @@ import random
 import signal
 import socket
 import sys
-import time
 import traceback
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 import torch.utils.data
 
-from energon_bridge.errors import FatalSampleError, HookTimeoutError, LoaderError
+from energon_bridge.errors import LoaderError
 from energon_bridge.loader.board import Board, StackFile
+from energon_bridge.loader.description import Description
+from energon_bridge.loader.position import Position
+from energon_bridge.loader.streams import Stream, WorkerFacts
 from energon_bridge.loader.transport import Arena, Message, Outbox
-from energon_bridge.plan.blend import Blend
 from energon_bridge.rng import key_of
-from energon_bridge.samples.slabs import Lender
-from energon_bridge.stream.dealt import Dealt
-from energon_bridge.stream.finite import FiniteStream, PassRows
-from energon_bridge.stream.lane import Lane
-from energon_bridge.stream.pipeline import Pipeline
-from energon_bridge.stream.state import LaneBatch, LaneState
+from energon_bridge.stream.state import LaneBatch
 from energon_bridge.stream.watchdog import WatchdogSettings
 from energon_bridge.topology import WorkerConfig, lane_units, step_units
-
-if TYPE_CHECKING:
-    from energon_bridge.loader.position import Position
-    from energon_bridge.loader.spec import DatasetSpec
 
 CREDIT, AGAIN = b"+", b"p"
 MESSAGE_BYTES = 1 << 16
@@ -59,105 +51,6 @@ DUMP_SIGNAL = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else signal.SIG
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 _PR_SET_PDEATHSIG = 1  # of sys/prctl.h
-
-
-class Stream(Protocol):
-    """Makes the microbatches of units."""
-
-    @property
-    def threaded(self) -> bool:
-        """Whether `prepare` starts anything."""
-        ...
-
-    def prepare(self, unit: int, count: int) -> None: ...
-    def produce(self, unit: int) -> LaneBatch: ...
-    def write_into(self, memory: Lender) -> None: ...
-    def close(self) -> None: ...
-
-
-class LaneStreams:
-    """The lanes of one process, each opened when it is first asked for."""
-
-    def __init__(self, pipeline: Pipeline, blend: Blend | None, states: dict[int, LaneState]) -> None:
-        self._pipeline = pipeline
-        self._blend = blend
-        self._states = states
-        self._lanes: dict[int, Lane] = {}
-
-    def _lane(self, number: int) -> Lane:
-        lane = self._lanes.get(number)
-        if lane is None:
-            state = self._states.get(number) or LaneState.fresh(len(self._pipeline.leaves))
-            lane = self._lanes[number] = Lane(number, self._pipeline, self._blend, state)
-        return lane
-
-    @property
-    def threaded(self) -> bool:
-        return self._pipeline.threaded
-
-    def prepare(self, unit: int, count: int) -> None:
-        self._lane(unit).prepare(count)
-
-    def produce(self, unit: int) -> LaneBatch:
-        return _reported(self._pipeline, unit, self._lane(unit).produce)
-
-    def write_into(self, memory: Lender) -> None:
-        self._pipeline.write_into(memory)
-
-    def close(self) -> None:
-        self._pipeline.close()
-
-
-class FiniteStreams:
-    """The microbatches of one pass of a finite stream in one process."""
-
-    def __init__(self, pipeline: Pipeline, rows: PassRows, *, drop_last: bool, dealt: Dealt | None = None) -> None:
-        self._pipeline = pipeline
-        self._stream = FiniteStream(pipeline, rows, drop_last=drop_last, dealt=dealt)
-
-    @property
-    def threaded(self) -> bool:
-        return self._pipeline.threaded
-
-    def prepare(self, unit: int, count: int) -> None:
-        self._stream.prepare(unit)
-
-    def produce(self, unit: int) -> LaneBatch:
-        return _reported(self._pipeline, unit, lambda: self._stream.produce(unit))
-
-    def write_into(self, memory: Lender) -> None:
-        self._pipeline.write_into(memory)
-
-    def close(self) -> None:
-        self._pipeline.close()
-
-
-def _reported(pipeline: Pipeline, unit: int, make: Callable[[], LaneBatch]) -> LaneBatch:
-    """Return the next microbatch of a unit with what failed on the way, under the eyes of the watchdog."""
-    watchdog, start = pipeline.watchdog, time.perf_counter()
-    try:
-        if watchdog is None:
-            item = make()
-        else:
-            watchdog.arm(unit)
-            try:
-                item = make()
-            finally:
-                watchdog.disarm()
-    except HookTimeoutError as error:
-        pipeline.flush_reports()
-        raise HookTimeoutError(watchdog.message if watchdog is not None else str(error)) from None
-    except Exception as error:
-        pipeline.flush_reports()  # no microbatch takes it along
-        settings, cause = pipeline.settings, error.__cause__ if isinstance(error, FatalSampleError) else None
-        # As drop-in the program sees what its hook or its error handler raised, as its own code may expect.
-        if settings.energon_ranks and settings.policy.on_error != "skip" and cause is not None:
-            raise cause from None
-        raise
-    if pipeline.judge.pending:
-        item.reports = pipeline.judge.taken()
-    item.seconds = pipeline.seconds_since(start)
-    return item
 
 
 def produced(stream: Stream, units: Iterator[int], ahead: int) -> Generator[LaneBatch]:
@@ -205,7 +98,7 @@ def outgoing(item: LaneBatch, outbox: Outbox) -> Message:
     return outbox.unshared(message)
 
 
-def schedule(spec: DatasetSpec, config: WorkerConfig, position: Position, began: int) -> Iterator[tuple[int, int]]:
+def schedule(spec: Description, config: WorkerConfig, position: Position, began: int) -> Iterator[tuple[int, int]]:
     """Give the units of a rank from a position on, each with the number of its worker.
 
     `began` is the microbatch of a finite pass at which its units were shared out among the workers.
@@ -215,25 +108,6 @@ def schedule(spec: DatasetSpec, config: WorkerConfig, position: Position, began:
         return lane_units(position.ownership, rank, position.microbatches, workers)
     steps, turn = range(position.microbatches, position.end, ranks), (position.microbatches - began) // ranks
     return ((unit, (number + turn) % workers) for unit, number in step_units(steps, rank, workers))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerFacts:
-    """What a worker process knows of itself.
-
-    Attributes:
-        number: Which of the workers of its rank it is.
-        words: Where its threads write what they do (`Board.activities`).
-        said: Called when its watchdog has said something.
-        barred: Samples that are not tried again, by `user_key` of their leaf and index.
-        careful: Whether it does one thing at a time, so that what ends it is known for sure.
-    """
-
-    number: int
-    words: Sequence[memoryview]
-    said: Callable[[], None]
-    barred: frozenset[tuple[int, int]]
-    careful: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,7 +123,7 @@ class Work:
     """
 
     number: int
-    spec: DatasetSpec
+    spec: Description
     config: WorkerConfig
     position: Position
     held_back: int
@@ -273,7 +147,7 @@ class Work:
         )
         due = itertools.islice(schedule(self.spec, self.config, position, began), held_back, None)
         units = (unit for unit, worker in due if worker == self.number)
-        stream = self.spec.stream(self.config, position, self.watchdog, facts)
+        stream = position.stream(self.watchdog, facts)
         if arena is not None:
             stream.write_into(arena)
         return produced(stream, units, self.config.prefetch_factor)

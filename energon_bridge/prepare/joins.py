@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from energon_bridge.format.join_index import open_index, remove_others
 from energon_bridge.format.join_rows import Progress
-from energon_bridge.loader.joins import index_folders, join_parts
 from energon_bridge.mix import DatasetOpener, JoinRef, load_mix, metadataset_splits, resolve_path
+from energon_bridge.mix.joins import index_folders, join_parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

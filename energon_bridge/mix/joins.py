@@ -13,7 +13,9 @@ from energon_bridge.format.dataset import PreparedDataset
 from energon_bridge.format.join import JoinedDataset, JoinPart, joined_dataset
 from energon_bridge.format.join_index import open_index
 from energon_bridge.format.parallel import available_cores
-from energon_bridge.mix import AuxRef, JoinRef, LeafRef, resolve_joiner, user_cache
+from energon_bridge.mix.joiners import resolve_joiner
+from energon_bridge.mix.paths import user_cache
+from energon_bridge.mix.tree import AuxRef, JoinRef, LeafRef
 
 _PARALLEL_SAMPLES = 50_000
 _MAX_WORKERS = 16

@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any
 
 import numpy as np
 
-from energon_bridge.errors import ConfigurationError, EmptyDatasetError, MetadataError
+from energon_bridge.errors import DatasetError, EmptyDatasetError, MetadataError
 from energon_bridge.format.dataset import PreparedDataset
 from energon_bridge.format.join import JoinedDataset
-from energon_bridge.format.jsonl import JsonlDataset
-from energon_bridge.loader.auxiliary import aux_fingerprint
-from energon_bridge.loader.joins import aux_of_join, open_join
-from energon_bridge.mix import AuxRef, DatasetOpener, JoinRef, Mix, combine_multipliers, evaluate_subset
-from energon_bridge.samples import CrudeSample, field_names
-from energon_bridge.storage import as_far
-from energon_bridge.stream.cooking import cooker_of
-from energon_bridge.stream.user_code import is_default
-from energon_bridge.task_encoder.collate import REMEDY_FOR_TYPES
-from energon_bridge.task_encoder.images import IMAGE_EXTENSIONS
+from energon_bridge.format.jsonl import is_jsonl, open_jsonl
+from energon_bridge.format.key_lookup import key_index_version
+from energon_bridge.format.nvmeta import read_info
+from energon_bridge.mix.flatten import Mix
+from energon_bridge.mix.joins import aux_of_join, open_join
+from energon_bridge.mix.opener import DatasetOpener
+from energon_bridge.mix.subset import evaluate_subset
+from energon_bridge.mix.tree import AuxRef, JoinRef, combine_multipliers
+from energon_bridge.samples import CrudeSample
+from energon_bridge.storage import as_far, open_store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,47 +84,6 @@ class OpenLeaf:
         parts = [part.dataset for part in dataset.parts] if isinstance(dataset, JoinedDataset) else [dataset]
         return any(as_far(part.store) is not None for part in parts)
 
-    @property
-    def decodes_media(self) -> bool:
-        """Whether decoding it is worth threads of its own: image decoders release the interpreter lock."""
-        dataset = self.dataset
-        if isinstance(dataset, JoinedDataset):
-            return any(_decodes_media(part.dataset) for part in dataset.parts)
-        return _decodes_media(dataset)
-
-
-def _decodes_media(dataset: PreparedDataset) -> bool:
-    if isinstance(dataset, JsonlDataset):
-        return False
-    field_map = dataset.field_map
-    return field_map is None or any(p.rpartition(".")[2].lower() in IMAGE_EXTENSIONS for p in field_map.parts)
-
-
-def check_types(leaves: Sequence[OpenLeaf], encoder: Any) -> None:
-    """Refuse leaves whose samples would come together in microbatches that the default hooks cannot make.
-
-    Only where no code of the user's sees them on the way: hooks, cookers and joiners may make one type of all.
-
-    Raises:
-        ConfigurationError: Their types have different fields.
-    """
-    hooks = ("encode_sample", "preencode_sample", "postencode_sample", "batch")
-    if not all(is_default(getattr(encoder, name, None)) for name in hooks if hasattr(encoder, name)):
-        return
-    by_fields: dict[tuple[str, ...], tuple[str, list[str]]] = {}
-    for leaf in leaves:
-        if isinstance(leaf.dataset, JoinedDataset) or cooker_of(encoder, leaf.dataset) is not None:
-            continue
-        kind = leaf.dataset.sample_type
-        fields = () if issubclass(kind, CrudeSample) else field_names(kind)
-        by_fields.setdefault(fields, (kind.__name__, []))[1].append(leaf.dataset.path)
-    if len(by_fields) > 1:
-        types = "; ".join(f"{kind}: {', '.join(paths[:3])}" for kind, paths in by_fields.values())
-        raise ConfigurationError(
-            f"the datasets of the mix have samples of different types ({types}), which {type(encoder).__name__} cannot "
-            f"put into one microbatch: {REMEDY_FOR_TYPES}. For validation, get_val_datasets gives each dataset alone"
-        )
-
 
 def open_leaves(mix: Mix, opener: DatasetOpener, *, shuffle_epochs: int | None) -> tuple[OpenLeaf, ...]:
     """Open the leaves of a mix, in its order; a dataset that is reached twice is opened once.
@@ -167,7 +126,7 @@ def open_leaves(mix: Mix, opener: DatasetOpener, *, shuffle_epochs: int | None) 
                 share=Fraction(1) if share is None else share,
                 shuffle_epochs=combine_multipliers(shuffle_epochs, ref.shuffle_over_epochs_multiplier),
                 aux=aux,
-                aux_fingerprint=aux_fingerprint(aux, where=ref.where),
+                aux_fingerprint=_aux_fingerprint(aux, where=ref.where),
             )
         )
     return _numbered(leaves)
@@ -182,3 +141,35 @@ def _numbered(leaves: Sequence[OpenLeaf]) -> tuple[OpenLeaf, ...]:
         numbered.append(dataclasses.replace(leaf, occurrence=occurrence) if occurrence else leaf)
         seen[leaf.identity] += 1
     return tuple(numbered)
+
+
+def _aux_fingerprint(aux: Mapping[str, AuxRef], *, where: str) -> str:
+    """Return a hash of the auxiliary stores of a leaf, empty if it has none.
+
+    It covers the name of each, of a prepared dataset its shards and their numbers of samples, of a JSONL file what the
+    file's own fingerprint does. Of a folder of files only the name counts, since looking at all files of a folder is no
+    work for the start of a run. Where a store lies does not count.
+
+    Raises DatasetError, of the class that fits and naming the store, if one cannot be used.
+    """
+    if not aux:
+        return ""
+    content = {}
+    for name, ref in aux.items():
+        try:
+            content[name] = _content_of_store(ref)
+        except DatasetError as error:
+            raise type(error)(f"{where}: auxiliary store {name!r}: {error}") from error
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _content_of_store(ref: AuxRef) -> list[object]:
+    if is_jsonl(ref.path) and not ref.is_filesystem:
+        return ["jsonl", open_jsonl(ref.path).fingerprint]
+    store = open_store(ref.path)
+    store.check_root()
+    if ref.is_filesystem:
+        return ["filesystem"]
+    info = read_info(store)
+    key_index_version(store)  # raises if nothing can be looked up
+    return ["dataset", list(info.shard_counts.items())]

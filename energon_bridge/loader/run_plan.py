@@ -1,0 +1,192 @@
+"""The plan of a run: a description cut for one number of lanes, so that every draw of every lane is arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+from energon_bridge.loader.description import Description
+from energon_bridge.mix.leaves import OpenLeaf
+from energon_bridge.plan.blend import Blend, ChangedBlend, EpochizedBlend, WeightedBlend
+from energon_bridge.plan.leaf import LeafOrder, slice_length
+from energon_bridge.plan.scheduled import ScheduledBlend
+from energon_bridge.plan.weights import ChangedWeights, LeafWeights
+from energon_bridge.rng import key_of
+from energon_bridge.stream.dealt import Deal, Dealt
+from energon_bridge.stream.leaf import Leaf
+from energon_bridge.stream.passes import FinitePlan, InOrder, Shuffled
+from energon_bridge.topology import WorkerConfig, default_num_lanes
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPlan:
+    """A description cut into lanes, or, where passes end, for one lane.
+
+    `table` describes the leaves, in order, for people and for the state; `rows` makes it when it is first asked for.
+    `settings` is all else the order depends on.
+    """
+
+    num_lanes: int
+    leaves: tuple[Leaf, ...]
+    blend: Blend | None
+    rows: Callable[[], list[dict[str, Any]]]
+    settings: dict[str, Any]
+
+    @cached_property
+    def table(self) -> list[dict[str, Any]]:
+        return self.rows()
+
+
+def draws_of_pass(data: Description, plan: RunPlan, epoch: int) -> FinitePlan:
+    """Return which samples the draws of pass number `epoch` of a finite stream are."""
+    if not data.shuffled:
+        return InOrder(plan.leaves)
+    assert plan.blend is None or isinstance(plan.blend, EpochizedBlend)
+    return Shuffled(plan.leaves, plan.blend, epoch)
+
+
+def deal_of_pass(data: Description, plan: RunPlan, config: WorkerConfig) -> Dealt | None:
+    """Return how megatron-energon deals out a pass over validation data, None where it is not to be as there."""
+    if not data.as_energon or data.kind != "finite" or data.listed:
+        return None
+    deal = Deal(
+        ranks=config.dp_size,
+        workers=max(1, config.num_workers),
+        batch_size=data.rows,
+        drop_last=data.batch_drop_last,
+        limit=data.limit,
+        repeats=data.repeats,
+    )
+    return Dealt(plan.leaves, [leaf.dataset.num_samples for leaf in data.ordered], deal)
+
+
+def plan_run(
+    data: Description,
+    config: WorkerConfig,
+    num_lanes: int | None = None,
+    changes: ChangedWeights = (),
+    blocks: Mapping[str, int] | None = None,
+) -> RunPlan:
+    """Return the plan of a run for a worker configuration.
+
+    Args:
+        data: The leaves and settings.
+        config: Who loads what.
+        num_lanes: Of a state; goes before the configuration's.
+        changes: Weights that were changed during the run.
+        blocks: `LeafOrder.block` of the leaves of a state by identity: a leaf keeps it when the mix changes.
+    """
+    lanes = num_lanes or config.num_lanes or _default_lanes(data, config)
+    if data.finite:  # a pass has no lanes, so any number of ranks may share it
+        lanes = max(lanes, config.dp_size)
+    seed = config.seed + config.seed_offset
+    settings: dict[str, Any] = {"seed": seed, "batch_size": data.batch_size}
+    if data.finite:
+        settings |= {"batch_drop_last": data.batch_drop_last}
+        settings |= {"grouped": True} if data.grouped else {}
+        if data.as_energon and data.kind == "finite" and not data.listed:
+            settings |= {"dp_size": config.dp_size, "num_workers": max(1, config.num_workers), "limit": data.limit}
+    if data.packing_buffer_size is not None:
+        settings |= {"packing_buffer_size": data.packing_buffer_size}
+    if data.kind != "finite":
+        shuffle = [_shuffle_setting(leaf.shuffle_epochs) for leaf in data.ordered]
+        settings |= {
+            "max_samples_per_sequence": data.max_samples_per_sequence,
+            "shuffle_buffer_size": data.shuffle_buffer_size,
+            "parallel_shard_iters": data.parallel_shard_iters,
+            "shuffle": shuffle[0] if len(set(shuffle)) == 1 else shuffle,
+            "mode": data.mode,
+        }
+        if data.mode == "weights" and data.mix.is_scheduled:
+            settings["schedule"] = data.weights.fingerprint()
+    target = getattr(data.task_encoder.decoder, "image_target", None)
+    if target is not None:  # no matter of order but of pixels, which nobody would see change
+        settings["image_target"] = list(target)
+    settings |= getattr(data.task_encoder, "pixel_settings", {})
+    # A pass has one order, whoever delivers it.
+    cut = 1 if data.finite else lanes
+    block = data.rows if data.mode == "single" else 0
+    leaves = tuple(
+        _leaf(data, leaf, cut, seed, block=(blocks or {}).get(leaf.identity, block)) for leaf in data.ordered
+    )
+    return RunPlan(
+        num_lanes=lanes,
+        leaves=leaves,
+        blend=_blend(data, leaves, cut, seed, changes),
+        rows=partial(_rows, data, leaves),
+        settings=settings,
+    )
+
+
+def _leaf(data: Description, leaf: OpenLeaf, lanes: int, seed: int, *, block: int) -> Leaf:
+    shuffle = leaf.shuffle_epochs is not None
+    # A pass has one lane, and slices as a run has them.
+    cut = default_num_lanes(1) if data.finite else lanes
+    order = LeafOrder(
+        num_samples=leaf.num_samples,
+        num_lanes=lanes,
+        key=key_of("leaf", seed, leaf.identity),
+        slice_length=slice_length(leaf.num_samples, cut, data.rows, data.max_samples_per_sequence),
+        shuffle_buffer_size=data.shuffle_buffer_size,
+        parallel_shard_iters=data.parallel_shard_iters,
+        block=block if shuffle else data.rows,
+        shuffle=shuffle,
+        first_sample=leaf.start,
+        epochs_per_shuffle=leaf.shuffle_epochs or 1,
+    )
+    return Leaf(identity=leaf.identity, dataset=leaf.dataset, order=order, aux=leaf.aux)
+
+
+def _blend(data: Description, leaves: Sequence[Leaf], lanes: int, seed: int, changes: ChangedWeights) -> Blend | None:
+    if data.kind == "finite" or data.mode == "single":
+        return None
+    if data.mode == "weights":
+        parts: list[tuple[int, LeafWeights]] = [(0, data.weights), *changes]
+        blends = tuple((start, _weighted_blend(weights, start, lanes, key_of("run", seed))) for start, weights in parts)
+        return ChangedBlend(parts=blends, num_lanes=lanes) if changes else blends[0][1]
+    rank = {leaf.identity: number for number, leaf in enumerate(data.ordered)}
+    sequence = tuple(rank[leaf.identity] for leaf in data.leaves) if data.mode == "concat" else None
+    return EpochizedBlend(
+        samples=tuple(leaf.num_samples for leaf in data.ordered),
+        repetitions=tuple(leaf.share for leaf in data.ordered),
+        num_lanes=lanes,
+        key=key_of("run", seed),
+        rotations=tuple(leaf.order.rotation for leaf in leaves),
+        blocks=tuple(leaf.order.dealt_block for leaf in leaves),
+        sequence=sequence,
+    )
+
+
+def _rows(data: Description, leaves: Sequence[Leaf]) -> list[dict[str, Any]]:
+    return [_row(data, opened, leaf.order.block) for opened, leaf in zip(data.ordered, leaves, strict=True)]
+
+
+def _row(data: Description, leaf: OpenLeaf, block: int) -> dict[str, Any]:
+    return {
+        "identity": leaf.identity,
+        "path": leaf.dataset.path,
+        "split_part": leaf.dataset.split_part,
+        "num_samples": leaf.num_samples,
+        "subset": "" if leaf.num_samples == leaf.dataset.num_samples else f"{leaf.start}:{leaf.stop}",
+        "share": str(leaf.share) if data.kind != "finite" and len(data.leaves) > 1 else "",
+        "block": block,
+    }
+
+
+def _default_lanes(data: Description, config: WorkerConfig) -> int:
+    if data.finite:
+        return config.dp_size
+    return default_num_lanes(config.dp_size, config.microbatches_per_global_batch)
+
+
+def _weighted_blend(weights: LeafWeights, start: int, lanes: int, key: int) -> Blend:
+    if weights.moves:
+        return ScheduledBlend(weights=weights, num_lanes=lanes, key=key, start=start)
+    return WeightedBlend(weights=weights, num_lanes=lanes, key=key)
+
+
+def _shuffle_setting(epochs: int | None) -> bool | int:
+    """Return how a leaf is shuffled as states have it: False, True (each epoch), or the epochs shuffled as one."""
+    return epochs is not None if epochs in (None, 1) else epochs

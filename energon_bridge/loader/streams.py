@@ -1,0 +1,264 @@
+"""Streams: what makes the units of one process, lanes of an endless run or microbatches of a pass that ends."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from energon_bridge.errors import FatalSampleError, HookTimeoutError
+from energon_bridge.format.dataset import PreparedDataset
+from energon_bridge.format.join import JoinedDataset
+from energon_bridge.format.jsonl import JsonlDataset
+from energon_bridge.loader.description import Description
+from energon_bridge.loader.run_plan import RunPlan, deal_of_pass, draws_of_pass
+from energon_bridge.plan.blend import Blend
+from energon_bridge.samples.slabs import Lender
+from energon_bridge.stream.dealt import Dealt
+from energon_bridge.stream.finite import DrawnRows, FiniteStream, ListedRows, Listing, PassRows
+from energon_bridge.stream.lane import Lane
+from energon_bridge.stream.pipeline import Pipeline
+from energon_bridge.stream.settings import StreamSettings
+from energon_bridge.stream.state import LaneBatch, LaneState
+from energon_bridge.stream.watchdog import WatchdogSettings
+from energon_bridge.task_encoder.images import IMAGE_EXTENSIONS
+from energon_bridge.topology import WorkerConfig
+
+_READ_BYTES = 256 << 20
+"""Bytes that the rounds of all lanes of one process may take; beyond it draws are read one microbatch at a time."""
+_FAR_READERS = 8
+"""Rounds that are read ahead at the same time where answers take long."""
+_LEAST_AHEAD = 4
+"""Draws of a lane that are read ahead at least where rounds take too much."""
+_TOGETHER_BYTES, _TOGETHER = 64 << 20, 1024
+"""Bytes and samples up to which a lane reads several rounds of a leaf together."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerFacts:
+    """What a worker process knows of itself.
+
+    Attributes:
+        number: Which of the workers of its rank it is.
+        words: Where its threads write what they do (`Board.activities`).
+        said: Called when its watchdog has said something.
+        barred: Samples that are not tried again, by `user_key` of their leaf and index.
+        careful: Whether it does one thing at a time, so that what ends it is known for sure.
+    """
+
+    number: int
+    words: Sequence[memoryview]
+    said: Callable[[], None]
+    barred: frozenset[tuple[int, int]]
+    careful: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """Where a stream begins.
+
+    Attributes:
+        lanes: Where lanes stand, of an endless run; those that are not named stand at their beginning.
+        epoch: The pass, of a finite one.
+        listing: The rows of a pass that is packed or grouped.
+        delivered: Leaves of which the run has delivered something.
+    """
+
+    lanes: Mapping[int, LaneState]
+    epoch: int
+    listing: Listing | None
+    delivered: Collection[int]
+
+
+def open_pipeline(
+    data: Description,
+    plan: RunPlan,
+    config: WorkerConfig,
+    threads: int | None = None,
+    delivered: Collection[int] = (),
+    worker: WorkerFacts | None = None,
+) -> Pipeline:
+    """Build what loads, encodes and batches in one process.
+
+    Args:
+        data: The leaves and settings.
+        plan: The same, cut into lanes.
+        config: Who loads what.
+        threads: Overrides the configuration's.
+        delivered: Leaves of which the run has delivered something.
+        worker: What a worker process knows of itdata.
+    """
+    decodes = data.task_encoder.decoder is not None and any(_decodes_media(leaf.dataset) for leaf in data.leaves)
+    if threads is None:
+        threads = config.threads_per_process(max(1, config.num_workers)) if decodes else 0
+        # One thread beside a worker's own would only pass the interpreter lock to and fro.
+        threads = 0 if config.num_workers and threads == 1 else threads
+    lanes = -(-plan.num_lanes // (config.dp_size * max(1, config.num_workers)))
+    # About how many bytes a sample of every leaf has, all leaves and lanes together.
+    unit = lanes * sum(max(1, int(leaf.dataset.shard_sizes.sum()) // leaf.dataset.num_samples) for leaf in data.leaves)
+    is_far = any(leaf.is_far for leaf in data.leaves)
+    settings = StreamSettings(
+        batch_size=data.batch_size,
+        encoder=data.task_encoder,
+        threads=threads,
+        reads_rounds=unit * max(data.shuffle_buffer_size, 4 * data.parallel_shard_iters) <= _READ_BYTES,
+        read_together=min(_TOGETHER, _TOGETHER_BYTES // unit),
+        background_reads=_FAR_READERS if is_far else int(not config.num_workers),
+        draws_ahead=min(_TOGETHER, max(_LEAST_AHEAD, _TOGETHER_BYTES // unit)) if is_far else 0,
+        restore_generators=not config.num_workers,
+        packing_buffer_size=data.packing_buffer_size,
+        held_bytes=config.held_bytes,
+        lanes=lanes,
+        cache=data.cache_pool,
+        policy=data.error_policy,
+        failure_log=data.failure_log,
+        delivered=delivered,
+        rank=config.dp_rank,
+        ranks=config.dp_size,
+        energon_ranks=config.dp_size if data.as_energon else 0,
+        energon_workers=max(1, config.num_workers),
+        config=config if data.as_energon else None,
+        words=() if worker is None else worker.words,
+        barred=frozenset() if worker is None else worker.barred,
+    )
+    return Pipeline(plan.leaves, settings)
+
+
+class Stream(Protocol):
+    """Makes the microbatches of units."""
+
+    @property
+    def threaded(self) -> bool:
+        """Whether `prepare` starts anything."""
+        ...
+
+    def prepare(self, unit: int, count: int) -> None: ...
+    def produce(self, unit: int) -> LaneBatch: ...
+    def write_into(self, memory: Lender) -> None: ...
+    def close(self) -> None: ...
+
+
+class LaneStreams:
+    """The lanes of one process, each opened when it is first asked for."""
+
+    def __init__(self, pipeline: Pipeline, blend: Blend | None, states: Mapping[int, LaneState]) -> None:
+        self._pipeline = pipeline
+        self._blend = blend
+        self._states = states
+        self._lanes: dict[int, Lane] = {}
+
+    def _lane(self, number: int) -> Lane:
+        lane = self._lanes.get(number)
+        if lane is None:
+            state = self._states.get(number) or LaneState.fresh(len(self._pipeline.leaves))
+            lane = self._lanes[number] = Lane(number, self._pipeline, self._blend, state)
+        return lane
+
+    @property
+    def threaded(self) -> bool:
+        return self._pipeline.threaded
+
+    def prepare(self, unit: int, count: int) -> None:
+        self._lane(unit).prepare(count)
+
+    def produce(self, unit: int) -> LaneBatch:
+        return _reported(self._pipeline, unit, self._lane(unit).produce)
+
+    def write_into(self, memory: Lender) -> None:
+        self._pipeline.write_into(memory)
+
+    def close(self) -> None:
+        self._pipeline.close()
+
+
+class FiniteStreams:
+    """The microbatches of one pass of a finite stream in one process."""
+
+    def __init__(self, pipeline: Pipeline, rows: PassRows, *, drop_last: bool, dealt: Dealt | None = None) -> None:
+        self._pipeline = pipeline
+        self._stream = FiniteStream(pipeline, rows, drop_last=drop_last, dealt=dealt)
+
+    @property
+    def threaded(self) -> bool:
+        return self._pipeline.threaded
+
+    def prepare(self, unit: int, count: int) -> None:
+        self._stream.prepare(unit)
+
+    def produce(self, unit: int) -> LaneBatch:
+        return _reported(self._pipeline, unit, lambda: self._stream.produce(unit))
+
+    def write_into(self, memory: Lender) -> None:
+        self._pipeline.write_into(memory)
+
+    def close(self) -> None:
+        self._pipeline.close()
+
+
+def _reported(pipeline: Pipeline, unit: int, make: Callable[[], LaneBatch]) -> LaneBatch:
+    """Return the next microbatch of a unit with what failed on the way, under the eyes of the watchdog."""
+    watchdog, start = pipeline.watchdog, time.perf_counter()
+    try:
+        if watchdog is None:
+            item = make()
+        else:
+            watchdog.arm(unit)
+            try:
+                item = make()
+            finally:
+                watchdog.disarm()
+    except HookTimeoutError as error:
+        pipeline.flush_reports()
+        raise HookTimeoutError(watchdog.message if watchdog is not None else str(error)) from None
+    except Exception as error:
+        pipeline.flush_reports()  # no microbatch takes it along
+        settings, cause = pipeline.settings, error.__cause__ if isinstance(error, FatalSampleError) else None
+        # As drop-in the program sees what its hook or its error handler raised, as its own code may expect.
+        if settings.energon_ranks and settings.policy.on_error != "skip" and cause is not None:
+            raise cause from None
+        raise
+    if pipeline.judge.pending:
+        item.reports = pipeline.judge.taken()
+    item.seconds = pipeline.seconds_since(start)
+    return item
+
+
+def open_stream(
+    data: Description,
+    plan: RunPlan,
+    config: WorkerConfig,
+    start: Start,
+    watchdog: WatchdogSettings | None = None,
+    worker: WorkerFacts | None = None,
+) -> Stream:
+    """Build what makes the units of one process: the lanes, or the microbatches of a pass.
+
+    Args:
+        data, plan, config: The data, cut into lanes, and who loads what.
+        start: Where it begins.
+        watchdog: What watches the hooks.
+        worker: What a worker process knows of itself; None: this is the training process.
+    """
+    threads = 0 if worker is not None and worker.careful else None
+    pipeline = open_pipeline(data, plan, config, threads, start.delivered, worker)
+    if watchdog is not None and worker is None:
+        pipeline.watch(watchdog, f"rank {config.dp_rank}")
+    elif watchdog is not None and worker is not None:
+        pipeline.watch(watchdog, f"rank {config.dp_rank}, worker {worker.number}", worker.said)
+    if not data.finite:
+        return LaneStreams(pipeline, plan.blend, start.lanes)
+    dealt = deal_of_pass(data, plan, config)
+    draws = dealt or draws_of_pass(data, plan, start.epoch)
+    rows = DrawnRows(pipeline, draws) if start.listing is None else ListedRows(pipeline, start.listing)
+    return FiniteStreams(pipeline, rows, drop_last=data.batch_drop_last, dealt=dealt)
+
+
+def _decodes_media(dataset: PreparedDataset | JoinedDataset) -> bool:
+    """Tell whether decoding is worth threads of its own: image decoders release the interpreter lock."""
+    if isinstance(dataset, JoinedDataset):
+        return any(_decodes_media(part.dataset) for part in dataset.parts)
+    if isinstance(dataset, JsonlDataset):
+        return False
+    field_map = dataset.field_map
+    return field_map is None or any(p.rpartition(".")[2].lower() in IMAGE_EXTENSIONS for p in field_map.parts)
