@@ -1,7 +1,7 @@
 """The direction of the arrows: imports point down the layers, in no circle, from short files that do not print.
 
 The order below is the one that CONTRIBUTING.md draws. Every import counts, also one inside a function (that is where
-knots of modules hide); only imports under `if TYPE_CHECKING` do not, because they do not happen.
+knots of modules hide), and one under `if TYPE_CHECKING`: who reads a module has to know what it names.
 """
 
 from __future__ import annotations
@@ -60,23 +60,6 @@ def layer_of(module: str) -> str:
     return module.split(".")[1] if "." in module else "__init__"
 
 
-def is_type_checking(test: ast.expr) -> bool:
-    name = test.attr if isinstance(test, ast.Attribute) else getattr(test, "id", None)
-    return name == "TYPE_CHECKING"
-
-
-def running_nodes(node: ast.AST) -> list[ast.AST]:
-    """Return the nodes below `node`, without what stands under `if TYPE_CHECKING`."""
-    found: list[ast.AST] = []
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.If) and is_type_checking(child.test):
-            for other in child.orelse:
-                found += [other, *running_nodes(other)]
-            continue
-        found += [child, *running_nodes(child)]
-    return found
-
-
 def imported_names(node: ast.AST, module: str, is_package: bool) -> list[str]:
     """Return the dotted names that an import statement asks for: `from a.b import c` asks for `a.b.c`."""
     if isinstance(node, ast.Import):
@@ -98,7 +81,7 @@ def imports(root: Path) -> dict[str, set[str]]:
     graph: dict[str, set[str]] = {}
     for module, path in files.items():
         targets: set[str] = set()
-        for node in running_nodes(ast.parse(path.read_text(), filename=str(path))):
+        for node in ast.walk(ast.parse(path.read_text(), filename=str(path))):
             for name in imported_names(node, module, path.name == "__init__.py"):
                 if name == f"{PACKAGE}.__version__" or name.split(".")[0] != PACKAGE:
                     continue  # the version is a constant of the root, everyone may read it
@@ -211,6 +194,7 @@ def write_tree(root: Path, files: dict[str, str]) -> Path:
         "from .. import loader",
         "def f():\n    from energon_bridge.loader import x",
         "if TYPE_CHECKING:\n    pass\nelse:\n    from energon_bridge.loader import x",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from energon_bridge.loader import x",
         "try:\n    import energon_bridge.loader.workers\nexcept ImportError:\n    pass",
     ],
 )
@@ -227,7 +211,6 @@ def test_an_upward_arrow_is_found_however_it_is_written(tmp_path, statement):
 @pytest.mark.parametrize(
     "statement",
     [
-        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from energon_bridge.loader import x",
         "from energon_bridge import __version__",
         "import numpy.loader",
     ],

@@ -10,9 +10,8 @@ import torch
 from hypothesis import given, strategies as st
 
 from energon_bridge.errors import ConfigurationError
-from energon_bridge.training.config import DataConfig, ModelConfig, RunConfig, TrainConfig
+from energon_bridge.training.config import DataConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig
 from energon_bridge.training.config_file import load_config
-from energon_bridge.training.parallel import ParallelConfig
 
 pytest.importorskip("megatron.core")
 

@@ -12,11 +12,11 @@ from fractions import Fraction
 import numpy as np
 
 from energon_bridge.errors import ConfigurationError
-from energon_bridge.forecast.mixing import mixing
 from energon_bridge.forecast.run import Run
 from energon_bridge.mix import Node
 from energon_bridge.mix.schedule import plain_number
 from energon_bridge.mix.tree import Blend, EpochizedBlend, JoinRef, LeafRef
+from energon_bridge.plan.leaf import LeafOrder
 from energon_bridge.rng import IntArray
 from energon_bridge.topology import Ownership, WorkerConfig, first_microbatch, microbatches_before, step_of
 
@@ -36,7 +36,7 @@ class LeafForecast:
         draws: Samples of it that are drawn.
         epochs: How often it is gone through.
         bytes: About how many bytes of it are read.
-        mixing: How well it is mixed, from 0 to 1 (`forecast/mixing.py`); None if it keeps its own order.
+        mixing: How well it is mixed, from 0 to 1 (`forecast/epochs.py`); None if it keeps its own order.
     """
 
     identity: str
@@ -242,3 +242,27 @@ def _why(config: WorkerConfig) -> str:
         group = config.microbatches_per_global_batch
         return f"fits every number of ranks that divides the {group} microbatches of a global batch"
     return f"a multiple of 24 and of the world size {config.dp_size}"
+
+
+_PARTS, _DRAWS, _WINDOWS = 10, 32, 8
+
+
+def mixing(order: LeafOrder, lanes: int) -> float:
+    """Return how well the order of a leaf mixes, from 0 to 1, looked at in some lanes of the first epoch.
+
+    Cut the dataset into ten equal parts, as if it were sorted by ten classes. Of 32 draws that a lane makes in a row,
+    count the parts that they come from, and divide by what 32 independent draws would have on average (9.66 of 10 where
+    there are samples enough). 1 is a perfect shuffle; 0.1 means that every microbatch of sorted data comes from one
+    class. No sample is read.
+    """
+    n = order.num_samples
+    shares = np.bincount(np.arange(min(n, _PARTS)) * _PARTS // min(n, _PARTS), minlength=_PARTS) / min(n, _PARTS)
+    ideal = float((1 - (1 - shares) ** _DRAWS).sum())
+    distinct = []
+    for lane in range(0, order.num_lanes, -(-order.num_lanes // lanes)):
+        drawn = np.empty(0, dtype=np.int64)
+        while drawn.size < _DRAWS * _WINDOWS:
+            drawn = np.concatenate((drawn, order.round_at(lane, drawn.size).indices))
+        parts = (drawn[: _DRAWS * _WINDOWS] - order.first_sample) * _PARTS // n
+        distinct += [np.unique(window).size for window in parts.reshape(_WINDOWS, _DRAWS)]
+    return min(1.0, float(np.mean(distinct)) / ideal)

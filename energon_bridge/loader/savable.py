@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from types import GenericAlias
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 import torch.utils.data
@@ -30,7 +30,7 @@ from energon_bridge.loader.error_rates import AT_ANY_TIME, AT_END, AT_EPOCH, che
 from energon_bridge.loader.metrics import flat_metrics
 from energon_bridge.loader.pool import WorkerPool
 from energon_bridge.loader.position import OnMismatch, Position
-from energon_bridge.loader.spec import DATASET_IS_NO_LOADER
+from energon_bridge.loader.spec import DATASET_IS_NO_LOADER, DatasetSpec
 from energon_bridge.loader.streams import open_pipeline
 from energon_bridge.loader.workers import Work, keep_freed_memory, produced, schedule
 from energon_bridge.samples.base import pin_value
@@ -43,9 +43,6 @@ from energon_bridge.stream.reencode import describe, restore
 from energon_bridge.stream.state import LaneBatch, NoBatch
 from energon_bridge.stream.watchdog import WatchdogSettings
 from energon_bridge.topology import Ownership, WorkerConfig, check_data_parallel
-
-if TYPE_CHECKING:
-    from energon_bridge.loader.spec import DatasetSpec
 
 logger = logging.getLogger(__name__)
 

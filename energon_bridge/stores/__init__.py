@@ -1,6 +1,6 @@
 """Files by key, for cookers: stores of prepared datasets, folders and JSONL files, and caches of what is needed later.
 
-`base` has the protocol, `webdataset`, `folder` and `lines` read, `cache` and `cache_pool` keep files near until the
+`base` has the protocol, `webdataset` and `folder` read, `cache` and `cache_pool` keep files near until the
 samples that need them are about to leave.
 """
 
@@ -9,8 +9,7 @@ from __future__ import annotations
 from energon_bridge.stores.base import DecodeFileStore, FileStore, PrimaryFileStore
 from energon_bridge.stores.cache import CachePool, Lazy, NoCachePool
 from energon_bridge.stores.cache_pool import FileStoreCachePool
-from energon_bridge.stores.folder import SystemFileStore
-from energon_bridge.stores.lines import JsonlFileStore
+from energon_bridge.stores.folder import JsonlFileStore, SystemFileStore
 from energon_bridge.stores.webdataset import WebdatasetFileStore
 
 __all__ = [

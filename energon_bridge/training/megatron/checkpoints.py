@@ -25,11 +25,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    TorchDistSaveShardedStrategy,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.training.megatron.ranks import Ranks
 from energon_bridge.training.megatron.step import Training
-from energon_bridge.training.megatron.writer import SynchronousSave
 
 logger = logging.getLogger(__name__)
 
@@ -153,3 +160,25 @@ def _missing(path: Path) -> str | None:
         if file.stat().st_size != size:
             return f"{name} has {file.stat().st_size} bytes, expected {size}"
     return None
+
+
+# Writing --------------------------------------------------------------------------------------------------------------
+#
+# megatron-core's own strategy writes in the background: every rank spawns a process that imports the training program
+# again, and forks others, for each checkpoint. This one has the same format and writes before it returns.
+
+
+class SynchronousSave(TorchDistSaveShardedStrategy):
+    """Save the parts of all ranks, one file each."""
+
+    def __init__(self) -> None:
+        super().__init__("torch_dist", 1)
+
+    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
+        """Write; all ranks must call this."""
+        parts, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
+        save(
+            mcore_to_pyt_state_dict(parts, False),
+            storage_writer=FileSystemWriter(checkpoint_dir, single_file_per_rank=True, sync_files=True),
+            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+        )
