@@ -531,7 +531,11 @@ def _unknown_name(name: str, known: list[str]) -> str:
 
 
 def _tried_out() -> bool:
-    """Whether a tuner of Lightning asks, whose steps are trials and none of the run; nothing else of it shows that."""
+    """Whether a tuner of Lightning asks, whose steps are trials and none of the run.
+
+    Only the call stack shows that: while a tuner tries (Lightning 2.6), `trainer.state` is that of `fit`, and the
+    trainer's callbacks, that which tunes among them, are taken off.
+    """
     frame = inspect.currentframe()
     while frame is not None:
         if str(frame.f_globals.get("__name__")).startswith(("lightning.pytorch.tuner", "pytorch_lightning.tuner")):
