@@ -7,7 +7,7 @@ and so do samples in `exclude`; `assumption` says what an answer rests on.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -64,18 +64,33 @@ class NamedMicrobatch:
 
 
 def name_step(run: Run, step: int) -> list[NamedMicrobatch]:
-    """Name the samples of a step, for every rank.
+    """Name the samples of a step, for every rank; arguments and errors are those of `name_steps`."""
+    return next(name_steps(run, (step,)))
+
+
+def name_steps(run: Run, steps: Iterable[int]) -> Iterator[list[NamedMicrobatch]]:
+    """Name the samples of steps, for every rank.
 
     Args:
         run: The run.
-        step: Steps before it, counted from the beginning of the run (of validation: of a pass), on as many ranks.
+        steps: Each as the steps before it, counted from the beginning of the run (of validation: of a pass), on as
+            many ranks.
 
     Raises:
         ConfigurationError: There is no such step, or the state was saved between two steps of so many ranks.
         MissingRankError: The state has not the lanes that are needed.
     """
     if run.spec.finite:
-        return _finite_step(run, step)
+        of_pass = _SampleNames(run.units.leaves)
+        for step in steps:
+            yield _finite_step(run, step, of_pass)
+        return
+    names = _Names(run)
+    for step in steps:
+        yield _endless_step(run, step, names)
+
+
+def _endless_step(run: Run, step: int, names: _Names) -> list[NamedMicrobatch]:
     lanes, ranks = run.num_lanes, run.config.dp_size
     m = first_microbatch(step, num_lanes=lanes, world_size=ranks)
     stand = run.microbatches
@@ -85,7 +100,6 @@ def name_step(run: Run, step: int) -> list[NamedMicrobatch]:
             "has changed its number of ranks. Ask for a microbatch of the run (--microbatch), or give the number of "
             "ranks that it was saved with (--world-size)"
         )
-    names = _Names(run)
     ownership = Ownership(lanes, ranks, m)
     delivered = []
     for rank in range(ranks):
@@ -229,7 +243,7 @@ def _on_disk(dataset: PreparedDataset | JoinedDataset) -> PreparedDataset:
     return dataset.parts[0].dataset if isinstance(dataset, JoinedDataset) else dataset
 
 
-def _finite_step(run: Run, step: int) -> list[NamedMicrobatch]:
+def _finite_step(run: Run, step: int, names: _SampleNames) -> list[NamedMicrobatch]:
     """Name the samples of a step of a pass, of training passes counted from the first one on."""
     spec, units, ranks = run.spec, run.units, run.config.dp_size
     asked, epoch = step, 0
@@ -243,7 +257,6 @@ def _finite_step(run: Run, step: int) -> list[NamedMicrobatch]:
         epoch, step = epoch + 1, step - steps
         plan = spec.plan(units, epoch)
         end = spec.end(plan.num_draws, ranks)
-    names = _SampleNames(units.leaves)
     delivered = []
     for rank in range(ranks):
         m = step * ranks + rank
