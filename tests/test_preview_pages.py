@@ -1,0 +1,254 @@
+"""Pages of `energon preview --html`, in headless Chromium: what somebody sees, and that hostile data does nothing."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import previews
+import pytest
+from browser import Page, browser
+from forecasts import energon
+from PIL import Image
+
+from energon_bridge.testing import create_captioning_test_dataset
+
+COUNT = 130
+"""Captions: pages of 60, so that there is a last one."""
+COLORS = """
+[...document.querySelectorAll('h1, h3, .key, .token.learned, .token.special, .token.image')].map((one) => {
+  let ground = one;
+  while (getComputedStyle(ground).backgroundColor.endsWith(', 0)')) ground = ground.parentElement;
+  return [getComputedStyle(one).color, getComputedStyle(ground).backgroundColor];
+})
+"""
+"""The colours of texts of all kinds, and of what is behind them."""
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    with browser(tmp_path_factory.mktemp("browser")) as page:
+        yield page
+
+
+@pytest.fixture(scope="module")
+def captions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pages-captions") / "captions"
+    return create_captioning_test_dataset(folder, num_train=COUNT, num_val=0)
+
+
+def pages_of(folder: Path, *arguments: object) -> Path:
+    """Write pages, and return the one to open."""
+    result = energon("preview", *arguments, "--html", folder)
+    assert result.exit_code == 0, result.output
+    return folder / "index.html"
+
+
+@pytest.fixture(scope="module")
+def mixed(captions: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The pages of captions and conversations."""
+    folder = tmp_path_factory.mktemp("pages-mixed")
+    mix = previews.mix_of(folder / "mix.yaml", captions=captions, chats=previews.chats(folder / "chats.jsonl", 9))
+    return pages_of(folder / "out", mix, "--samples", "all")
+
+
+@pytest.fixture(scope="module")
+def packed(captions: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The pages of two packed batches, on one rank."""
+    packing = ("--encoder", "previews:encoder", "--batch-size", 2, "--packing-buffer-size", 10)
+    return pages_of(tmp_path_factory.mktemp("pages-packed") / "out", captions, *packing, "--batches", 2)
+
+
+def test_a_gallery_is_paged(page: Page, mixed: Path) -> None:
+    page.open(mixed)
+    assert page.texts("#count") == [f"{COUNT + 9} samples"]
+    assert page.texts(".card .key") == [f"train-{n:05d}" for n in range(60)]
+    assert page.texts(".card .excerpt")[7].endswith("picture 7")
+    page.wait("document.images[0].naturalWidth === 16")
+    page.click("#next")
+    assert page.texts("#page") == ["page 2 of 3"]
+    assert page.texts(".card .key")[0] == "train-00060"
+    page.click("#next")
+    assert page.texts(".card .key") == [*(f"train-{n:05d}" for n in range(120, COUNT)), *map(str, range(9))]
+    assert page.run("document.querySelector('#next').disabled")
+    page.run("history.back(); 0")
+    page.wait("document.querySelector('#page')?.innerText === 'page 2 of 3'")
+    assert page.problems() == []
+    assert {address.split(":")[0] for address in page.requests()} == {"file"}
+
+
+def test_a_search_finds_keys_and_texts(page: Page, mixed: Path) -> None:
+    page.open(mixed)
+    page.enter("#search", "PICTURE 12")
+    assert page.texts("#count") == [f"11 of {COUNT + 9} samples"]
+    assert page.texts(".card .key") == ["train-00012", *(f"train-{n:05d}" for n in range(120, COUNT))]
+    page.enter("#search", "train-00033")
+    assert page.texts(".card .key") == ["train-00033"]
+    page.enter("#search", "nothing has this")
+    assert page.texts(".card") == []
+    assert "No sample has that" in page.texts("#grid")[0]
+    page.enter("#search", "")
+    page.enter("#dataset", "1")
+    assert page.texts("#count") == [f"9 of {COUNT + 9} samples"]
+    page.enter("#search", "turn 3")
+    assert page.texts(".card .key") == ["2", "5", "8"]
+    assert page.problems() == []
+
+
+def test_a_conversation_has_its_turns(page: Page, mixed: Path) -> None:
+    page.open(mixed, f"#/sample/{COUNT + 2}")
+    assert page.texts("#key") == ["2"]
+    assert page.texts(".turn .role") == ["user", "assistant", "user", "assistant"]
+    assert page.texts(".turn .text") == [f"turn {turn} of 2" for turn in range(4)]
+    page.click("main button:last-of-type")
+    assert page.texts("#key") == ["3"]
+    assert page.texts(".turn .role") == ["user", "assistant"]
+    page.run("document.body.dispatchEvent(new KeyboardEvent('keydown', {key: 'ArrowLeft', bubbles: true})); 0")
+    page.wait("document.querySelector('#key')?.innerText === '2'")
+
+
+def test_a_sample_says_where_it_is_from(page: Page, captions: Path, mixed: Path) -> None:
+    page.open(mixed, "#/sample/17")
+    facts = dict(zip(page.texts(".facts dt"), page.texts(".facts dd"), strict=True))
+    assert facts == {"dataset": str(captions), "shard": "train/shard_001.tar", "sample": "17", "bytes": "2,560"}
+    assert page.texts(".panel h3") == ["image", "caption"]
+    assert page.texts("figcaption") == ["16 × 16"]
+
+
+def test_an_overview_has_shares_and_histograms(page: Page, captions: Path, mixed: Path) -> None:
+    page.open(mixed, "#/overview")
+    rows = [row.split("\t") for row in page.texts("#shares tbody tr")]
+    assert [row[1:4] for row in rows] == [[str(COUNT), str(COUNT), "33.3 %"], ["9", "9", "66.7 %"]]
+    names = page.texts(".chart h3")
+    assert names == ["bytes", "characters of text", "width of pictures", "height of pictures", "turns"]
+    assert page.texts(".chart .text") == ["all 16", "all 16"]
+    bars = "[...document.querySelectorAll('.chart')].at(-1).querySelectorAll('rect')"
+    heights = page.run(f"[...{bars}].map((bar) => Number(bar.getAttribute('height')))")
+    assert heights == [150, 150, 150]  # two, three and four turns: three conversations each
+    assert page.problems() == []
+
+
+def test_a_pack_is_a_bar_with_its_tokens_below(page: Page, captions: Path, packed: Path) -> None:
+    page.open(packed)
+    (batch,) = [one for one in json.loads(energon_json(captions))["batches"] if one["step"] == 0]
+    assert page.texts("h3") == [
+        f"Row {number}: {row['length']} tokens, {len(row['segments'])} samples, {row['padding']} padding"
+        for number, row in enumerate(batch["rows"])
+    ]
+    segments = [one for row in batch["rows"] for one in row["segments"]]
+    assert page.texts(".segment .key") == [
+        f"{one['key']} · {one['dataset']} · tokens {one['start']} to {one['start'] + one['length'] - 1}"
+        for one in segments
+    ]
+    first = page.run("document.querySelector('.segment .tokens').textContent")
+    assert first == "".join(token_text(one) for one in segments[0]["tokens"])
+    learned = sum(one["label"] is not None for segment in segments for one in segment["tokens"])
+    assert page.run("document.querySelectorAll('.segment .token.learned').length") == learned
+    assert page.run("document.querySelectorAll('.segment .token.image img').length") == len(segments)
+    assert page.run("document.querySelectorAll('.segment .token.special').length") == len(segments)
+    widths = page.run(
+        "[...document.querySelectorAll('.packbar')[0].children].map((one) => one.getBoundingClientRect().width)"
+    )
+    sizes = [one["length"] for one in batch["rows"][0]["segments"]]
+    assert [round(width / widths[0], 1) for width in widths[: len(sizes)]] == [
+        round(size / sizes[0], 1) for size in sizes
+    ]
+    assert page.texts(".token.padding")[1:] == [
+        f"padding × {row['padding']}" for row in batch["rows"] if row["padding"]
+    ]
+    title = page.run("document.querySelector('.segment .token.learned').title")
+    assert "learns" in title
+    page.click(".segment .key a")
+    assert page.texts("#key") == [segments[0]["key"]]
+    page.go("#/batch/1")
+    assert page.run("document.querySelector('#batch').selectedOptions[0].text") == "step 1, rank 0"
+    assert page.problems() == []
+
+
+def energon_json(captions: Path) -> str:
+    packing = ("--encoder", "previews:encoder", "--batch-size", 2, "--packing-buffer-size", 10)
+    return energon("preview", captions, *packing, "--batches", 2, "--json").output
+
+
+def token_text(token: Any) -> str:
+    return f"{token['text']} × {token['count']}" if token["kind"] == "image" else token["text"]
+
+
+def test_hostile_data_does_nothing(page: Page, tmp_path: Path) -> None:
+    jsonl, tars = previews.hostile_jsonl(tmp_path / "x.jsonl"), previews.hostile_dataset(tmp_path / "hostile")
+    mix = previews.mix_of(tmp_path / "mix.yaml", jsonl=jsonl, tars=tars)
+    out = pages_of(tmp_path / "out", mix)
+    page.open(out)
+    count = len(previews.KEYS) + 1 + 5
+    seen = " ".join(page.texts(".card"))
+    assert previews.HOSTILE in seen
+    for number in range(count):
+        page.go(f"#/sample/{number}")
+        assert page.texts("main .error") == [] or number >= count - 2
+    page.go("#/samples?q=%3Cscript")
+    assert page.texts("#count") == [f"6 of {count} samples"]
+    page.go("#/overview")
+    page.go("#/sample/x%3Cimg%20src=x%20onerror=alert(1)%3E")
+    page.go("#/<img src=x onerror=alert(1)>")
+    assert page.run("typeof window.hacked") == "undefined"
+    assert (
+        page.run(
+            "document.querySelectorAll('script:not([src])').length + document.querySelectorAll('[onerror]').length"
+        )
+        == 0
+    )
+    assert {address.split(":")[0] for address in page.requests()} == {"file"}
+    assert all(str(tmp_path / "out") in address for address in page.requests())
+    assert page.problems() == []
+
+
+def test_scripts_that_got_in_would_be_refused(page: Page, mixed: Path) -> None:
+    page.open(mixed)
+    page.run(
+        "document.body.append(Object.assign(document.createElement('script'), {textContent: 'window.hacked = 1'})); "
+        "document.body.insertAdjacentHTML('beforeend', '<img src=x onerror=\"window.hacked = 1\">'); "
+        "new Promise((done) => setTimeout(done, 100))"
+    )
+    assert page.run("typeof window.hacked") == "undefined"
+    assert any("Content Security Policy" in problem for problem in page.problems())
+
+
+def test_light_and_dark(page: Page, mixed: Path, packed: Path) -> None:
+    shades = {}
+    for dark in (False, True):
+        page.dark(dark)
+        for opened in (mixed, packed):
+            page.open(opened)
+            with Image.open(io.BytesIO(page.screenshot())) as image:
+                assert image.size == (1280, 900)
+                shades[dark, opened] = image.convert("L").resize((1, 1)).getpixel((0, 0))
+        colors = page.run(COLORS)
+        for ink, ground in colors:
+            assert contrast(ink, ground) >= 4.5, (dark, ink, ground)
+    page.dark(False)
+    for opened in (mixed, packed):
+        assert shades[False, opened] > 180 > 90 > shades[True, opened]
+
+
+def contrast(ink: str, ground: str) -> float:
+    """Return the contrast of two colours as WCAG has it."""
+
+    def luminance(color: str) -> float:
+        values = [int(value) / 255 for value in color.removeprefix("rgb(").removesuffix(")").split(",")[:3]]
+        parts = [value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in values]
+        return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2]
+
+    bright, dim = sorted((luminance(ink), luminance(ground)), reverse=True)
+    return (bright + 0.05) / (dim + 0.05)
+
+
+def test_a_missing_file_is_named(page: Page, captions: Path, tmp_path: Path) -> None:
+    out = pages_of(tmp_path / "out", captions, "--samples", "all")
+    (tmp_path / "out" / "data" / "samples-1.js").unlink()
+    page.open(out, "#/samples?page=2")
+    assert page.texts(".error") == ["data/samples-1.js is missing from this folder"]
+    page.go("#/samples?page=3")
+    assert len(page.texts(".card")) == COUNT - 120
