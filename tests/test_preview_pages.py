@@ -164,7 +164,7 @@ def test_a_pack_is_a_bar_with_its_tokens_below(page: Page, captions: Path, packe
     page.click(".segment .key a")
     assert page.texts("#key") == [segments[0]["key"]]
     page.go("#/batch/1")
-    assert page.run("document.querySelector('#batch').selectedOptions[0].text") == "step 1, rank 0"
+    assert page.run("document.querySelector('#batch').selectedOptions[0].text") == "step 1, rank 0, microbatch 1"
     assert page.problems() == []
 
 

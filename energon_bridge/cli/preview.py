@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from rich.console import Console
 from energon_bridge.cli.output import count_of, print_json
 from energon_bridge.cli.run_options import encoder_of, is_mix, open_mix, open_run, run_options, state_of
 from energon_bridge.errors import ConfigurationError
+from energon_bridge.samples.showing import counted
 
 if TYPE_CHECKING:
     from energon_bridge.loader.spec import DatasetSpec
@@ -95,7 +96,8 @@ def command(
                                                             the same of a later step, packed or grouped too
 
     SOURCE is a dataset (a folder, a .jsonl file, or a URL of one), a metadataset's YAML file, or saved states and
-    checkpoints of a run. With --config it may also be section.key=value, as for the script.
+    checkpoints of a run. With --config it may also be section.key=value, as for the script. A step is one microbatch
+    on every rank; with --config, one of the optimizer.
     """
     with _opened(source, html is not None, samples, options) as shown:
         if as_json:
@@ -106,7 +108,9 @@ def command(
             count = write_pages(
                 html, shown.source, shown.drawn, title=shown.title, notes=shown.notes, batches=shown.batches
             )
-            what = count_of(count, "sample") + (f" in {len(shown.batches):,} batches" if shown.batches else "")
+            what = count_of(count, "sample") + (
+                f" in {counted(len(shown.batches), 'batch', 'batches')}" if shown.batches else ""
+            )
             click.echo(f"{what}: open {html / 'index.html'}")
         else:
             _print(shown, columns)
@@ -125,7 +129,7 @@ def _opened(source: tuple[str, ...], pages: bool, samples: int | None, options: 
         files = [name for name in source if "=" not in name or Path(name).exists()]
         config = load_config(options["config"], [name for name in source if name not in files])
         with opened_data(config) as spec:
-            yield _batches(files, spec, steps, options, options["config"])
+            yield _batches(files, spec, steps, options, options["config"], per_step=config.accumulate)
     elif options["encoder"] is not None:
         mixes = [name for name in source if is_mix((name,))]
         mix = options["mix"] or (mixes[0] if len(mixes) == 1 else None)
@@ -179,7 +183,15 @@ def _steps_of(source: tuple[str, ...], steps: range, options: dict[str, Any]) ->
     return _Shown(title=" ".join(source), source=SampleSource(run.spec, run.units), drawn=drawn, batches=[], notes=said)
 
 
-def _batches(files: list[str], spec: DatasetSpec, steps: range | None, options: dict[str, Any], title: str) -> _Shown:
+def _batches(
+    files: list[str],
+    spec: DatasetSpec,
+    steps: range | None,
+    options: dict[str, Any],
+    title: str,
+    *,
+    per_step: Callable[[int], int] = lambda ranks: 1,
+) -> _Shown:
     """Return what a run delivers in some steps."""
     from energon_bridge.preview.batches import delivered, stand_of
     from energon_bridge.preview.sources import SampleSource
@@ -187,9 +199,9 @@ def _batches(files: list[str], spec: DatasetSpec, steps: range | None, options: 
     state, ranks = state_of(files, options["world_size"]) if files else (None, options["world_size"] or 1)
     _check_rank(options["rank"], ranks)
     if steps is None:
-        first = stand_of(spec, ranks, state)
+        first = -(-stand_of(spec, ranks, state) // per_step(ranks))
         steps = range(first, first + (options["batches"] or 2))
-    batches = delivered(spec, steps, world_size=ranks, state=state, rank=options["rank"])
+    batches = delivered(spec, steps, world_size=ranks, state=state, rank=options["rank"], per_step=per_step(ranks))
     return _Shown(
         title=title,
         source=SampleSource(spec),

@@ -87,7 +87,13 @@ class ShownBatch:
 
 
 def delivered(
-    spec: DatasetSpec, steps: range, *, world_size: int, state: State | None = None, rank: int | None = None
+    spec: DatasetSpec,
+    steps: range,
+    *,
+    world_size: int,
+    state: State | None = None,
+    rank: int | None = None,
+    per_step: int = 1,
 ) -> list[ShownBatch]:
     """Let a run deliver its steps and return some of them, by step and rank.
 
@@ -97,19 +103,20 @@ def delivered(
         world_size: Data-parallel ranks.
         state: Where to begin; without it all steps from the first one on are loaded.
         rank: Only what this rank delivers.
+        per_step: Microbatches of a rank in a step.
 
     Raises:
         ConfigurationError: The state lies behind the first step, or between two steps of so many ranks.
     """
     batches = []
     for number in range(world_size) if rank is None else (rank,):
-        for step, batch, lanes in _deliver(spec, steps, world_size, number, state):
+        for step, batch, lanes in _deliver(spec, steps, world_size, number, state, per_step):
             batches.append(shown(batch, spec.task_encoder, step=step, rank=number, num_lanes=lanes))
-    return sorted(batches, key=lambda batch: (batch.step, batch.rank))
+    return sorted(batches, key=lambda batch: (batch.step, batch.rank))  # those of a step and rank stay in their order
 
 
 def _deliver(
-    spec: DatasetSpec, steps: range, world_size: int, rank: int, state: State | None
+    spec: DatasetSpec, steps: range, world_size: int, rank: int, state: State | None, per_step: int
 ) -> Iterator[tuple[int, Any, int]]:
     config = replace(
         spec.worker_config, rank=rank, world_size=world_size, num_workers=0, data_parallel_group=None, pin_memory=False
@@ -119,21 +126,23 @@ def _deliver(
         if state is not None:
             loader.restore_state_rank(state)
         first = _stand(loader.ownership.num_lanes, world_size, state)
-        if steps.start < first:
+        asked = range(steps.start * per_step, steps.stop * per_step)
+        if asked.start < first:
             raise ConfigurationError(
-                f"step {steps.start} lies before the state, which stands before step {first} of {world_size} ranks: "
+                f"step {steps.start} lies before the state, which stands before step {-(-first // per_step)} of "
+                f"{world_size} ranks: "
                 "give an older state, or none, to begin at the beginning"
             )
-        if steps.start - first > 100:
+        if asked.start - first > 100:
             logger.warning(
-                "rank %d: loading %d steps to get to step %d; a saved state of a step near it saves that",
+                "rank %d: loading %d batches to get to step %d; a saved state of a step near it saves that",
                 rank,
-                steps.start - first,
+                asked.start - first,
                 steps.start,
             )
-        for step, batch in zip(range(first, steps.stop), loader, strict=False):
-            if step >= steps.start:
-                yield step, batch, loader.ownership.num_lanes
+        for number, batch in zip(range(first, asked.stop), loader, strict=False):
+            if number >= asked.start:
+                yield number // per_step, batch, loader.ownership.num_lanes
     finally:
         loader.close()
 

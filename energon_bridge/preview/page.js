@@ -356,10 +356,10 @@ const preview = (() => {
     for (let place = 0; place < batch.rows.length; place += 1) rows.push(await rowElement(batch.rows[place], place));
     if (!current()) return;
     const select = make("select", { id: "batch", "aria-label": "Batch" });
-    meta.batches.forEach((one, place) => select.append(make("option", { value: place }, `step ${number(one.step)}, rank ${one.rank}`)));
+    meta.batches.forEach((one, place) => select.append(make("option", { value: place }, `step ${number(one.step)}, rank ${one.rank}${one.microbatch === null ? "" : `, microbatch ${number(one.microbatch)}`}`)));
     select.value = String(which);
     select.addEventListener("change", () => { location.hash = `#/batch/${select.value}`; });
-    const facts = `${entry.kind} of ${batch.rows.length} rows${entry.microbatch === null ? ", masked" : `, microbatch ${number(entry.microbatch)}`}`;
+    const facts = `${entry.kind} of ${batch.rows.length} rows${entry.microbatch === null ? ", masked" : ""}`;
     main.replaceChildren(make("div", { class: "bar" }, select, make("span", { class: "quiet" }, facts)));
     if (batch.rows.some((row) => row.length)) main.append(legend());
     main.append(...rows);

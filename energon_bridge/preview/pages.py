@@ -20,7 +20,7 @@ import os
 import shutil
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from io import BytesIO
@@ -174,7 +174,7 @@ class _Writer:
             self._sizes.setdefault(name, array("q")).extend(sizes)
         facts = record.facts
         if "row" in facts:
-            self._places[facts["step"], facts["rank"], facts["row"], facts.get("in row", 0)] = self.count
+            self._places[_place_of(facts)] = self.count
         self.count += 1
         if len(self._page) == _PER_FILE:
             self._flush_page()
@@ -228,7 +228,7 @@ class _Writer:
                     "length": segment.length,
                     "tokens": [[token.kind, token.text, token.label, token.count] for token in one.tokens],
                     "pictures": pictures,
-                    "sample": self._places.get((batch.step, batch.rank, place, number)),
+                    "sample": self._places.get((batch.step, batch.rank, batch.microbatch, place, number)),
                 }
             )
         jpegs = []
@@ -264,6 +264,11 @@ class _Writer:
         text = json.dumps(value, separators=(",", ":"), ensure_ascii=True)
         code = f"preview.take({json.dumps(kind)},{json.dumps(number)},{text});\n"
         (self._folder / "data" / f"{name}.js").write_text(code, "ascii")
+
+
+def _place_of(facts: Mapping[str, int]) -> tuple[int | None, ...]:
+    """Return where a sample stands in a run: step, rank, microbatch, row, and which of the row it is."""
+    return (*(facts.get(name) for name in ("step", "rank", "microbatch", "row")), facts.get("in row", 0))
 
 
 def histogram(name: str, values: Iterable[int]) -> dict[str, Any]:
