@@ -108,7 +108,9 @@ class Page:
         """Return what the page complained of since it was opened: exceptions, refused scripts, failed loads."""
         self.run("0")
         kinds = ("Runtime.exceptionThrown", "Log.entryAdded", "Network.loadingFailed", "Page.javascriptDialogOpening")
-        return [json.dumps(event) for event in self.events if event.get("method") in kinds]
+        found = [event for event in self.events if event.get("method") in kinds]
+        # What a page that is left no longer wants of a video is no problem.
+        return [json.dumps(event) for event in found if not event["params"].get("canceled")]
 
     def requests(self) -> list[str]:
         """Return the addresses that were asked for since the page was opened."""

@@ -28,6 +28,10 @@ KEYS = (
 )
 
 
+CRUDE = b"__module__: megatron.energon\n__class__: CrudeWebdataset\n"
+"""The `dataset.yaml` of a dataset without sample types."""
+
+
 class Tokenizer(WordTokenizer):
     """One that knows which of its tokens are special."""
 

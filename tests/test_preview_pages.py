@@ -14,7 +14,8 @@ from browser import Page, browser
 from forecasts import energon
 from PIL import Image
 
-from energon_bridge.testing import create_captioning_test_dataset
+from energon_bridge.prepare import parse_patterns, prepare_dataset
+from energon_bridge.testing import create_captioning_test_dataset, write_shard
 
 COUNT = 130
 """Captions: pages of 60, so that there is a last one."""
@@ -175,6 +176,43 @@ def energon_json(captions: Path) -> str:
 
 def token_text(token: Any) -> str:
     return f"{token['text']} × {token['count']}" if token["kind"] == "image" else token["text"]
+
+
+@pytest.fixture(scope="module")
+def films(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of a dataset of a video with sound, a sound, and a video that is broken."""
+    pytest.importorskip("av")
+    from clips import write_sound, write_video
+
+    folder = tmp_path_factory.mktemp("pages-films")
+    film = write_video(
+        folder / "film.mp4", options={"x264-params": "log-level=0"}, frames=100, sound="aac"
+    ).read_bytes()
+    sound = write_sound(folder / "sound.wav", codec="pcm_s16le", seconds=2.0).read_bytes()
+    (folder / "data").mkdir()
+    samples = {"a": {"mp4": film}, "b": {"wav": sound}, "c": {"mp4": film[:400]}}
+    write_shard(folder / "data" / "0.tar", samples)
+    prepare_dataset(folder / "data", split=parse_patterns(["train:.*"]), dataset_yaml=previews.CRUDE)
+    return pages_of(folder / "out", folder / "data")
+
+
+def test_a_video_plays_from_where_it_is_asked(page: Page, films: Path) -> None:
+    page.open(films, "#/sample/0")
+    page.wait("document.querySelector('video').readyState >= 1")
+    assert page.run("document.querySelector('video').duration") == pytest.approx(4, abs=0.1)
+    sought = page.run(
+        "new Promise((done) => { const one = document.querySelector('video'); "
+        "one.addEventListener('seeked', () => done(one.currentTime)); one.currentTime = 3; })"
+    )
+    assert sought == 3
+    assert "video width 32, video height 24" in page.texts("figcaption")[0]
+    page.go("#/sample/1")
+    page.wait("document.querySelector('audio').readyState >= 1")
+    assert page.run("document.querySelector('audio').duration") == pytest.approx(2, abs=0.01)
+    assert page.problems() == []
+    page.go("#/sample/2")
+    assert "DecodeError" in page.texts(".error")[0]
+    assert sorted(path.name for path in films.parent.glob("media/*/*")) == ["000000.mp4", "000001.wav"]
 
 
 def test_hostile_data_does_nothing(page: Page, tmp_path: Path) -> None:

@@ -75,22 +75,28 @@ const preview = (() => {
 
   const number = (value) => value.toLocaleString("en");
   const percent = (value) => `${(100 * value).toFixed(value < 0.1 ? 2 : 1)} %`;
-  const address = (file) => `media/${String(Math.floor(file / 1000)).padStart(3, "0")}/${String(file).padStart(6, "0")}.jpg`;
+  const folder = (file) => `media/${String(Math.floor(file / 1000)).padStart(3, "0")}`;
+  const address = (file, suffix) => `${folder(file)}/${String(file).padStart(6, "0")}.${suffix}`;
 
   function image(picture, attributes) {
     const [, file, width, height] = picture;
     const small = Math.max(width, height) < 160 ? "small" : "";
-    return make("img", { src: address(file), alt: `picture, ${width} x ${height}`, loading: "lazy", class: small, ...attributes });
+    return make("img", { src: address(file, "jpg"), alt: `picture, ${width} x ${height}`, loading: "lazy", class: small, ...attributes });
   }
 
   function figure(picture) {
     return make("figure", {}, image(picture), make("figcaption", {}, `${picture[2]} × ${picture[3]}`));
   }
 
-  // An item is [kind, ...]: p picture (file, width, height), r turn (role, items), t text, j JSON, n note, e error.
+  // An item is [kind, ...]: p picture (file, width, height), v video and a audio (file, suffix, text), r turn (role,
+  // items), t text, j JSON, n note, e error.
   function itemElement(item, pictures) {
     const [kind, value] = item;
     if (kind === "p") return figure(item);
+    if (kind === "v" || kind === "a") {
+      const player = make(kind === "v" ? "video" : "audio", { src: address(value, item[2]), controls: "", preload: "metadata" });
+      return make("figure", {}, player, make("figcaption", {}, item[3]));
+    }
     if (kind === "j") return make("pre", {}, value);
     if (kind === "e") return make("p", { class: "error" }, value);
     if (kind === "n") return make("p", { class: "quiet" }, value);
@@ -120,7 +126,7 @@ const preview = (() => {
   function card(one) {
     const picture = picturesOf(one)[0];
     const text = flat(one.fields).find((item) => item[0] === "t" && item[1].trim()) || flat(one.fields).find((item) => item[0] !== "p");
-    const excerpt = one.error || (text ? text[1].slice(0, 240) : "");
+    const excerpt = one.error || (text ? String("va".includes(text[0]) ? text[3] : text[1]).slice(0, 240) : "");
     return make(
       "a",
       { class: "card", href: `#/sample/${one.number}` },

@@ -5,7 +5,7 @@
     data/samples-K.js                       the samples of page K
     data/search-K.js                        keys and the beginnings of texts, loaded when somebody searches
     data/batch-K.js                         one batch
-    media/000/000012.jpg                    pictures, by number
+    media/000/000012.jpg                    pictures, videos and sound, by number
 
 Data is script that calls `preview.take(kind, number, value)`, as pages of a folder may not fetch files. Names and texts
 of the data are in values alone: no file, address or markup is made of them, and the pages allow no script but those of
@@ -29,8 +29,9 @@ from typing import Any
 
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.preview.batches import ShownBatch
-from energon_bridge.preview.records import Item, Picture, Record, Turn
+from energon_bridge.preview.records import Clip, Item, Picture, Record, Turn
 from energon_bridge.preview.sources import Drawn, Part, SampleSource
+from energon_bridge.storage.ranges import ByteRange
 
 _PER_FILE = 60
 _PER_SEARCH_FILE = 5000
@@ -41,13 +42,17 @@ _MARK = 'content="energon preview"'
 _FILES = {"index.html": "page.html", "preview.css": "page.css", "preview.js": "page.js"}
 
 
+Media = list[tuple[str, bytes | ByteRange]]
+"""Files to be: what each is called at its end, and its bytes."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Made:
-    """A record with its pictures as files to be."""
+    """A record with its pictures and clips as files to be."""
 
     record: Record
     fields: list[Any]
-    jpegs: list[bytes]
+    media: Media
 
 
 def write_pages(
@@ -95,18 +100,21 @@ def _is_preview(folder: Path) -> bool:
 
 def _made(record: Record) -> _Made:
     """Encode the pictures of a record; their places in the list stand for the numbers that they will have."""
-    jpegs: list[bytes] = []
-    return _Made(record=record, fields=[[name, _plain(items, jpegs)] for name, items in record.fields], jpegs=jpegs)
+    media: Media = []
+    return _Made(record=record, fields=[[name, _plain(items, media)] for name, items in record.fields], media=media)
 
 
-def _plain(items: Sequence[Item], jpegs: list[bytes]) -> list[list[Any]]:
+def _plain(items: Sequence[Item], media: Media) -> list[list[Any]]:
     plain: list[list[Any]] = []
     for item in items:
         if isinstance(item, Turn):
-            plain.append(["r", item.role, _plain(item.items, jpegs)])
+            plain.append(["r", item.role, _plain(item.items, media)])
         elif isinstance(item, Picture):
-            plain.append(["p", len(jpegs), item.width, item.height])
-            jpegs.append(_jpeg(item))
+            plain.append(["p", len(media), item.width, item.height])
+            media.append(("jpg", _jpeg(item)))
+        elif isinstance(item, Clip):
+            plain.append([item.kind[0], len(media), item.suffix, item.text])
+            media.append((item.suffix, item.stream))
         else:
             plain.append([{"text": "t", "json": "j", "note": "n", "error": "e"}[item.kind], item.text])
     return plain
@@ -119,11 +127,11 @@ def _jpeg(picture: Picture) -> bytes:
 
 
 def _numbered(items: list[list[Any]], first: int) -> list[list[Any]]:
-    """Return items whose pictures are numbered among all of the preview."""
+    """Return items whose files are numbered among all of the preview."""
     found = []
     for item in items:
-        if item[0] == "p":
-            item = ["p", first + item[1], *item[2:]]
+        if item[0] in "pva":
+            item = [item[0], first + item[1], *item[2:]]
         elif item[0] == "r":
             item = ["r", item[1], _numbered(item[2], first)]
         found.append(item)
@@ -151,7 +159,7 @@ class _Writer:
         """Write a sample."""
         record = made.record
         fields = [[name, _numbered(items, self._media)] for name, items in made.fields]
-        self._write_pictures(made.jpegs)
+        self._write_media(made.media)
         part = self._numbers.get(record.dataset, 0)
         self._shown[part] += 1
         self._errors += bool(record.error)
@@ -216,9 +224,9 @@ class _Writer:
         row = batch.rows[place]
         plain = []
         for number, one in enumerate(row.segments):
-            jpegs: list[bytes] = []
-            pictures = _numbered(_plain(one.pictures, jpegs), self._media)
-            self._write_pictures(jpegs)
+            media: Media = []
+            pictures = _numbered(_plain(one.pictures, media), self._media)
+            self._write_media(media)
             segment = one.segment
             plain.append(
                 {
@@ -231,9 +239,9 @@ class _Writer:
                     "sample": self._places.get((batch.step, batch.rank, batch.microbatch, place, number)),
                 }
             )
-        jpegs = []
-        fields = [[name, _numbered(_plain(items, jpegs), self._media)] for name, items in row.fields]
-        self._write_pictures(jpegs)
+        media = []
+        fields = [[name, _numbered(_plain(items, media), self._media)] for name, items in row.fields]
+        self._write_media(media)
         return {
             "valid": row.valid,
             "length": row.length,
@@ -242,12 +250,13 @@ class _Writer:
             "fields": fields,
         }
 
-    def _write_pictures(self, jpegs: Sequence[bytes]) -> None:
-        for data in jpegs:
+    def _write_media(self, media: Media) -> None:
+        for suffix, data in media:
             folder = self._folder / "media" / f"{self._media // 1000:03d}"
-            if self._media % 1000 == 0 or not folder.exists():
-                folder.mkdir(parents=True, exist_ok=True)
-            (folder / f"{self._media:06d}.jpg").write_bytes(data)
+            if self._media % 1000 == 0:
+                folder.mkdir(parents=True)
+            data = data if isinstance(data, bytes) else data.read()
+            (folder / f"{self._media:06d}.{suffix}").write_bytes(data)
             self._media += 1
 
     def _flush_page(self) -> None:

@@ -14,7 +14,9 @@ from typing import Any, Literal
 from PIL import Image
 
 from energon_bridge.av import AVDecoder
+from energon_bridge.errors import ConfigurationError
 from energon_bridge.samples.showing import as_image, value_text
+from energon_bridge.storage.ranges import ByteRange
 from energon_bridge.task_encoder.deferred import DeferredImage
 
 SIDE = 320
@@ -23,6 +25,12 @@ _MOST_TEXT = 20_000
 _MOST_ITEMS = 64
 _MOST_FIELDS = 48
 _MOST_NUMBERS = 16
+_MOST_BYTES = 32 << 20
+"""Of a video or sound, beyond which it is named and not shown."""
+_PLAYABLE: dict[str, Literal["video", "audio"]] = {
+    **dict.fromkeys(("mp4", "m4v", "mov", "webm"), "video"),
+    **dict.fromkeys(("wav", "flac", "mp3", "ogg", "opus", "m4a"), "audio"),
+}
 _TURNS = ("messages", "conversations", "conversation")
 _ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
 
@@ -34,6 +42,16 @@ class Picture:
     image: Image.Image
     width: int
     height: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Clip:
+    """A video or sound that browsers play: its file, what that is called at its end, and what it is."""
+
+    kind: Literal["video", "audio"]
+    suffix: str
+    stream: bytes | ByteRange
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +67,10 @@ class Turn:
     """One turn of a conversation."""
 
     role: str
-    items: tuple[Text | Picture, ...]
+    items: tuple[Text | Picture | Clip, ...]
 
 
-Item = Text | Picture | Turn
+Item = Text | Picture | Clip | Turn
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,9 +95,9 @@ class Record:
     fields: Sequence[tuple[str, tuple[Item, ...]]] = ()
     error: str = ""
 
-    def items(self) -> list[Text | Picture]:
+    def items(self) -> list[Text | Picture | Clip]:
         """Return what it has, those of turns too."""
-        flat: list[Text | Picture] = []
+        flat: list[Text | Picture | Clip] = []
         for _, items in self.fields:
             for item in items:
                 flat += item.items if isinstance(item, Turn) else [item]
@@ -151,7 +169,7 @@ def _items(value: Any, name: str) -> list[Item]:
     if isinstance(value, str):
         return [_text(value)]
     if isinstance(value, AVDecoder):
-        return [Text("note", _av_text(value))]
+        return [_clip(value)]
     picture = picture_of(value) if not isinstance(value, (list, tuple, Mapping)) else None
     if picture is not None:
         return [picture]
@@ -242,11 +260,18 @@ def _json(value: Any) -> Text:
     return Text("json", _text(text).text)
 
 
-def _av_text(value: AVDecoder) -> str:
-    known = value.get_metadata(get_video_frame_count=False)
-    facts = [
-        f"{entry.name.replace('_', ' ')} {getattr(known, entry.name)}"
-        for entry in fields(known)
-        if getattr(known, entry.name) is not None
-    ]
-    return f"{value!r}: {', '.join(facts) or 'neither video nor sound'}"
+def _clip(value: AVDecoder) -> Clip | Text:
+    """Return a video or sound, or a note on one that is too large or that no browser plays."""
+    try:
+        known = value.get_metadata(get_video_frame_count=False)
+        facts = {entry.name.replace("_", " "): getattr(known, entry.name) for entry in fields(known)}
+        said = ", ".join(f"{name} {round(fact, 3):g}" for name, fact in facts.items() if fact is not None)
+    except ConfigurationError:  # there is no PyAV, and browsers do without
+        said = ""
+    text = f"{value!r}{': ' if said else ''}{said}"
+    stream, suffix = value.stream, value.suffix
+    size = len(stream) if isinstance(stream, bytes) else stream.size if isinstance(stream, ByteRange) else None
+    if suffix not in _PLAYABLE or size is None or size > _MOST_BYTES:
+        return Text("note", text)
+    assert isinstance(stream, bytes | ByteRange)
+    return Clip(kind=_PLAYABLE[suffix], suffix=suffix, stream=stream, text=text)

@@ -28,6 +28,7 @@ from energon_bridge.task_encoder.decoder import SampleDecoder
 
 T = TypeVar("T")
 
+_MOST_KEY = 1000
 _AT_A_TIME = 64
 """Samples that are loaded together."""
 
@@ -136,7 +137,7 @@ class SampleSource:
             error = sample.error
             return Record(
                 dataset=dataset.path,
-                key=sample.place.key or f"sample {index}",
+                key=sample.place.key[:_MOST_KEY] or f"sample {index}",
                 shard=sample.place.shard,
                 index=index,
                 size=size,
@@ -147,7 +148,7 @@ class SampleSource:
         sources = get("__sources__") or ()
         return Record(
             dataset=dataset.path,
-            key=str(get("__key__")),
+            key=str(get("__key__"))[:_MOST_KEY],
             shard=sources[0].shard_name if sources else "",
             index=index,
             size=size if not isinstance(dataset, JoinedDataset) else 0,
