@@ -14,9 +14,10 @@ import torch
 from conversations import conversations_dataset
 from engine import ENCODERS, NEEDED, config_of, is_masked, loaders_of
 from forecasts import MIXES, OPTIONS, answer, energon, opened, ranks_of, run, write_mixes
+from keyed import KEYS, join, keyed_dataset, shards, shuffled, write_mix
 from PIL import Image
 
-from energon_bridge import get_savable_loader, get_train_dataset
+from energon_bridge import get_savable_loader, get_train_dataset, get_val_dataset
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.loader.document import merge
 from energon_bridge.preview.batches import delivered, shown
@@ -112,6 +113,34 @@ def test_a_part_that_cannot_be_decoded_names_its_sample(tmp_path: Path) -> None:
     found = records_of(path)
     assert [bool(one.error) for one in found] == [False, True, False]
     assert "DecodeError" in found[1].error
+
+
+def test_a_shard_that_was_cut_off_fails_its_own_samples_only(tmp_path: Path) -> None:
+    path = create_captioning_test_dataset(tmp_path / "cut", num_train=40, num_val=0)
+    shard = path / "train" / "shard_001.tar"
+    shard.write_bytes(shard.read_bytes()[:5000])
+    found = records_of(path)
+    assert [one.index for one in found if one.error] == list(range(10, 20))
+    assert "the last sample ends at byte" in found[15].error
+    assert [one.key for one in found if not one.error] == [f"train-{n:05d}" for n in range(40) if n // 10 != 1]
+
+
+def test_the_rows_of_a_join_are_shown_step_by_step(tmp_path: Path) -> None:
+    keyed_dataset(tmp_path / "a", train=shards(KEYS, 8, 12), exclude=["train/0.tar/k03"])
+    keyed_dataset(tmp_path / "b", train=shards(shuffled(KEYS)[:15], 5, 10))
+    mix = write_mix(tmp_path / "mix.yaml", train={"blend": [join({}, {"nonmatch": "skip"}, weight=2)]})
+    steps = run(ranks_of(get_train_dataset(mix, batch_size=2, worker_config=config_of(1, 0)), 1), 5)
+    found = answer("preview", mix, "--batch-size", 2, *LANES, "--step", 4)
+    assert [key for _, _, key in keys_of(found)] == [key for _, key in steps[4][0] or ()]
+    assert {one["error"] for one in found["samples"]} == {None}
+
+
+def test_a_step_of_validation_is_shown(data: Path, tmp_path: Path) -> None:
+    loader = get_savable_loader(get_val_dataset(data / "weights.yaml", batch_size=3, worker_config=config_of(1, 0)))
+    batches = list(islice(loader, 4))
+    (tmp_path / "state.json").write_text(json.dumps(loader.save_state_rank()))
+    found = answer("preview", tmp_path / "state.json", "--step", 3)
+    assert [key for _, _, key in keys_of(found)] == batches[3].__key__
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,10 @@ from browser import Page, browser
 from forecasts import energon
 from PIL import Image
 
-from energon_bridge.prepare import parse_patterns, prepare_dataset
+from energon_bridge.prepare import parse_patterns, prepare_dataset, render_dataset_yaml
 from energon_bridge.testing import create_captioning_test_dataset, write_shard
 
+ROOT = Path(__file__).parent.parent
 COUNT = 130
 """Captions: pages of 60, so that there is a last one."""
 COLORS = """
@@ -269,6 +271,45 @@ def test_light_and_dark(page: Page, mixed: Path, packed: Path) -> None:
     page.dark(False)
     for opened in (mixed, packed):
         assert shades[False, opened] > 180 > 90 > shades[True, opened]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.*")
+def test_the_pictures_of_the_documentation(page: Page, tmp_path: Path) -> None:
+    """ENERGON_SCREENSHOTS=docs/images writes them anew."""
+    for name in ("sklearn", "lightning.pytorch", "transformers"):
+        pytest.importorskip(name)
+    from energon_bridge.training.digits import write_digits
+
+    digits = tmp_path / "data" / "digits"
+    write_digits(digits)
+    yaml = render_dataset_yaml("CaptioningSample", {"image": "png", "caption": "txt"})
+    prepare_dataset(digits, split=parse_patterns(["train:train/.*", "val:val/.*"]), dataset_yaml=yaml)
+    packing = (
+        "data.packing_buffer_size=32",
+        "data.seq_length=96",
+        "data.micro_batch_size=4",
+        "data.global_batch_size=4",
+    )
+    settings = (f"data.path={digits}", f"run_dir={tmp_path / 'run'}", *packing)
+    batches = pages_of(tmp_path / "batches", "--config", ROOT / "configs" / "digits_tiny_llava.yaml", *settings)
+    samples = pages_of(tmp_path / "samples", digits, "--samples", "all")
+    for file in tmp_path.glob("*/data/*.js"):  # whose machine this is, nobody needs to know
+        file.write_text(file.read_text().replace(f"{ROOT}/", "").replace(f"{tmp_path}/", ""))
+    out = Path(os.environ.get("ENERGON_SCREENSHOTS", tmp_path / "images"))
+    out.mkdir(exist_ok=True)
+    for name, opened, fragment, dark in (
+        ("preview-batch.png", batches, "", False),
+        ("preview-samples.png", samples, "#/samples?q=seven", True),
+    ):
+        page.dark(dark)
+        page.open(opened, fragment)
+        with Image.open(io.BytesIO(page.screenshot(1100, 640))) as image:
+            image.convert("P", palette=Image.Palette.ADAPTIVE).save(out / name, optimize=True)
+        assert str(tmp_path) not in page.run("document.body.innerText")
+        assert 10_000 < (out / name).stat().st_size < 150_000
+        assert page.problems() == []
+    page.dark(False)
 
 
 def contrast(ink: str, ground: str) -> float:

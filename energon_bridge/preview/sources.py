@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, TypeVar
 
+from energon_bridge.errors import EnergonError
 from energon_bridge.forecast.run import Run
 from energon_bridge.forecast.samples import name_steps
 from energon_bridge.format.join import JoinedDataset
@@ -21,6 +22,7 @@ from energon_bridge.preview.records import Record, fields_of
 from energon_bridge.stream.dataset_code import PendingSample, has_code
 from energon_bridge.stream.pipeline import Pipeline
 from energon_bridge.stream.reencode import load_again
+from energon_bridge.stream.report import Place
 from energon_bridge.stream.state import SampleRef
 from energon_bridge.stream.values import FailedSample
 from energon_bridge.task_encoder.base import DefaultTaskEncoder
@@ -105,11 +107,21 @@ class SampleSource:
         with ThreadPoolExecutor(available_cores(), "energon-preview") as pool:
             waiting = iter(drawn)
             while some := list(islice(waiting, _AT_A_TIME)):
-                loaded = self._load([one.key for one in some])
+                loaded = self._loaded([one.key for one in some])
                 yield from pool.map(lambda pair: finish(self._record(*pair)), zip(some, loaded, strict=True))
 
+    def _loaded(self, keys: Sequence[tuple[str, int, int, int]]) -> list[tuple[Any, int]]:
+        """Return samples, or the `FailedSample`s in their place, and their sizes; a broken shard fails its own only."""
+        try:
+            return self._load(keys)
+        except EnergonError as error:
+            if len(keys) > 1:
+                half = len(keys) // 2
+                return self._loaded(keys[:half]) + self._loaded(keys[half:])
+            ((_, index, _, _),) = keys
+            return [(FailedSample(error, "read", Place("", "", index)), 0)]
+
     def _load(self, keys: Sequence[tuple[str, int, int, int]]) -> list[tuple[Any, int]]:
-        """Return samples, or the `FailedSample`s in their place, and their sizes."""
         pipeline = self._pipeline
         refs = [SampleRef(self._leaves[identity], index, epoch, 0) for identity, index, epoch, _ in keys]
         loading = load_again(pipeline, refs)

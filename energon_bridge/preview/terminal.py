@@ -13,6 +13,7 @@ from rich.text import Text as Styled
 
 from energon_bridge.preview.batches import ShownBatch, ShownRow, Token
 from energon_bridge.preview.records import Item, Picture, Record, Turn
+from energon_bridge.samples.showing import counted
 
 _HALF = "▀"
 _MOST_LINES = 40
@@ -39,7 +40,9 @@ def lines_of(record: Record, *, columns: int) -> Iterator[Styled]:
 def lines_of_batch(batch: ShownBatch, *, columns: int) -> Iterator[Styled]:
     """Give the lines of a batch: a bar of segments for each row, and its tokens as far as they fit."""
     where = "masked" if batch.microbatch is None else f"microbatch {batch.microbatch:,}"
-    yield Styled(f"step {batch.step:,}, rank {batch.rank}, {where}: {batch.kind} of {len(batch.rows)} rows", "bold")
+    yield Styled(
+        f"step {batch.step:,}, rank {batch.rank}, {where}: {batch.kind} of {counted(len(batch.rows), 'row')}", "bold"
+    )
     for number, row in enumerate(batch.rows):
         size = f": {row.length:,} tokens, {row.padding:,} of them padding" if row.length else ""
         yield Styled(f"row {number}{'' if row.valid else ' (masked)'}{size}", "cyan")
