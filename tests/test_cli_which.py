@@ -99,6 +99,18 @@ def test_all_steps_up_to_one_are_written_to_a_file(data: Path, tmp_path: Path, k
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
+def test_keys_are_the_same_however_many_are_asked_for(tmp_path: Path) -> None:
+    """Keys of a shard are looked up one by one at first, and then all at once."""
+    path = create_captioning_test_dataset(tmp_path / "captions", num_train=60, samples_per_shard=30)
+    arguments = ("which", path, "--batch-size", 5, *LANES)
+    together = answer(*arguments, "--until", 30)["microbatches"]
+    alone = [answer(*arguments, "--step", step)["microbatches"][0] for step in range(30)]
+    assert [one["samples"] for one in together] == [one["samples"] for one in alone]
+    loader = ranks_of(get_train_dataset(path, batch_size=5, worker_config=config_of(1, 0)), 1)[0]
+    keys = [key for batch in islice(loader, 30) for key in batch.__key__]
+    assert [sample["key"] for one in together for sample in one["samples"]] == keys
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

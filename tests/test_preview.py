@@ -451,6 +451,13 @@ def test_an_earlier_preview_is_replaced_or_stays_whole(captions: Path, tmp_path:
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+def test_a_folder_that_cannot_be_written_is_named(captions: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    result = energon("preview", captions, "--html", tmp_path / "file" / "out")
+    assert result.exit_code == 1
+    assert f"{tmp_path / 'file' / 'out'}: the pages cannot be written" in result.output
+
+
 @pytest.mark.parametrize("values", [[5], [1, 2, 3], list(range(1000)), [1, 10, 100_000], [0, 0, 7], [2**40, 3]])
 def test_a_histogram_counts_every_value_once(values: list[int]) -> None:
     found = histogram("x", values)

@@ -19,10 +19,13 @@ from energon_bridge.forecast.run import Run
 from energon_bridge.format.dataset import PreparedDataset
 from energon_bridge.format.join import JoinedDataset
 from energon_bridge.loader.document import read_leaves
+from energon_bridge.plan.leaf import Round
 from energon_bridge.rng import IntArray
 from energon_bridge.stream.leaf import Leaf
 from energon_bridge.stream.state import LaneState
 from energon_bridge.topology import Ownership, first_microbatch, microbatches_before, step_of
+
+_ROUNDS = 4096
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,15 +153,25 @@ class _Names:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._sample_names = _SampleNames(run.units.leaves)
+        self._rounds: dict[tuple[int, int], Round] = {}
 
     def microbatch(self, m: int, rank: int) -> NamedMicrobatch:
         lane = m % self._run.num_lanes
         samples = []
         for row, (leaf, draw, taken) in enumerate(self._draws(lane, m)):
-            part = self._run.units.leaves[leaf].order.round_at(lane, draw)
+            part = self._round(leaf, lane, draw)
             place = draw - part.first
             samples.append(self._sample_names.of(row, leaf, int(part.indices[place]), int(part.epochs[place]), taken))
         return NamedMicrobatch(rank=rank, microbatch=m, lane=lane, samples=tuple(samples))
+
+    def _round(self, leaf: int, lane: int, draw: int) -> Round:
+        """Return the round that holds a draw: mostly that of the draw before."""
+        part = self._rounds.get((leaf, lane))
+        if part is None or not part.first <= draw < part.first + len(part.indices):
+            if len(self._rounds) == _ROUNDS:
+                self._rounds.clear()
+            part = self._rounds[leaf, lane] = self._run.units.leaves[leaf].order.round_at(lane, draw)
+        return part
 
     def _draws(self, lane: int, m: int) -> Iterator[tuple[int, int, int]]:
         """Yield for each row its leaf, the number of its draw in the leaf, and its number among the draw's outputs."""

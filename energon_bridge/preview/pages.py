@@ -74,11 +74,11 @@ def write_pages(
         batches: Batches, whose samples are among those drawn.
 
     Raises:
-        ConfigurationError: The folder holds something else.
+        ConfigurationError: The folder holds something else, or cannot be written.
     """
+    out = Path(os.path.realpath(out))
     if out.exists() and not _is_preview(out):
         raise ConfigurationError(f"{out} exists and is no preview: choose another folder for the pages, or remove it")
-    out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.with_name(f".{out.name}.{os.getpid()}")
     try:
         writer = _Writer(partial, source.parts())
@@ -88,6 +88,8 @@ def write_pages(
         if out.exists():
             shutil.rmtree(out)
         os.replace(partial, out)
+    except OSError as error:
+        raise ConfigurationError(f"{out}: the pages cannot be written: {error}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return writer.count
