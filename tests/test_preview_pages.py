@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import previews
 import pytest
 from browser import Page, browser
 from forecasts import energon
+from hostile import LONG
 from PIL import Image
 
 from energon_bridge.prepare import parse_patterns, prepare_dataset, render_dataset_yaml
@@ -52,10 +54,12 @@ def pages_of(folder: Path, *arguments: object) -> Path:
 
 @pytest.fixture(scope="module")
 def mixed(captions: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The pages of captions and conversations."""
+    """The pages of captions and conversations, whose texts are searched in three files."""
     folder = tmp_path_factory.mktemp("pages-mixed")
     mix = previews.mix_of(folder / "mix.yaml", captions=captions, chats=previews.chats(folder / "chats.jsonl", 9))
-    return pages_of(folder / "out", mix, "--samples", "all")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("energon_bridge.preview.pages._PER_SEARCH_FILE", 50)
+        return pages_of(folder / "out", mix, "--samples", "all")
 
 
 @pytest.fixture(scope="module")
@@ -322,6 +326,22 @@ def contrast(ink: str, ground: str) -> float:
 
     bright, dim = sorted((luminance(ink), luminance(ground)), reverse=True)
     return (bright + 0.05) / (dim + 0.05)
+
+
+@pytest.mark.skipif(not LONG, reason="takes a minute; ENERGON_LONG_TESTS=1")
+def test_a_hundred_thousand_samples_open_at_once(page: Page, tmp_path: Path) -> None:
+    text = "a conversation of many words " * 20
+    turns = [{"role": "user", "content": text}, {"role": "assistant", "content": text}]
+    lines = (json.dumps({"messages": turns, "number": n}) + "\n" for n in range(100_000))
+    (tmp_path / "chats.jsonl").write_text("".join(lines))
+    out = pages_of(tmp_path / "out", tmp_path / "chats.jsonl", "--samples", "all")
+    start = time.monotonic()
+    page.open(out)
+    assert time.monotonic() - start < 2
+    assert page.texts("#count") == ["100,000 samples"]
+    page.enter("#search", "99999")
+    assert page.texts(".card .key") == ["99999"]
+    assert page.call("Runtime.getHeapUsage")["totalSize"] < 500e6
 
 
 def test_a_missing_file_is_named(page: Page, captions: Path, tmp_path: Path) -> None:
