@@ -321,6 +321,7 @@ def test_what_lies_before_a_state_is_refused(captions: Path, tmp_path: Path) -> 
         (("--encoder", "previews:encoder"), "give a dataset or mix, or states and --mix"),
         (("--steps", "4:3", "x"), "not of the form A:B"),
         (("--samples", "0", "x"), "neither a number"),
+        (("--batches", "2", "x"), "--batches is for batches: give --config or --encoder, too"),
         (("no-such-folder/",), "no dataset or mix"),
     ],
 )

@@ -184,6 +184,20 @@ def token_text(token: Any) -> str:
     return f"{token['text']} × {token['count']}" if token["kind"] == "image" else token["text"]
 
 
+def test_a_batch_of_any_type_names_its_samples(page: Page, captions: Path, tmp_path: Path) -> None:
+    out = pages_of(
+        tmp_path / "out", captions, "--encoder", "engine:DefaultTaskEncoder", "--batch-size", 3, "--batches", 1
+    )
+    page.open(out)
+    keys = page.texts(".row .links a")
+    assert len(keys) == 3
+    assert page.texts(".row h3")[:4] == ["Row 0", "sample", "key", "image"]
+    assert page.run("document.querySelectorAll('.row figure img').length") == 3
+    page.click(".row:nth-of-type(2) .links a")
+    assert page.texts("#key") == [keys[1]]
+    assert page.problems() == []
+
+
 @pytest.fixture(scope="module")
 def films(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The page of a dataset of a video with sound, a sound, and a video that is broken."""

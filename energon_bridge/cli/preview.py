@@ -119,6 +119,10 @@ def command(
 @contextmanager
 def _opened(source: tuple[str, ...], pages: bool, samples: int | None, options: dict[str, Any]) -> Iterator[_Shown]:
     """Give what the options ask for."""
+    alone = options["config"] is None and options["encoder"] is None
+    for name in ("batches", "packing_buffer_size"):
+        if alone and options[name] is not None:
+            raise ConfigurationError(f"--{name.replace('_', '-')} is for batches: give --config or --encoder, too")
     steps = options["steps"]
     if options["step"] is not None:
         steps = range(options["step"], options["step"] + 1)

@@ -130,8 +130,7 @@ def _deliver(
         if asked.start < first:
             raise ConfigurationError(
                 f"step {steps.start} lies before the state, which stands before step {-(-first // per_step)} of "
-                f"{world_size} ranks: "
-                "give an older state, or none, to begin at the beginning"
+                f"{world_size} ranks: give an older state, or none, to begin at the beginning"
             )
         if asked.start - first > 100:
             logger.warning(
@@ -185,7 +184,7 @@ def shown(batch: Any, encoder: Any, *, step: int, rank: int, num_lanes: int) -> 
     valid = [True] * len(members) if mask is None else [bool(value) for value in mask.tolist()]
     number = int(key[1] + key[2] * num_lanes) if key and key[0] == "Batch" else None
     tokens = get("tokens")
-    if tokens is None or getattr(tokens, "ndim", 0) != 2 or get("segments") is None:
+    if tokens is None or getattr(tokens, "ndim", 0) != 2 or not get("segments"):
         rows = [
             ShownRow(valid=valid[row], length=0, padding=0, segments=(), members=some, fields=_row(batch, row, valid))
             for row, some in enumerate(members)
@@ -214,8 +213,10 @@ def _members(key: tuple[Any, ...]) -> list[list[tuple[str, int, int, int]]]:
 def _row(batch: Any, row: int, valid: Sequence[bool]) -> list[tuple[str, tuple[Item, ...]]]:
     """Return the fields of one row of a batch of any type: their entries, if they have one for each row."""
     names: Iterable[str] = batch if isinstance(batch, dict) else field_names(type(batch)) if _is_record(batch) else ()
-    get, found = _getter(batch), []
-    batched = isinstance(get("__key__"), list)
+    get = _getter(batch)
+    keys = get("__key__")
+    batched = isinstance(keys, list)
+    found = [("key", items_of(keys[row] if batched and row < len(keys) else keys))] if keys else []
     for name in names:
         value = get(name)
         if name.startswith("__") or value is None:

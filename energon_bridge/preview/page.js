@@ -350,6 +350,10 @@ const preview = (() => {
     }
     for (const segment of row.segments) box.append(await segmentElement(segment));
     if (row.padding) box.append(make("div", { class: "tokens" }, make("span", { class: "token padding" }, `padding × ${row.padding}`)));
+    if (row.samples.length) {
+      const links = await Promise.all(row.samples.map(async (which) => make("a", { href: `#/sample/${which}` }, (await sample(which)).key)));
+      box.append(make("h3", {}, row.samples.length === 1 ? "sample" : "samples"), make("p", { class: "key links" }, ...links.flatMap((link) => [link, " "])));
+    }
     for (const [name, items] of row.fields) box.append(make("h3", {}, name), ...items.map((item) => itemElement(item, null)));
     return box;
   }

@@ -244,8 +244,10 @@ class _Writer:
         media = []
         fields = [[name, _numbered(_plain(items, media), self._media)] for name, items in row.fields]
         self._write_media(media)
+        places = ((batch.step, batch.rank, batch.microbatch, place, number) for number in range(len(row.members)))
         return {
             "valid": row.valid,
+            "samples": [] if row.segments else [self._places[one] for one in places if one in self._places],
             "length": row.length,
             "padding": row.padding,
             "segments": plain,
