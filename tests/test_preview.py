@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import json
 import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
@@ -467,3 +473,51 @@ def test_a_histogram_counts_every_value_once(values: list[int]) -> None:
     assert counts == [sum(low <= value < high for value in values) for low, high in pairwise(edges)]
     assert sum(counts) == len(values)
     assert len(counts) <= 33
+
+
+# Served --------------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def served(path: Path) -> Iterator[int]:
+    """Serve the pages of a dataset in a process of its own; gives the port."""
+    command = [sys.executable, "-m", "energon_bridge.cli.main", "preview", str(path), "--serve", "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            found = re.search(r"30 samples: open http://127\.0\.0\.1:(\d+)/", line)
+            assert found, line
+            yield int(found.group(1))
+            process.send_signal(signal.SIGINT)
+            assert process.wait(30) == 0
+        finally:
+            process.kill()
+
+
+def asked(port: int, path: str, **headers: str) -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    try:
+        connection.request("GET", path, headers=headers)
+        response = connection.getresponse()
+        return response.status, response.read()
+    finally:
+        connection.close()
+
+
+def test_pages_are_served_to_this_machine_only(captions: Path) -> None:
+    pytest.importorskip("starlette")
+    pytest.importorskip("uvicorn")
+    with served(captions) as port:
+        status, page = asked(port, "/")
+        assert (status, b"energon preview" in page) == (200, True)
+        whole = asked(port, "/media/000/000004.jpg")[1]
+        assert asked(port, "/media/000/000004.jpg", Range="bytes=10-19") == (206, whole[10:20])
+        for path in ("/../../../../etc/passwd", "/%2e%2e/%2e%2e/%2e%2e/etc/passwd", "//etc/passwd", "/data", "/media/"):
+            assert asked(port, path)[0] == 404, path
+        assert asked(port, "/", Host="evil.example")[0] == 400
+
+
+def test_serving_names_what_is_missing(captions: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    assert "pip install 'energon-bridge[view]'" in energon("preview", captions, "--serve").output

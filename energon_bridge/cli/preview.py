@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -75,12 +76,16 @@ class _Shown:
 @click.option("--packing-buffer-size", type=click.IntRange(min=1), help="With --encoder: pack, as training does.")
 @click.option("--mix", help="With a state: what the run was started with, where the state alone does not say it.")
 @click.option("--columns", type=click.IntRange(min=0), help="Width of pictures in a terminal; 0: none.  [default: 40]")
+@click.option("--serve", is_flag=True, help="Serve the pages on this machine, until Ctrl-C (extra view).")
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="Of --serve; 0: any.")
 @run_options
 def command(
     source: tuple[str, ...],
     html: Path | None,
     samples: int | None,
     columns: int | None,
+    serve: bool,
+    port: int,
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -99,21 +104,30 @@ def command(
     checkpoints of a run. With --config it may also be section.key=value, as for the script. A step is one microbatch
     on every rank; with --config, one of the optimizer.
     """
-    with _opened(source, html is not None, samples, options) as shown:
+    with _opened(source, serve or html is not None, samples, options) as shown:
         if as_json:
             _print_json(shown)
-        elif html is not None:
-            from energon_bridge.preview.pages import write_pages
+        elif serve:
+            from energon_bridge.preview.serving import server_of_pages
 
-            count = write_pages(
-                html, shown.source, shown.drawn, title=shown.title, notes=shown.notes, batches=shown.batches
-            )
-            what = count_of(count, "sample") + (
-                f" in {counted(len(shown.batches), 'batch', 'batches')}" if shown.batches else ""
-            )
-            click.echo(f"{what}: open {html / 'index.html'}")
+            serve_pages = server_of_pages()
+            with TemporaryDirectory() as folder:
+                out = html or Path(folder) / "pages"
+                what = _write(shown, out)
+                serve_pages(out, port, lambda address: click.echo(f"{what}: open {address}  (Ctrl-C ends it)"))
+        elif html is not None:
+            click.echo(f"{_write(shown, html)}: open {html / 'index.html'}")
         else:
             _print(shown, columns)
+
+
+def _write(shown: _Shown, out: Path) -> str:
+    """Write pages, and say what is on them."""
+    from energon_bridge.preview.pages import write_pages
+
+    count = write_pages(out, shown.source, shown.drawn, title=shown.title, notes=shown.notes, batches=shown.batches)
+    batches = f" in {counted(len(shown.batches), 'batch', 'batches')}" if shown.batches else ""
+    return count_of(count, "sample") + batches
 
 
 @contextmanager
