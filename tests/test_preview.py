@@ -33,6 +33,7 @@ from energon_bridge.preview.sources import SampleSource, shared_out
 from energon_bridge.preview.terminal import half_blocks, lines_of, lines_of_batch
 from energon_bridge.testing import create_captioning_test_dataset
 
+CONFIG = Path(__file__).parent.parent / "configs" / "packed.yaml"
 LANES = ("--num-lanes", 24)
 
 
@@ -516,6 +517,11 @@ def test_pages_are_served_to_this_machine_only(captions: Path) -> None:
         for path in ("/../../../../etc/passwd", "/%2e%2e/%2e%2e/%2e%2e/etc/passwd", "//etc/passwd", "/data", "/media/"):
             assert asked(port, path)[0] == 404, path
         assert asked(port, "/", Host="evil.example")[0] == 400
+
+
+def test_a_configuration_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "energon_bridge.training.run", None)
+    assert "pip install 'energon-bridge[lightning,hf]'" in energon("preview", "--config", CONFIG).output
 
 
 def test_serving_names_what_is_missing(captions: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -142,8 +142,11 @@ def _opened(source: tuple[str, ...], pages: bool, samples: int | None, options: 
         steps = range(options["step"], options["step"] + 1)
     if options["config"] is not None:
         from energon_bridge.training.config_file import load_config
-        from energon_bridge.training.run import opened_data
 
+        try:
+            from energon_bridge.training.run import opened_data
+        except ImportError as error:
+            raise ConfigurationError(f"--config needs pip install 'energon-bridge[lightning,hf]': {error}") from error
         files = [name for name in source if "=" not in name or Path(name).exists()]
         config = load_config(options["config"], [name for name in source if name not in files])
         with opened_data(config) as spec:
