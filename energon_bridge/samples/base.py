@@ -81,8 +81,11 @@ def segments_of(
     """
     segments, start = [], 0
     for sample, length, room in zip(samples, lengths, padded_lengths or lengths, strict=True):
-        sources = _read(sample, "__sources__") if _has(sample, "__sources__") else None
-        segments.append(Segment(sources[0].dataset_path if sources else "", _read(sample, "__key__"), start, length))
+        if isinstance(sample, dict):
+            key, sources = sample["__key__"], sample.get("__sources__")
+        else:
+            key, sources = sample.__key__, sample.__sources__
+        segments.append(Segment(sources[0].dataset_path if sources else "", key, start, length))
         start += room
     return tuple(segments)
 
