@@ -107,6 +107,7 @@ if TYPE_CHECKING:
         MultiChoiceVQASample as MultiChoiceVQASample,
         OCRSample as OCRSample,
         Sample as Sample,
+        Segment as Segment,
         SimilarityInterleavedSample as SimilarityInterleavedSample,
         SourceInfo as SourceInfo,
         TextSample as TextSample,
@@ -114,6 +115,7 @@ if TYPE_CHECKING:
         VQAOCRSample as VQAOCRSample,
         VQASample as VQASample,
         edataclass as edataclass,
+        segments_of as segments_of,
     )
     from energon_bridge.samples.devices import normalise_on_device as normalise_on_device
     from energon_bridge.storage.node_cache import use_node_cache as use_node_cache
@@ -260,6 +262,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
         "MultiChoiceVQASample",
         "OCRSample",
         "Sample",
+        "Segment",
         "SimilarityInterleavedSample",
         "SourceInfo",
         "TextSample",
@@ -267,6 +270,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
         "VQASample",
         "VidQASample",
         "edataclass",
+        "segments_of",
     ),
     "samples.devices": ("normalise_on_device",),
     "storage.node_cache": ("use_node_cache",),

@@ -72,6 +72,57 @@ def test_a_state_names_what_came_before_and_what_comes(data: Path, tmp_path: Pat
     assert answer("which", *arguments, "--step", 3)["assumption"].startswith("Exact")
 
 
+@pytest.mark.parametrize("kind", ["json", "parquet"])
+def test_all_steps_up_to_one_are_written_to_a_file(data: Path, tmp_path: Path, kind: str) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet") if kind == "parquet" else None
+    loaders = ranks_of(opened(data, "weights"), 2)
+    delivered = run(loaders, 9)
+    torch.save({"state": [loader.save_state_rank() for loader in loaders]}, tmp_path / "run.ckpt")
+    out = tmp_path / f"seen.{kind}"
+    arguments: tuple[Any, ...] = ("which", "--checkpoint", tmp_path / "run.ckpt", "--world-size", 2)
+    result = energon(*arguments, "--step", 2, "--until", 12, "--out", out)
+    assert result.exit_code == 0, result.output
+    assert result.output.startswith(f"40 samples in {out}\nExact")
+    assert "as if no sample from there on is skipped" in result.output
+    rows = parquet.read_table(out).to_pylist() if parquet else json.loads(out.read_text())
+    assert {row["step"] for row in rows} == set(range(2, 12))
+    found = [(row["step"], row["rank"], row["row"], row["restore_key"]) for row in rows if row["step"] < 9]
+    assert found == [
+        (step, rank, row, ":".join(map(str, key)))
+        for step in range(2, 9)
+        for rank, some in enumerate(delivered[step])
+        for row, (key, _) in enumerate(some or ())
+    ]
+    assert {row["dataset"] for row in rows} == {str(data / "a"), str(data / "b")}
+    printed = answer(*arguments, "--until", 3)["microbatches"]
+    assert [one["step"] for one in printed] == [0, 0, 1, 1, 2, 2]
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_keys_are_the_same_however_many_are_asked_for(tmp_path: Path) -> None:
+    """Keys of a shard are looked up one by one at first, and then all at once."""
+    path = create_captioning_test_dataset(tmp_path / "captions", num_train=60, samples_per_shard=30)
+    arguments = ("which", path, "--batch-size", 5, *LANES)
+    together = answer(*arguments, "--until", 30)["microbatches"]
+    alone = [answer(*arguments, "--step", step)["microbatches"][0] for step in range(30)]
+    assert [one["samples"] for one in together] == [one["samples"] for one in alone]
+    loader = ranks_of(get_train_dataset(path, batch_size=5, worker_config=config_of(1, 0)), 1)[0]
+    keys = [key for batch in islice(loader, 30) for key in batch.__key__]
+    assert [sample["key"] for one in together for sample in one["samples"]] == keys
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--until", 3, "--step", 3), "--until 3 is not above --step 3"),
+        (("--until", 3, "--microbatch", 3), "either --step or --microbatch"),
+        (("--step", 3, "--out", "x.csv"), "must end in .parquet or .json"),
+    ],
+)
+def test_files_of_no_sense_are_refused(data: Path, arguments: tuple[Any, ...], message: str) -> None:
+    assert message in refused("which", data / "single.yaml", *OPTIONS, *arguments)
+
+
 @pytest.mark.parametrize("mix", ["weights", "linear"])
 def test_weights_that_were_set_during_the_run(data: Path, tmp_path: Path, mix: str) -> None:
     dataset = opened(data, mix)

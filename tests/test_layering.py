@@ -39,6 +39,7 @@ LAYERS = (
     "integrations",
     "training",
     "prepare",
+    "preview",
     "cli",
     "testing",
     "__init__",  # the public names: on top of everything

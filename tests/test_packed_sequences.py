@@ -12,7 +12,7 @@ from hypothesis import given, strategies as st
 from multimodal import caption, encoder
 
 from energon_bridge.errors import ConfigurationError, OverLongSampleError
-from energon_bridge.samples import SourceInfo
+from energon_bridge.samples import Segment, SourceInfo
 from energon_bridge.task_encoder.packed_sequences import (
     batch_packs,
     cu_seqlens,
@@ -88,6 +88,21 @@ def test_what_a_pack_says_of_its_samples() -> None:
     assert batch.num_images == [1, 1, 1]
     assert batch.cu_seqlens.tolist() == [0, 2, 5, 9]
     assert batch.cu_seqlens.dtype == torch.int32
+    assert batch.segments == [(("data", "s1", 0, 2), ("data", "s2", 2, 3)), (("data", "s3", 0, 4),)]
+
+
+@given(lengths, st.sampled_from([1, 4]))
+def test_segments_say_where_each_sample_stands_without_its_padding(sizes, multiple):
+    samples = [sample(size, number) for number, size in enumerate(sizes, 1)]
+    samples[0].__sources__ = None
+    short = pack_sequences([sample(1, 99)], FILLING)
+    batch = batch_packs([short, pack_sequences(samples, FILLING, multiple_of=multiple)], FILLING)
+    assert batch.segments[0] == (Segment("data", "s99", 0, 1),)
+    for one, segment in zip(samples, batch.segments[1], strict=True):
+        place = slice(segment.start, segment.start + segment.length)
+        assert torch.equal(batch.tokens[1, place], one.tokens)
+        assert (segment.key, segment.dataset) == (one.__key__, "data" if one.__sources__ else "")
+    assert [row[0].start for row in unpack_batch(batch, FILLING).segments] == [0] * (1 + len(sizes))
 
 
 def test_packs_of_unequal_length_are_rows_of_one_batch() -> None:
@@ -120,6 +135,7 @@ def test_packs_taken_apart_are_the_samples_as_they_were(sizes, multiple, kinds):
     assert rows.pixel_values is None or torch.equal(rows.pixel_values, expected.pixel_values)
     for name in ("__key__", "sample_keys", "answers", "num_images", "cu_seqlens", "cu_seqlens_padded", "max_seqlen"):
         assert getattr(rows, name) == getattr(expected, name), name
+    assert rows.segments == expected.segments
     pack_of = [number for number, group in enumerate(groups) for _ in group]
     assert rows.__valid__.tolist() == [pack % 2 == 0 for pack in pack_of]
     assert rows.__subflavors__ == ([{"pack": pack} for pack in pack_of] if kinds else None)

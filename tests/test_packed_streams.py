@@ -77,6 +77,37 @@ def test_packs_of_the_multimodal_encoder_are_full_and_hold_each_sample_once(path
     assert used / (120 * SEQ_LENGTH) > 0.95
 
 
+@pytest.mark.parametrize("packing", [None, 40])
+def test_segments_of_a_mix_come_out_of_workers_with_their_dataset(
+    path: Path, tmp_path: Path, packing: int | None
+) -> None:
+    other = text_dataset(tmp_path / "other", train=[80, 80])
+    mix = tmp_path / "mix.yaml"
+    mix.write_text(
+        "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train:\n    blend:\n"
+        f"    - {{weight: 1, path: {path}}}\n    - {{weight: 1, path: {other}}}\n"
+    )
+    dataset = get_train_dataset(
+        mix, task_encoder=encoder(), worker_config=config_of(1, 2, num_lanes=2), batch_size=2,
+        packing_buffer_size=packing,
+    )  # fmt: skip
+    (loader,) = loaders_of(dataset, 1, 2, num_lanes=2)
+    try:
+        batches = list(islice(loader, 20))
+    finally:
+        loader.close()
+    seen = set()
+    for batch in batches:
+        assert [",".join(one.key for one in row) for row in batch.segments] == batch.__key__
+        assert [one.dataset for row in batch.segments for one in row] == [s.dataset_path for s in batch.__sources__]
+        for row, segments in enumerate(batch.segments):
+            assert [one.length for one in segments] == [words_of(int(one.key)) + 1 for one in segments]
+            starts = (batch.position_ids[row] == 0).nonzero().flatten().tolist()
+            assert [one.start for one in segments] == starts
+            seen |= {one.dataset for one in segments}
+    assert seen == {str(path), str(other)}
+
+
 @pytest.mark.parametrize("batch_size", [1, 2])
 def test_dropped_samples_are_counted_as_skipped(path: Path, batch_size: int) -> None:
     packer: Packer[Any] = Packer(limits={"tokens": 30}, size_of=lambda one: len(one.tokens), over_long="drop")

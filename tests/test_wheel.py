@@ -119,6 +119,7 @@ def test_contents(wheel, compiled):
     sources = {str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / "energon_bridge").rglob("*.py")}
     assert sources <= set(names)
     assert "energon_bridge/py.typed" in names
+    assert {f"energon_bridge/preview/page.{kind}" for kind in ("html", "css", "js")} <= set(names)
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"energon_bridge"}
     libraries = [name for name in names if name.endswith(".so")]
     parts = [

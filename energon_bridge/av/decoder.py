@@ -105,6 +105,12 @@ class AVDecoder:
             return f"part {self._name!r}"
         return self.stream.url if isinstance(self.stream, ByteRange) else "the file"
 
+    @property
+    def suffix(self) -> str:
+        """Return the extension of the part or file, in lower case; empty if it has no name."""
+        name = self._name or (self.stream.rel if isinstance(self.stream, ByteRange) else "")
+        return name.rpartition(".")[2].lower()
+
     # Opening ---------------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:

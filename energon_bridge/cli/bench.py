@@ -13,14 +13,12 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass
-from importlib import import_module
 from typing import Any
 
 import click
 
 from energon_bridge.cli.output import format_bytes, print_json, print_table
-from energon_bridge.cli.run_options import open_mix, run_options
-from energon_bridge.errors import ConfigurationError
+from energon_bridge.cli.run_options import encoder_of, open_mix, run_options
 
 _WARM_UP = 0.3
 """Share of the seconds of a run that is not counted."""
@@ -77,7 +75,7 @@ def command(mix: str, seconds: float, encoder: str | None, as_json: bool, **opti
 
     Example:  energon bench /data/captions --batch-size 32 --num-workers 8
     """
-    found = bench(mix, options, seconds=seconds, encoder=_encoder_of(encoder))
+    found = bench(mix, options, seconds=seconds, encoder=encoder_of(encoder))
     if as_json:
         print_json(asdict(found))
         return
@@ -256,23 +254,3 @@ def _print_rates(found: Found) -> None:
             for rate in found.rates
         ],
     )
-
-
-def _encoder_of(spec: str | None) -> Any:
-    """Return the task encoder that `MODULE:NAME` names; a class or function is called.
-
-    Raises:
-        ConfigurationError: There is none.
-    """
-    if spec is None:
-        return None
-    module, colon, name = spec.partition(":")
-    if not colon or not name:
-        raise ConfigurationError(f"--encoder {spec!r}: expected MODULE:NAME, such as my_project.encoders:make_encoder")
-    try:
-        found = getattr(import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigurationError(
-            f"--encoder {spec!r}: {error}. A module of the current folder is found with PYTHONPATH=."
-        ) from error
-    return found() if isinstance(found, type) or not hasattr(found, "encode_sample") else found

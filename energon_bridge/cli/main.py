@@ -25,6 +25,7 @@ _COMMANDS = {
     "plan": "Forecast epochs per dataset of a mix, and what its weights mean.",
     "prepare": "Index a folder of WebDataset tars and write its .nv-meta.",
     "prepare-media": "Write down the sizes of images and the lengths of videos and sound.",
+    "preview": "Show samples, batches as a model gets them, or what a run saw at a step.",
     "quarantine": "Show which samples failed in a run, and where.",
     "which": "Name the samples of a step, without reading data.",
 }

@@ -1,8 +1,10 @@
-"""The options that `energon plan` and `energon which` share: what a run reads, and on how many ranks."""
+"""The options that commands on runs share: what a run reads, and on how many ranks; and how they open it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -10,6 +12,8 @@ import click
 from energon_bridge.errors import ConfigurationError
 
 if TYPE_CHECKING:
+    from energon_bridge.forecast.run import Run
+    from energon_bridge.loader.document import State
     from energon_bridge.loader.spec import DatasetSpec
 
 
@@ -28,6 +32,7 @@ class _CountOrNone(click.ParamType):
         return int(value)
 
 
+_MIX_SUFFIXES = (".yaml", ".yml", ".jsonl")
 _POSITIVE = click.IntRange(min=1)
 
 _OPTIONS = (
@@ -64,7 +69,9 @@ def run_options(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def open_mix(path: str, options: dict[str, Any], *, task_encoder: Any = None) -> DatasetSpec:
+def open_mix(
+    path: str, options: dict[str, Any], *, task_encoder: Any = None, packing_buffer_size: int | None = None
+) -> DatasetSpec:
     """Return the dataset for training on a mix, as the options say; without a task encoder, with the default one.
 
     Raises:
@@ -99,6 +106,7 @@ def open_mix(path: str, options: dict[str, Any], *, task_encoder: Any = None) ->
         worker_config=config,
         batch_size=batch_size,
         task_encoder=task_encoder,
+        packing_buffer_size=packing_buffer_size,
         shuffle_buffer_size=options["shuffle_buffer_size"],
         max_samples_per_sequence=options["max_samples_per_sequence"],
         parallel_shard_iters=options["parallel_shard_iters"],
@@ -107,3 +115,62 @@ def open_mix(path: str, options: dict[str, Any], *, task_encoder: Any = None) ->
         split_config=options["split_config"],
         trust_remote_code=options["trust_remote_code"],
     )
+
+
+def is_mix(source: Sequence[str]) -> bool:
+    """Whether an argument names a mix; states are files of any other name."""
+    path = source[0]
+    return len(source) == 1 and (path.endswith(_MIX_SUFFIXES) or "://" in path or Path(path).is_dir())
+
+
+def state_of(files: Sequence[str], world_size: int | None) -> tuple[State, int]:
+    """Return the state in some files, those of its ranks, and how many ranks there are: the given number, or theirs."""
+    from energon_bridge.loader.document import merge
+    from energon_bridge.loader.state_files import read_states
+    from energon_bridge.loader.summary import rank_of
+
+    states = read_states(files)
+    ranks = {place for state in states if (place := rank_of(state)) is not None}
+    return merge(states), world_size or (max(size for _, size in ranks) if ranks else 1)
+
+
+def open_run(source: Sequence[str], options: dict[str, Any], *, by_step: bool = True) -> tuple[Run, list[str]]:
+    """Return the run that a mix and the options, or saved states, describe, and what is to be said of it.
+
+    `by_step`: it is asked about steps, for which the number of ranks matters.
+    """
+    from energon_bridge.forecast.run import run_of_mix, run_of_state  # bring torch, which no help text needs
+
+    if is_mix(source):
+        return run_of_mix(open_mix(source[0], options)), []
+    state, world_size = state_of(source, options["world_size"])
+    notes = []
+    if options["world_size"] is None and by_step:
+        notes.append(f"World size {world_size}: a state does not know how many ranks there were, --world-size says it.")
+    run = run_of_state(
+        state,
+        world_size=world_size if by_step else 1,
+        mix=options["mix"],
+        **{name: options[name] for name in ("split_part", "dataset_config", "split_config", "trust_remote_code")},
+    )
+    return run, notes
+
+
+def encoder_of(spec: str | None) -> Any:
+    """Return the task encoder that `MODULE:NAME` names; a class or function is called.
+
+    Raises:
+        ConfigurationError: There is none.
+    """
+    if spec is None:
+        return None
+    module, colon, name = spec.partition(":")
+    if not colon or not name:
+        raise ConfigurationError(f"--encoder {spec!r}: expected MODULE:NAME, such as my_project.encoders:make_encoder")
+    try:
+        found = getattr(import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigurationError(
+            f"--encoder {spec!r}: {error}. A module of the current folder is found with PYTHONPATH=."
+        ) from error
+    return found() if isinstance(found, type) or not hasattr(found, "encode_sample") else found

@@ -1,93 +1,160 @@
-"""`energon which STATE_OR_MIX --step S`: the names of a step's samples, by arithmetic. Reads no data."""
+"""`energon which STATE_OR_MIX --step S`: the names of the samples of steps, by arithmetic. Reads no data."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from energon_bridge.cli.output import print_json, print_table
-from energon_bridge.cli.run_options import open_mix, run_options
+from energon_bridge.cli.output import count_of, print_json, print_table
+from energon_bridge.cli.run_options import open_run, run_options
 from energon_bridge.errors import ConfigurationError
-from energon_bridge.loader.document import merge
-from energon_bridge.loader.state_files import read_states
-from energon_bridge.loader.summary import rank_of
 
-_MIX_SUFFIXES = (".yaml", ".yml", ".jsonl")
+if TYPE_CHECKING:
+    from energon_bridge.forecast.samples import NamedMicrobatch
+
+_AT_A_TIME = 10_000
+"""Rows of a file that are written together."""
 
 
 @click.command("which")
-@click.argument("source", nargs=-1, required=True, metavar="STATE_OR_MIX...")
+@click.argument("source", nargs=-1, metavar="STATE_OR_MIX...")
+@click.option("--checkpoint", multiple=True, help="A checkpoint or state of a run: the same as STATE_OR_MIX.")
 @click.option("--step", type=click.IntRange(min=0), help="Steps before it, from the beginning of the run.")
+@click.option("--until", type=click.IntRange(min=1), help="All steps from --step (default: the first) to before this.")
 @click.option("--microbatch", type=click.IntRange(min=0), help="Number of a microbatch of the run, instead of a step.")
 @click.option("--rank", type=click.IntRange(min=0), help="Only what this rank delivers.")
 @click.option("--row", type=click.IntRange(min=0), help="Only this row of each microbatch.")
 @click.option("--mix", help="With a state: what the run was started with, where the state alone does not say it.")
+@click.option("--out", type=click.Path(path_type=Path), help="Write a row per sample to this .parquet or .json file.")
 @run_options
 def command(
     source: tuple[str, ...],
+    checkpoint: tuple[str, ...],
     step: int | None,
+    until: int | None,
     microbatch: int | None,
     rank: int | None,
     row: int | None,
-    mix: str | None,
+    out: Path | None,
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Name the samples of a step of a run that is described by STATE_OR_MIX.
+    """Name the samples of steps of a run that is described by STATE_OR_MIX.
+
+    \b
+    energon which mix.yaml --step 100 --batch-size 8
+    energon which loader.pt --step 5000 --world-size 8
+    energon which --checkpoint step-0000150.ckpt --until 150 --out seen.parquet
 
     States (one file, or those of several ranks) say everything but the number of ranks; with a mix (a dataset's folder
     or URL, or a metadataset's YAML file) give the options that the run was started with. A step is counted from the
     beginning of the run, on one number of ranks.
     """
-    if (step is None) == (microbatch is None):
-        raise ConfigurationError("give either --step or --microbatch")
-    # They bring torch, which no help text needs.
-    from energon_bridge.forecast.run import run_of_mix, run_of_state
-    from energon_bridge.forecast.samples import assumption, name_microbatch, name_step
+    source += checkpoint
+    if not source:
+        raise ConfigurationError("give a mix, states, or --checkpoint FILE")
+    if ((step is None) and (until is None)) == (microbatch is None):
+        raise ConfigurationError("give either --step or --microbatch (or all steps up to one, by --until)")
+    if out is not None and out.suffix not in (".parquet", ".json"):
+        raise ConfigurationError(f"--out {out}: the name must end in .parquet or .json")
+    if until is not None and (step or 0) >= until:
+        raise ConfigurationError(f"--until {until} is not above --step {step}: no step lies between them")
+    run, notes = open_run(source, options, by_step=microbatch is None)
+    from energon_bridge.forecast.samples import assumption, name_microbatch, name_steps
+    from energon_bridge.topology import first_microbatch
 
-    notes = []
-    if _is_mix(source):
-        run = run_of_mix(open_mix(source[0], options))
-    else:
-        states = read_states(source)
-        ranks = {place for state in states if (place := rank_of(state)) is not None}
-        world_size = options["world_size"] or (max(size for _, size in ranks) if ranks else 1)
-        if options["world_size"] is None and microbatch is None:
-            notes.append(
-                f"World size {world_size}: a state does not know how many ranks there were, --world-size says it."
-            )
-        run = run_of_state(
-            merge(states),
-            world_size=world_size if microbatch is None else 1,
-            mix=mix,
-            **{name: options[name] for name in ("split_part", "dataset_config", "split_config", "trust_remote_code")},
-        )
-    if step is not None and rank is not None and rank >= run.config.dp_size:
+    if microbatch is None and rank is not None and rank >= run.config.dp_size:
         raise ConfigurationError(f"--rank {rank} is not below the number of ranks, {run.config.dp_size}")
-    if microbatch is not None:
-        found = [name_microbatch(run, microbatch)]
+    steps: Sequence[int] = range(step or 0, until) if until is not None else [step or 0]
+
+    def named() -> Iterator[tuple[int | None, NamedMicrobatch]]:
+        if microbatch is not None:
+            yield None, name_microbatch(run, microbatch)
+            return
+        for number, found in zip(steps, name_steps(run, steps), strict=True):
+            yield from ((number, one) for one in found if rank is None or one.rank == rank)
+
+    if out is not None:
+        rows = _write(out, ({"step": number} | values for number, one in named() for values in _flat(_plain(one, row))))
+        click.echo(f"{count_of(rows, 'sample')} in {out}")
+        found = []
     else:
-        assert step is not None
-        found = [one for one in name_step(run, step) if rank is None or one.rank == rank]
-    first = min((one.microbatch for one in found if one.microbatch is not None), default=0)
-    notes.insert(0, assumption(run, first))
-    rows = [_plain(one, row) for one in found]
-    if as_json:
-        print_json({"step": step, "assumption": notes[0], "microbatches": rows})
+        found = list(named())
+    ends = [one.microbatch for _, one in found if one.microbatch is not None]
+    if out is not None and microbatch is None:
+        lanes, ranks = run.num_lanes, run.config.dp_size
+        ends = [first_microbatch(number, num_lanes=lanes, world_size=ranks) for number in (steps[0], steps[-1])]
+    # What lies before a state and what lies behind it rests on different things.
+    notes[:0] = dict.fromkeys(assumption(run, m) for m in ((min(ends), max(ends)) if ends else (microbatch or 0,)))
+    microbatches = [({"step": number} if until is not None else {}) | _plain(one, row) for number, one in found]
+    if as_json and out is None:
+        print_json({"step": step, "assumption": notes[0], "microbatches": microbatches})
         return
-    _print(rows, masked=[one.rank for one in found if one.microbatch is None])
+    if out is None:
+        _print(microbatches, masked=sorted({one.rank for _, one in found if one.microbatch is None}))
     for note in notes:
         click.echo(note)
 
 
-def _is_mix(source: Sequence[str]) -> bool:
-    """Whether the argument names a mix; states are files of any other name."""
-    path = source[0]
-    return len(source) == 1 and (path.endswith(_MIX_SUFFIXES) or "://" in path or Path(path).is_dir())
+def _flat(microbatch: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Give a row of a file for each sample of a microbatch."""
+    of_all = {name: microbatch.get(name) for name in ("rank", "microbatch", "lane")}
+    for sample in microbatch["samples"]:
+        key = ":".join(map(str, sample["restore_key"]))
+        rest = {name: value for name, value in sample.items() if name not in ("row", "path", "restore_key")}
+        yield of_all | {"row": sample["row"], "dataset": sample["path"]} | rest | {"restore_key": key}
+
+
+def _write(out: Path, rows: Iterator[dict[str, Any]]) -> int:
+    """Write rows to a file, which appears whole or not at all; returns how many there are."""
+    partial = out.with_name(f".{out.name}.partial")
+    count = 0
+    try:
+        with _writer(partial, out.suffix) as write:
+            while some := list(islice(rows, _AT_A_TIME)):
+                write(some)
+                count += len(some)
+        partial.replace(out)
+    finally:
+        partial.unlink(missing_ok=True)
+    return count
+
+
+@contextmanager
+def _writer(path: Path, kind: str) -> Iterator[Any]:
+    """Give what writes some rows to a JSON list, a line each, or to a parquet file."""
+    if kind == ".json":
+        with path.open("w", encoding="utf-8") as file:
+            begin = "[\n"
+
+            def write_lines(rows: Iterable[dict[str, Any]]) -> None:
+                nonlocal begin
+                for values in rows:
+                    file.write(begin + json.dumps(values, ensure_ascii=False))
+                    begin = ",\n"
+
+            yield write_lines
+            file.write("\n]\n" if begin == ",\n" else "[]\n")
+        return
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError as error:
+        raise ConfigurationError("--out FILE.parquet needs pyarrow: pip install energon-bridge[parquet]") from error
+    numbers = ("step", "rank", "microbatch", "lane", "row", "shard_index", "index", "epoch")
+    kinds = dict.fromkeys(numbers, pyarrow.int64()) | {"excluded": pyarrow.bool_()}
+    order = ("step", "rank", "microbatch", "lane", "row", "dataset", "split_part", "shard", "shard_index", "index")
+    names = (*order, "epoch", "key", "excluded", "restore_key")
+    schema = pyarrow.schema([(name, kinds.get(name, pyarrow.string())) for name in names])
+    with parquet.ParquetWriter(path, schema) as writer:
+        yield lambda rows: writer.write_table(pyarrow.Table.from_pylist(rows, schema=schema))
 
 
 def _plain(microbatch: Any, row: int | None) -> dict[str, Any]:

@@ -99,6 +99,7 @@ def run_of_state(
         raise ConfigurationError(
             "the samples of a step cannot be named without reading data: the task encoder packs, groups or makes "
             "several batches of some samples, so that their content decides what comes together"
+            + ". `energon preview` with --config or --encoder lets the run deliver it"
             + (f" (drawn and not delivered yet: {held} rows)" if held else "")
         )
     num_lanes = saved.num_lanes if kind == "train" else None

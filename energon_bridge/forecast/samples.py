@@ -7,26 +7,26 @@ and so do samples in `exclude`; `assumption` says what an answer rests on.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
-from energon_bridge.errors import ConfigurationError, KeyIndexError, MissingRankError
+from energon_bridge.errors import ConfigurationError, MissingRankError
+from energon_bridge.forecast.keys import KeyNames
 from energon_bridge.forecast.run import Run
 from energon_bridge.format.dataset import PreparedDataset
 from energon_bridge.format.join import JoinedDataset
-from energon_bridge.format.jsonl import JsonlDataset
-from energon_bridge.format.key_lookup import KeyIndex, keys_at, local_key_index
-from energon_bridge.format.nvmeta import INDEX_SQLITE, meta_path, read_info
 from energon_bridge.loader.document import read_leaves
 from energon_bridge.loader.run_plan import draws_of_pass
+from energon_bridge.plan.leaf import Round
 from energon_bridge.rng import IntArray
-from energon_bridge.storage import LocalStore
 from energon_bridge.stream.leaf import Leaf
 from energon_bridge.stream.state import LaneState
 from energon_bridge.topology import Ownership, first_microbatch, microbatches_before, step_of
+
+_ROUNDS = 4096
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,18 +68,33 @@ class NamedMicrobatch:
 
 
 def name_step(run: Run, step: int) -> list[NamedMicrobatch]:
-    """Name the samples of a step, for every rank.
+    """Name the samples of a step, for every rank; arguments and errors are those of `name_steps`."""
+    return next(name_steps(run, (step,)))
+
+
+def name_steps(run: Run, steps: Iterable[int]) -> Iterator[list[NamedMicrobatch]]:
+    """Name the samples of steps, for every rank.
 
     Args:
         run: The run.
-        step: Steps before it, counted from the beginning of the run (of validation: of a pass), on as many ranks.
+        steps: Each as the steps before it, counted from the beginning of the run (of validation: of a pass), on as
+            many ranks.
 
     Raises:
         ConfigurationError: There is no such step, or the state was saved between two steps of so many ranks.
         MissingRankError: The state has not the lanes that are needed.
     """
     if run.spec.finite:
-        return _finite_step(run, step)
+        of_pass = _SampleNames(run.plan.leaves)
+        for step in steps:
+            yield _finite_step(run, step, of_pass)
+        return
+    names = _Names(run)
+    for step in steps:
+        yield _endless_step(run, step, names)
+
+
+def _endless_step(run: Run, step: int, names: _Names) -> list[NamedMicrobatch]:
     lanes, ranks = run.num_lanes, run.config.dp_size
     m = first_microbatch(step, num_lanes=lanes, world_size=ranks)
     stand = run.microbatches
@@ -89,7 +104,6 @@ def name_step(run: Run, step: int) -> list[NamedMicrobatch]:
             "has changed its number of ranks. Ask for a microbatch of the run (--microbatch), or give the number of "
             "ranks that it was saved with (--world-size)"
         )
-    names = _Names(run)
     ownership = Ownership(lanes, ranks, m)
     delivered = []
     for rank in range(ranks):
@@ -140,15 +154,25 @@ class _Names:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._sample_names = _SampleNames(run.plan.leaves)
+        self._rounds: dict[tuple[int, int], Round] = {}
 
     def microbatch(self, m: int, rank: int) -> NamedMicrobatch:
         lane = m % self._run.num_lanes
         samples = []
         for row, (leaf, draw, taken) in enumerate(self._draws(lane, m)):
-            part = self._run.plan.leaves[leaf].order.round_at(lane, draw)
+            part = self._round(leaf, lane, draw)
             place = draw - part.first
             samples.append(self._sample_names.of(row, leaf, int(part.indices[place]), int(part.epochs[place]), taken))
         return NamedMicrobatch(rank=rank, microbatch=m, lane=lane, samples=tuple(samples))
+
+    def _round(self, leaf: int, lane: int, draw: int) -> Round:
+        """Return the round that holds a draw: mostly that of the draw before."""
+        part = self._rounds.get((leaf, lane))
+        if part is None or not part.first <= draw < part.first + len(part.indices):
+            if len(self._rounds) == _ROUNDS:
+                self._rounds.clear()
+            part = self._rounds[leaf, lane] = self._run.plan.leaves[leaf].order.round_at(lane, draw)
+        return part
 
     def _draws(self, lane: int, m: int) -> Iterator[tuple[int, int, int]]:
         """Yield for each row its leaf, the number of its draw in the leaf, and its number among the draw's outputs."""
@@ -233,7 +257,7 @@ def _on_disk(dataset: PreparedDataset | JoinedDataset) -> PreparedDataset:
     return dataset.parts[0].dataset if isinstance(dataset, JoinedDataset) else dataset
 
 
-def _finite_step(run: Run, step: int) -> list[NamedMicrobatch]:
+def _finite_step(run: Run, step: int, names: _SampleNames) -> list[NamedMicrobatch]:
     """Name the samples of a step of a pass, of training passes counted from the first one on."""
     spec, plan, ranks = run.spec, run.plan, run.config.dp_size
     asked, epoch = step, 0
@@ -247,7 +271,6 @@ def _finite_step(run: Run, step: int) -> list[NamedMicrobatch]:
         epoch, step = epoch + 1, step - steps
         draws = draws_of_pass(spec, plan, epoch)
         end = spec.end(draws.num_draws, ranks)
-    names = _SampleNames(plan.leaves)
     delivered = []
     for rank in range(ranks):
         m = step * ranks + rank
@@ -263,32 +286,3 @@ def _finite_step(run: Run, step: int) -> list[NamedMicrobatch]:
         samples = tuple(rows[place] for place in sorted(rows))
         delivered.append(NamedMicrobatch(rank=rank, microbatch=m, lane=None, samples=samples))
     return delivered
-
-
-class KeyNames:
-    """Keys of samples by their place, from the key index of a dataset, where there is one on a local disk."""
-
-    def __init__(self) -> None:
-        self._indices: dict[str, tuple[KeyIndex, dict[str, int]] | None] = {}
-
-    def key_of(self, dataset: PreparedDataset, shard: str, index: int) -> str | None:
-        """Return the key of a sample, None where no local key index tells it: shard and index say it as well."""
-        try:
-            if dataset.path not in self._indices:
-                self._indices[dataset.path] = None
-                self._indices[dataset.path] = _index_of(dataset)
-            known = self._indices[dataset.path]
-            return None if known is None else keys_at(known[0], known[1][shard], [index])[0]
-        except KeyIndexError:
-            return None
-
-
-def _index_of(dataset: PreparedDataset) -> tuple[KeyIndex, dict[str, int]] | None:
-    """Return a dataset's key index and the numbers of its shards in it."""
-    store = dataset.store
-    if isinstance(dataset, JsonlDataset) or not isinstance(store, LocalStore):
-        return None
-    if not store.exists(meta_path(INDEX_SQLITE)):
-        return None
-    numbers = {shard: number for number, shard in enumerate(read_info(store).shard_counts)}
-    return local_key_index(store, scratch=""), numbers

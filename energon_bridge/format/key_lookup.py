@@ -120,6 +120,13 @@ def keys_at(index: KeyIndex, shard: int, indices: Sequence[int]) -> list[str]:
         return [str(connection.execute(query, (shard, number)).fetchone()[0]) for number in indices]
 
 
+def keys_of_shard(index: KeyIndex, shard: int) -> list[str]:
+    """Return the keys of all samples of a shard, in its order."""
+    query = "SELECT sample_key FROM samples WHERE tar_file_id = ? ORDER BY sample_index"
+    with _connected(index) as connection:
+        return [str(key) for (key,) in connection.execute(query, (shard,))]
+
+
 @contextmanager
 def _connected(own: KeyIndex, other: KeyIndex | None = None) -> Iterator[sqlite3.Connection]:
     """Open a key index, with another attached as `other`; what goes wrong inside is a KeyIndexError."""

@@ -118,7 +118,7 @@ class BridgeTaskEncoder(ChatTemplateTaskEncoder):
 _OF_ROWS = (
     *("tokens", "labels", "loss_mask", "position_ids", "attention_mask", "pixel_values", "visual_inputs", "answers"),
     *("num_images", "sample_keys", "cu_seqlens", "cu_seqlens_padded", "max_seqlen"),
-    *("mm_token_type_ids", "mrope_position_ids", "pixel_norm"),
+    *("mm_token_type_ids", "mrope_position_ids", "pixel_norm", "segments"),
 )
 
 

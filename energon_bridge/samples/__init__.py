@@ -11,6 +11,7 @@ from energon_bridge.samples.base import (
     Batch,
     CrudeSample,
     Sample,
+    Segment,
     SourceInfo,
     add_source_info,
     batch_meta,
@@ -18,6 +19,7 @@ from energon_bridge.samples.base import (
     field_names,
     init_field_names,
     required_field_names,
+    segments_of,
 )
 from energon_bridge.samples.types import (
     CaptioningSample,
@@ -48,6 +50,7 @@ __all__ = [
     "MultiChoiceVQASample",
     "OCRSample",
     "Sample",
+    "Segment",
     "SimilarityInterleavedSample",
     "SourceInfo",
     "TextSample",
@@ -62,4 +65,5 @@ __all__ = [
     "required_field_names",
     "sample_type_by_name",
     "sample_type_names",
+    "segments_of",
 ]

@@ -48,6 +48,48 @@ class SourceInfo(NamedTuple):
         return SourceInfo, tuple(self)
 
 
+class Segment(NamedTuple):
+    """Where a sample stands in a row of tokens.
+
+    Attributes:
+        dataset: The path of its dataset, as its sources have it; "" where they are not known.
+        key: Its key.
+        start: Its first token in the row.
+        length: Its tokens, without padding.
+    """
+
+    dataset: str
+    key: str
+    start: int
+    length: int
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Segment, tuple(self)
+
+
+def segments_of(
+    samples: Sequence[Sample | CrudeSample], lengths: Sequence[int], padded_lengths: Sequence[int] | None = None
+) -> tuple[Segment, ...]:
+    """Return the segments of a row that holds some samples one behind the other.
+
+    For task encoders of your own: set it in `pack_selected_samples` as a field `segments` of the row.
+
+    Args:
+        samples: The samples of the row, in order.
+        lengths: The tokens of each.
+        padded_lengths: The room that each takes, where some are padded; default: `lengths`.
+    """
+    segments, start = [], 0
+    for sample, length, room in zip(samples, lengths, padded_lengths or lengths, strict=True):
+        if isinstance(sample, dict):
+            key, sources = sample["__key__"], sample.get("__sources__")
+        else:
+            key, sources = sample.__key__, sample.__sources__
+        segments.append(Segment(sources[0].dataset_path if sources else "", key, start, length))
+        start += room
+    return tuple(segments)
+
+
 def once_per_class(function: Callable[[type], T]) -> Callable[[type], T]:
     """Remember what a function says about each class; `cache` with a type that accepts classes."""
     return cache(function)
@@ -316,6 +358,8 @@ def pin_value(value: Any) -> Any:
         for key, entry in value.items():
             pinned[key] = pin_value(entry)
         return pinned
+    if isinstance(value, (Segment, SourceInfo)):
+        return value
     if isinstance(value, tuple):
         entries = [pin_value(entry) for entry in value]
         return type(value)(*entries) if hasattr(value, "_fields") else tuple(entries)

@@ -164,7 +164,7 @@ def _cell(value: Any) -> str:
 def _picture(value: Any) -> str:
     """Return an image of Pillow, numpy (H, W, C) or torch (C, H, W) as a small PNG in base64; "" for anything else."""
     try:
-        image = _as_image(value)
+        image = as_image(value)
         if image is None:
             return ""
         image.thumbnail((_SIDE, _SIDE))
@@ -174,7 +174,7 @@ def _picture(value: Any) -> str:
     return base64.b64encode(buffer.getvalue()).decode()
 
 
-def _as_image(value: Any) -> Any:
+def as_image(value: Any) -> Any:
     import numpy as np
     from PIL import Image
 

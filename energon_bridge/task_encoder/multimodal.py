@@ -165,6 +165,11 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
         return self.packer.admitted(encoded) if self._admits else encoded
 
     @property
+    def image_token_ids(self) -> frozenset[int]:
+        """Return the tokens that stand for images."""
+        return frozenset({self._image_token_id})
+
+    @property
     def pixel_settings(self) -> dict[str, str]:
         """What the state of a run says of its pixels."""
         return pixel_settings(self.image_processor, self._path, self.pixels_dtype)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from energon_bridge.errors import ConfigurationError, OverLongSampleError
-from energon_bridge.samples import Sample, batch_meta, edataclass
+from energon_bridge.samples import Sample, Segment, batch_meta, edataclass, segments_of
 from energon_bridge.task_encoder.sequences import (
     MultiModalBatch,
     MultiModalSample,
@@ -42,8 +42,8 @@ class MultiModalPack(Sample):
     """The samples of one pack as one sequence of T tokens; its key is those of the samples, joined by commas.
 
     `tokens`, `labels`, `position_ids`, `attention_mask` (int64) and `loss_mask` (float32) have shape (T,). `lengths`,
-    `padded_lengths`, `num_images`, `answers` and `sample_keys` have an entry for each sample. `mm_token_type_ids`,
-    (T,), and `mrope_position_ids`, (3, T), are there for models that take them.
+    `padded_lengths`, `num_images`, `answers`, `sample_keys` and `segments` have an entry for each sample.
+    `mm_token_type_ids`, (T,), and `mrope_position_ids`, (3, T), are there for models that take them.
     """
 
     tokens: Tensor
@@ -59,6 +59,7 @@ class MultiModalPack(Sample):
     sample_keys: list[str]
     mm_token_type_ids: Tensor | None = None
     mrope_position_ids: Tensor | None = None
+    segments: tuple[Segment, ...] = ()
 
 
 def pack_sequences(
@@ -101,6 +102,7 @@ def pack_sequences(
         num_images=[sample.num_images for sample in samples],
         answers=[sample.answer for sample in samples],
         sample_keys=[sample.__key__ for sample in samples],
+        segments=segments_of(samples, lengths, padded),
         **_joined_optional(samples, padded),
     )
 
@@ -130,6 +132,7 @@ def batch_packs(packs: Sequence[MultiModalPack], filling: PaddingValues) -> Mult
         cu_seqlens=cu_seqlens([size for pack in packs for size in pack.lengths]),
         cu_seqlens_padded=cu_seqlens(padded),
         max_seqlen=max(padded),
+        segments=[pack.segments for pack in packs],
         **pad_optional(packs, length),
     )
 
@@ -166,6 +169,7 @@ def unpack_batch(batch: MultiModalBatch, filling: PaddingValues) -> MultiModalBa
         cu_seqlens=None,
         cu_seqlens_padded=None,
         max_seqlen=None,
+        segments=[(segment._replace(start=0),) for row in batch.segments for segment in row],
         mm_token_type_ids=None if batch.mm_token_type_ids is None else rows(batch.mm_token_type_ids, 0),
         mrope_position_ids=(
             None

@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from energon_bridge.errors import UnfitSampleError
-from energon_bridge.samples import Batch, Sample, edataclass
+from energon_bridge.samples import Batch, Sample, Segment, edataclass, segments_of
 from energon_bridge.task_encoder.visual import concat_visual
 
 
@@ -58,6 +58,8 @@ class MultiModalBatch(Batch):
     `mm_token_type_ids`, (B, S), and `mrope_position_ids`, (3, B, S), int64, are there for models that take them; the
     latter begin at 0 in every sample, too, and are 0 where something is padded.
 
+    `segments` says of each row which samples stand where in it: dataset, key, first token and length of each.
+
     `pixel_norm`, float32 (2, 3), is there where pixels are bytes: `normalise_on_device` makes floats of them by it.
     """
 
@@ -77,6 +79,7 @@ class MultiModalBatch(Batch):
     mm_token_type_ids: Tensor | None = None
     mrope_position_ids: Tensor | None = None
     pixel_norm: Tensor | None = None
+    segments: list[tuple[Segment, ...]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,6 +149,7 @@ def batch_sequences(samples: Sequence[MultiModalSample], length: int, filling: P
         answers=[sample.answer for sample in samples],
         num_images=[sample.num_images for sample in samples],
         sample_keys=[sample.__key__ for sample in samples],
+        segments=[segments_of((sample,), (len(sample.tokens),)) for sample in samples],
         **pad_optional(samples, length),
     )
 

@@ -33,6 +33,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from energon_bridge.datamodule import EnergonMultiModalDataModule, Feeding
 from energon_bridge.datasets import get_train_dataset
 from energon_bridge.errors import ConfigurationError, EnergonError
+from energon_bridge.loader.spec import DatasetSpec
 from energon_bridge.rng import key_of
 from energon_bridge.training.captions import dataset_captions
 from energon_bridge.training.checkpoints import AtomicCheckpointIO, Checkpointer, list_checkpoints
@@ -129,6 +130,25 @@ def dry_run(config: RunConfig) -> str:
         parameters = sum(p.numel() for p in bundle.model.parameters())
         facts = {"model": type(bundle.model).__name__, "parameters": parameters}
     return yaml.safe_dump(facts | {"microbatch": shapes}, sort_keys=False)
+
+
+@contextmanager
+def opened_data(config: RunConfig) -> Iterator[DatasetSpec]:
+    """Give what a run reads, with the task encoder of its model; leaves nothing behind.
+
+    The model is that of the run folder if the run has begun, or made anew as the run would make it.
+
+    Raises:
+        ConfigurationError: Data, model or both cannot be loaded; says what is wrong with each.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        begun = Path(config.run_dir) / "model"
+        bundle = _load_inputs(config, begun if begun.exists() else Path(folder) / "model")
+        data = build_data_module(config, bundle)
+        try:
+            yield data.train_dataloader().loader.spec
+        finally:
+            data.close()
 
 
 def _load_inputs(config: RunConfig, model_dir: Path) -> ModelBundle:

@@ -187,6 +187,11 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
         )
 
     @property
+    def image_token_ids(self) -> frozenset[int]:
+        """Return the tokens that stand for images and videos."""
+        return frozenset(self._placeholders.values())
+
+    @property
     def pixel_settings(self) -> dict[str, str]:
         """What the state of a run says of its pixels."""
         processor = getattr(self.family, "image_processor", None)

@@ -1,0 +1,299 @@
+"""`energon preview SOURCE`: samples, batches and steps of runs, in the terminal or as pages for a browser."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich.console import Console
+
+from energon_bridge.cli.output import count_of, print_json
+from energon_bridge.cli.run_options import encoder_of, is_mix, open_mix, open_run, run_options, state_of
+from energon_bridge.errors import ConfigurationError
+from energon_bridge.samples.showing import counted
+
+if TYPE_CHECKING:
+    from energon_bridge.loader.spec import DatasetSpec
+    from energon_bridge.preview.batches import ShownBatch
+    from energon_bridge.preview.sources import Drawn, SampleSource
+
+_IN_TERMINAL, _ON_PAGES = 4, 1000
+
+
+class _Count(click.ParamType):
+    """A count, or `all`."""
+
+    name = "n|all"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if value == "all":
+            return sys.maxsize
+        if not str(value).isdecimal() or int(value) < 1:
+            self.fail(f"{value!r} is neither a number of at least 1 nor 'all'", param, ctx)
+        return int(value)
+
+
+class _Steps(click.ParamType):
+    """Steps A to B, B not among them."""
+
+    name = "a:b"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> range:
+        first, colon, last = str(value).partition(":")
+        if not (colon and first.isdecimal() and last.isdecimal() and int(first) < int(last)):
+            self.fail(f"{value!r} is not of the form A:B with A below B, such as 100:104", param, ctx)
+        return range(int(first), int(last))
+
+
+@dataclass(kw_only=True, slots=True)
+class _Shown:
+    """What is shown: samples of a source, batches, and what is said of them."""
+
+    title: str
+    source: SampleSource
+    drawn: Iterable[Drawn]
+    batches: list[ShownBatch]
+    notes: list[str]
+
+
+@click.command("preview")
+@click.argument("source", nargs=-1, metavar="[SOURCE]...")
+@click.option("--html", type=click.Path(path_type=Path), help="Write pages to this folder: open its index.html.")
+@click.option("--samples", type=_Count(), help="Samples to show.  [default: 4; on pages 1,000]")
+@click.option("--step", type=click.IntRange(min=0), help="Show what a run delivers in this step.")
+@click.option("--steps", type=_Steps(), help="Show what it delivers in steps A to B, B not among them.")
+@click.option("--rank", type=click.IntRange(min=0), help="Only what this rank delivers.")
+@click.option("--config", help="A configuration of scripts/pretrain_vlm.py: show batches as its model gets them.")
+@click.option("--batches", type=click.IntRange(min=1), help="Steps to show of it.  [default: 2]")
+@click.option("--encoder", help="Show batches of your task encoder: MODULE:NAME of an object, or of what makes it.")
+@click.option("--packing-buffer-size", type=click.IntRange(min=1), help="With --encoder: pack, as training does.")
+@click.option("--mix", help="With a state: what the run was started with, where the state alone does not say it.")
+@click.option("--columns", type=click.IntRange(min=0), help="Width of pictures in a terminal; 0: none.  [default: 40]")
+@click.option("--serve", is_flag=True, help="Serve the pages on this machine, until Ctrl-C (extra view).")
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="Of --serve; 0: any.")
+@run_options
+def command(
+    source: tuple[str, ...],
+    html: Path | None,
+    samples: int | None,
+    columns: int | None,
+    serve: bool,
+    port: int,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Show samples of SOURCE, batches as a model gets them, or what a run saw at a step.
+
+    \b
+    energon preview /data/captions                          the first samples, in the terminal
+    energon preview mix.yaml --html look --samples all      all samples, as pages: open look/index.html
+    energon preview loader.pt --step 5000 --world-size 8    the samples of a step of a run
+    energon preview --config configs/packed.yaml --html look
+                                                            batches, token by token
+    energon preview run/step-0000150.ckpt --config run/config.yaml --step 160
+                                                            the same of a later step, packed or grouped too
+
+    SOURCE is a dataset (a folder, a .jsonl file, or a URL of one), a metadataset's YAML file, or saved states and
+    checkpoints of a run. With --config it may also be section.key=value, as for the script. A step is one microbatch
+    on every rank; with --config, one of the optimizer.
+    """
+    with _opened(source, serve or html is not None, samples, options) as shown:
+        if as_json:
+            _print_json(shown)
+        elif serve:
+            from energon_bridge.preview.serving import server_of_pages
+
+            serve_pages = server_of_pages()
+            with TemporaryDirectory() as folder:
+                out = html or Path(folder) / "pages"
+                what = _write(shown, out)
+                serve_pages(out, port, lambda address: click.echo(f"{what}: open {address}  (Ctrl-C ends it)"))
+        elif html is not None:
+            click.echo(f"{_write(shown, html)}: open {html / 'index.html'}")
+        else:
+            _print(shown, columns)
+
+
+def _write(shown: _Shown, out: Path) -> str:
+    """Write pages, and say what is on them."""
+    from energon_bridge.preview.pages import write_pages
+
+    count = write_pages(out, shown.source, shown.drawn, title=shown.title, notes=shown.notes, batches=shown.batches)
+    batches = f" in {counted(len(shown.batches), 'batch', 'batches')}" if shown.batches else ""
+    return count_of(count, "sample") + batches
+
+
+@contextmanager
+def _opened(source: tuple[str, ...], pages: bool, samples: int | None, options: dict[str, Any]) -> Iterator[_Shown]:
+    """Give what the options ask for."""
+    alone = options["config"] is None and options["encoder"] is None
+    for name in ("batches", "packing_buffer_size"):
+        if alone and options[name] is not None:
+            raise ConfigurationError(f"--{name.replace('_', '-')} is for batches: give --config or --encoder, too")
+    steps = options["steps"]
+    if options["step"] is not None:
+        steps = range(options["step"], options["step"] + 1)
+    if options["config"] is not None:
+        from energon_bridge.training.config_file import load_config
+
+        try:
+            from energon_bridge.training.run import opened_data
+        except ImportError as error:
+            raise ConfigurationError(f"--config needs pip install 'energon-bridge[lightning,hf]': {error}") from error
+        files = [name for name in source if "=" not in name or Path(name).exists()]
+        config = load_config(options["config"], [name for name in source if name not in files])
+        with opened_data(config) as spec:
+            yield _batches(files, spec, steps, options, options["config"], per_step=config.accumulate)
+    elif options["encoder"] is not None:
+        mixes = [name for name in source if is_mix((name,))]
+        mix = options["mix"] or (mixes[0] if len(mixes) == 1 else None)
+        if mix is None:
+            raise ConfigurationError("--encoder needs the data: give a dataset or mix, or states and --mix")
+        encoder = encoder_of(options["encoder"])
+        spec = open_mix(mix, options, task_encoder=encoder, packing_buffer_size=options["packing_buffer_size"])
+        yield _batches([name for name in source if name not in mixes], spec, steps, options, mix)
+    elif not source:
+        raise ConfigurationError("give what to show: a dataset, a mix, or a saved state; or --config FILE")
+    elif steps is not None:
+        yield _steps_of(source, steps, options)
+    else:
+        yield _samples(source, samples or (_ON_PAGES if pages else _IN_TERMINAL), options)
+
+
+def _samples(source: tuple[str, ...], limit: int, options: dict[str, Any]) -> _Shown:
+    """Return the first samples of a dataset or mix."""
+    from energon_bridge.datasets import get_train_dataset
+    from energon_bridge.preview.sources import SampleSource
+    from energon_bridge.topology import WorkerConfig
+
+    if not is_mix(source):
+        raise ConfigurationError(
+            f"{' '.join(source)}: no dataset or mix. Of a saved state --step S shows what its run delivers in a step"
+        )
+    names = ("dataset_config", "split_config", "trust_remote_code")
+    spec = get_train_dataset(
+        source[0],
+        split_part=options["split_part"] or "train",
+        worker_config=WorkerConfig(rank=0, world_size=1, num_workers=0),
+        batch_size=None,
+        **{name: options[name] for name in names},
+    )
+    samples = SampleSource(spec)
+    there = spec.num_samples
+    note = count_of(there, "sample") if limit >= there else f"the first {limit:,} of {count_of(there, 'sample')}"
+    return _Shown(title=source[0], source=samples, drawn=samples.in_order(limit), batches=[], notes=[note])
+
+
+def _steps_of(source: tuple[str, ...], steps: range, options: dict[str, Any]) -> _Shown:
+    """Return the samples that a run draws in some steps."""
+    from energon_bridge.forecast.samples import assumption
+    from energon_bridge.preview.sources import SampleSource, drawn_in
+
+    run, notes = open_run(source, options)
+    _check_rank(options["rank"], run.config.dp_size)
+    drawn = list(drawn_in(run, steps, options["rank"]))
+    first = min((one.facts["microbatch"] for one in drawn if "microbatch" in one.facts), default=0)
+    said = [_name_of(steps), assumption(run, first), *notes]
+    return _Shown(title=" ".join(source), source=SampleSource(run.spec, run.plan), drawn=drawn, batches=[], notes=said)
+
+
+def _batches(
+    files: list[str],
+    spec: DatasetSpec,
+    steps: range | None,
+    options: dict[str, Any],
+    title: str,
+    *,
+    per_step: Callable[[int], int] = lambda ranks: 1,
+) -> _Shown:
+    """Return what a run delivers in some steps."""
+    from energon_bridge.preview.batches import delivered, stand_of
+    from energon_bridge.preview.sources import SampleSource
+
+    state, ranks = state_of(files, options["world_size"]) if files else (None, options["world_size"] or 1)
+    _check_rank(options["rank"], ranks)
+    if steps is None:
+        first = -(-stand_of(spec, ranks, state) // per_step(ranks))
+        steps = range(first, first + (options["batches"] or 2))
+    batches = delivered(spec, steps, world_size=ranks, state=state, rank=options["rank"], per_step=per_step(ranks))
+    return _Shown(
+        title=title,
+        source=SampleSource(spec),
+        drawn=[drawn for batch in batches for drawn in batch.drawn()],
+        batches=batches,
+        notes=[f"{_name_of(steps)} of {count_of(ranks, 'rank')}"],
+    )
+
+
+def _name_of(steps: range) -> str:
+    return f"step {steps[0]:,}" if len(steps) == 1 else f"steps {steps[0]:,} to {steps[-1]:,}"
+
+
+def _check_rank(rank: int | None, ranks: int) -> None:
+    if rank is not None and rank >= ranks:
+        raise ConfigurationError(f"--rank {rank} is not below the number of ranks, {ranks}")
+
+
+def _print(shown: _Shown, columns: int | None) -> None:
+    from energon_bridge.preview.terminal import lines_of, lines_of_batch
+
+    terminal = sys.stdout.isatty()
+    width = shutil.get_terminal_size().columns if terminal else 200
+    # Where nobody looks at a terminal, pictures are named and not drawn.
+    columns = min(40 if columns is None else columns, width - 4) if terminal else 0
+    console = Console(width=width, highlight=False, soft_wrap=True)
+    for note in shown.notes:
+        console.print(note, style="dim", markup=False)
+    for batch in shown.batches:
+        for line in lines_of_batch(batch, columns=columns):
+            console.print(line)
+    if not shown.batches:
+        for lines in shown.source.records(shown.drawn, lambda record: list(lines_of(record, columns=columns))):
+            for line in lines:
+                console.print(line)
+
+
+def _print_json(shown: _Shown) -> None:
+    from energon_bridge.preview.records import Item, Picture, Record, Turn
+
+    def plain(item: Item) -> Any:
+        if isinstance(item, Picture):
+            return {"picture": [item.width, item.height]}
+        if isinstance(item, Turn):
+            return {"role": item.role, "content": [plain(part) for part in item.items]}
+        return {item.kind: item.text}
+
+    def of(record: Record) -> dict[str, Any]:
+        fields = [{"name": name, "items": [plain(item) for item in items]} for name, items in record.fields]
+        head = {"dataset": record.dataset, "shard": record.shard, "index": record.index, "key": record.key}
+        return head | dict(record.facts) | {"error": record.error or None, "fields": fields}
+
+    batches = [
+        {
+            "step": batch.step,
+            "rank": batch.rank,
+            "microbatch": batch.microbatch,
+            "rows": [
+                {
+                    "valid": row.valid,
+                    "length": row.length,
+                    "padding": row.padding,
+                    "segments": [
+                        one.segment._asdict() | {"tokens": [asdict(token) for token in one.tokens]}
+                        for one in row.segments
+                    ],
+                }
+                for row in batch.rows
+            ],
+        }
+        for batch in shown.batches
+    ]
+    samples = list(shown.source.records(shown.drawn, of))
+    print_json({"notes": shown.notes, "samples": samples} | ({"batches": batches} if batches else {}))

@@ -1,0 +1,434 @@
+// Shows what `energon preview --html` wrote: data/*.js call preview.take(kind, number, value) when they are loaded.
+//
+// Text of the data is only ever set by textContent, addresses only ever have numbers in them. A page of samples is one
+// file; the texts that a search looks through are loaded when somebody searches.
+"use strict";
+
+const preview = (() => {
+  const waiting = new Map();
+  const loaded = new Map();
+  const KEPT = 24; // files of samples that stay in memory
+  let meta = null;
+
+  // Loading --------------------------------------------------------------------------------------------------------
+
+  function take(kind, number, value) {
+    if (kind === "meta") {
+      meta = value;
+      start();
+      return;
+    }
+    const name = `${kind}-${number}`;
+    loaded.set(name, value);
+    const done = waiting.get(name);
+    waiting.delete(name);
+    if (done) done.resolve(value);
+    if (kind === "samples") {
+      const held = [...loaded.keys()].filter((key) => key.startsWith("samples-"));
+      for (const key of held.slice(0, Math.max(0, held.length - KEPT))) loaded.delete(key);
+    }
+  }
+
+  function load(kind, number) {
+    const name = `${kind}-${number}`;
+    if (loaded.has(name)) return Promise.resolve(loaded.get(name));
+    if (waiting.has(name)) return waiting.get(name).promise;
+    const entry = {};
+    entry.promise = new Promise((resolve, reject) => Object.assign(entry, { resolve, reject }));
+    waiting.set(name, entry);
+    const script = document.createElement("script");
+    script.src = `data/${name}.js`;
+    script.onload = () => script.remove();
+    script.onerror = () => {
+      waiting.delete(name);
+      entry.reject(new Error(`data/${name}.js is missing from this folder`));
+    };
+    document.head.append(script);
+    return entry.promise;
+  }
+
+  async function sample(number) {
+    const some = await load("samples", Math.floor(number / meta.per_file));
+    return some[number % meta.per_file];
+  }
+
+  // Making elements ------------------------------------------------------------------------------------------------
+
+  function make(tag, attributes, ...children) {
+    const element = document.createElement(tag);
+    for (const [name, value] of Object.entries(attributes || {})) {
+      if (value === null || value === undefined || value === false) continue;
+      if (name === "on") for (const [event, listener] of Object.entries(value)) element.addEventListener(event, listener);
+      else if (name === "grow") element.style.flexGrow = String(value);
+      else element.setAttribute(name, value);
+    }
+    element.append(...children.filter((child) => child !== null && child !== undefined));
+    return element;
+  }
+
+  function drawing(tag, attributes, text) {
+    const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
+    for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+    if (text !== undefined) element.textContent = text;
+    return element;
+  }
+
+  const number = (value) => value.toLocaleString("en");
+  const percent = (value) => `${(100 * value).toFixed(value < 0.1 ? 2 : 1)} %`;
+  const folder = (file) => `media/${String(Math.floor(file / 1000)).padStart(3, "0")}`;
+  const address = (file, suffix) => `${folder(file)}/${String(file).padStart(6, "0")}.${suffix}`;
+
+  function image(picture, attributes) {
+    const [, file, width, height] = picture;
+    const small = Math.max(width, height) < 160 ? "small" : "";
+    return make("img", { src: address(file, "jpg"), alt: `picture, ${width} x ${height}`, loading: "lazy", class: small, ...attributes });
+  }
+
+  function figure(picture) {
+    return make("figure", {}, image(picture), make("figcaption", {}, `${picture[2]} × ${picture[3]}`));
+  }
+
+  // An item is [kind, ...]: p picture (file, width, height), v video and a audio (file, suffix, text), r turn (role,
+  // items), t text, j JSON, n note, e error.
+  function itemElement(item, pictures) {
+    const [kind, value] = item;
+    if (kind === "p") return figure(item);
+    if (kind === "v" || kind === "a") {
+      const player = make(kind === "v" ? "video" : "audio", { src: address(value, item[2]), controls: "", preload: "metadata" });
+      return make("figure", {}, player, make("figcaption", {}, item[3]));
+    }
+    if (kind === "j") return make("pre", {}, value);
+    if (kind === "e") return make("p", { class: "error" }, value);
+    if (kind === "n") return make("p", { class: "quiet" }, value);
+    if (kind === "r") {
+      const role = ["user", "assistant", "system"].includes(value) ? value : "other";
+      return make("div", { class: `turn ${role}` }, make("div", { class: "role" }, value), ...item[2].map((one) => itemElement(one, pictures)));
+    }
+    const box = make("div", { class: "text" });
+    value.split("<image>").forEach((part, place) => {
+      if (place) {
+        const picture = pictures && pictures.shift();
+        box.append(picture ? figure(picture) : "<image>");
+      }
+      box.append(part);
+    });
+    return box;
+  }
+
+  function flat(fields) {
+    return fields.flatMap(([, items]) => items.flatMap((item) => (item[0] === "r" ? item[2] : [item])));
+  }
+
+  const picturesOf = (one) => flat(one.fields).filter((item) => item[0] === "p");
+
+  // Samples --------------------------------------------------------------------------------------------------------
+
+  function card(one) {
+    const picture = picturesOf(one)[0];
+    const text = flat(one.fields).find((item) => item[0] === "t" && item[1].trim()) || flat(one.fields).find((item) => item[0] !== "p");
+    const excerpt = one.error || (text ? String("va".includes(text[0]) ? text[3] : text[1]).slice(0, 240) : "");
+    return make(
+      "a",
+      { class: "card", href: `#/sample/${one.number}` },
+      picture ? image(picture) : null,
+      make("div", {}, make("div", { class: "key", title: one.key }, one.key), make("div", { class: one.error ? "excerpt error" : "excerpt" }, excerpt)),
+    );
+  }
+
+  let found = { query: null, numbers: null };
+
+  // Return the numbers of the samples that have the query in key or text and belong to the dataset; null: all.
+  async function search(query, dataset, progress) {
+    if (!query && dataset === "") return null;
+    const name = JSON.stringify([query, dataset]);
+    if (found.query === name) return found.numbers;
+    const needle = query.toLowerCase();
+    const numbers = [];
+    for (let file = 0; file < meta.search_files; file += 1) {
+      const [keys, texts, parts] = await load("search", file);
+      for (let place = 0; place < keys.length; place += 1) {
+        if (dataset !== "" && parts[place] !== Number(dataset)) continue;
+        if (needle && !keys[place].toLowerCase().includes(needle) && !texts[place].toLowerCase().includes(needle)) continue;
+        numbers.push(file * meta.per_search_file + place);
+      }
+      progress(file + 1);
+    }
+    found = { query: name, numbers };
+    return numbers;
+  }
+
+  async function showSamples(main, options, current) {
+    const query = options.get("q") || "";
+    const dataset = options.get("d") || "";
+    const note = make("span", { class: "quiet", id: "count" }, "");
+    const go = (changes) => {
+      const next = new URLSearchParams({ q: query, d: dataset, ...changes });
+      for (const name of [...next.keys()]) if (!next.get(name)) next.delete(name);
+      location.hash = `#/samples?${next}`;
+    };
+    const input = make("input", { type: "search", id: "search", placeholder: "Search keys and texts", "aria-label": "Search keys and texts" });
+    input.value = query;
+    input.addEventListener("change", () => go({ q: input.value.trim() }));
+    const select = make("select", { id: "dataset", "aria-label": "Dataset" }, make("option", { value: "" }, "All datasets"));
+    meta.parts.forEach((part, place) => select.append(make("option", { value: place }, part.name)));
+    select.value = dataset;
+    select.addEventListener("change", () => go({ d: select.value }));
+    const bar = make("div", { class: "bar" }, input, meta.parts.length > 1 ? select : null, note);
+    const grid = make("div", { class: "grid", id: "grid" });
+    main.replaceChildren(bar, grid);
+    const numbers = await search(query, dataset, (file) => {
+      note.textContent = `searching… ${Math.round((100 * file) / meta.search_files)} %`;
+    });
+    if (!current()) return;
+    const total = numbers ? numbers.length : meta.count;
+    const pages = Math.max(1, Math.ceil(total / meta.per_file));
+    const page = Math.min(pages, Math.max(1, Number(options.get("page")) || 1));
+    const first = (page - 1) * meta.per_file;
+    const shown = [];
+    for (let place = first; place < Math.min(total, first + meta.per_file); place += 1) shown.push(numbers ? numbers[place] : place);
+    const samples = await Promise.all(shown.map(sample));
+    if (!current()) return;
+    grid.replaceChildren(...samples.map(card));
+    note.textContent = numbers ? `${number(total)} of ${number(meta.count)} samples` : `${number(total)} samples`;
+    if (!total) grid.replaceChildren(make("p", { class: "quiet" }, "No sample has that in its key or text."));
+    const turn = (to, label, id) => {
+      const button = make("button", { type: "button", id, on: { click: () => go({ page: to }) } }, label);
+      button.disabled = to < 1 || to > pages;
+      return button;
+    };
+    const place = make("span", { class: "quiet", id: "page" }, `page ${number(page)} of ${number(pages)}`);
+    bar.append(make("span", { class: "push bar-pages" }, turn(page - 1, "← Previous", "previous"), " ", place, " ", turn(page + 1, "Next →", "next")));
+  }
+
+  function factList(one) {
+    const list = make("dl", { class: "facts" });
+    const add = (name, value) => list.append(make("div", {}, make("dt", {}, name), make("dd", {}, String(value))));
+    add("dataset", meta.parts[one.part].name);
+    if (one.shard) add("shard", one.shard);
+    add("sample", number(one.index));
+    if (one.size) add("bytes", number(one.size));
+    for (const [name, value] of one.facts) add(name, number(value));
+    return list;
+  }
+
+  async function showSample(main, which, current) {
+    const one = await sample(which);
+    if (!current()) return;
+    if (!one) throw new Error(`there is no sample ${which}`);
+    const link = (to, label) => make("button", { type: "button", on: { click: () => { location.hash = `#/sample/${to}`; } } }, label);
+    const previous = link(which - 1, "← Previous");
+    const next = link(which + 1, "Next →");
+    previous.disabled = which === 0;
+    next.disabled = which + 1 >= meta.count;
+    const conversation = one.fields.some(([, items]) => items.some((item) => item[0] === "r"));
+    const pictures = conversation ? picturesOf(one).slice() : null;
+    main.replaceChildren(
+      make("div", { class: "bar" }, make("a", { href: `#/samples?page=${Math.floor(which / meta.per_file) + 1}` }, "All samples"), make("span", { class: "push" }, previous, " ", next)),
+      make("h2", { id: "key", class: "text" }, one.key),
+      factList(one),
+    );
+    if (one.error) main.append(make("p", { class: "error" }, one.error));
+    for (const [name, items] of one.fields) {
+      main.append(make("section", { class: "panel" }, make("h3", {}, name), ...items.map((item) => itemElement(item, pictures))));
+    }
+  }
+
+  // Overview -------------------------------------------------------------------------------------------------------
+
+  function histogram(entry) {
+    if (entry.edges[1] - entry.edges[0] === 1 && entry.counts.length === 1) {
+      return make("figure", { class: "panel chart" }, make("h3", {}, entry.name), make("p", { class: "text" }, `all ${number(entry.edges[0])}`));
+    }
+    const width = 420;
+    const height = 150;
+    const top = Math.max(...entry.counts);
+    const step = width / entry.counts.length;
+    const chart = drawing("svg", { viewBox: `0 0 ${width} ${height + 18}`, role: "img" });
+    entry.counts.forEach((count, place) => {
+      const tall = count ? Math.max(1, (height * count) / top) : 0;
+      const shape = drawing("rect", { class: "bar-shape", x: place * step + 0.5, y: height - tall, width: Math.max(1, step - 1), height: tall });
+      shape.append(drawing("title", {}, `${number(entry.edges[place])} to ${number(entry.edges[place + 1])}: ${number(count)}`));
+      chart.append(shape);
+    });
+    chart.append(drawing("line", { class: "axis", x1: 0, x2: width, y1: height + 0.5, y2: height + 0.5 }));
+    chart.append(drawing("text", { x: 0, y: height + 14 }, number(entry.edges[0])));
+    chart.append(drawing("text", { x: width, y: height + 14, "text-anchor": "end" }, number(entry.edges[entry.edges.length - 1])));
+    const facts = `median ${number(entry.median)}, mean ${number(entry.mean)}, 95 % up to ${number(entry.p95)}${entry.log ? " · logarithmic" : ""}`;
+    return make("figure", { class: "panel chart" }, make("h3", {}, entry.name), chart, make("figcaption", {}, facts));
+  }
+
+  function showOverview(main) {
+    const table = make("table", { id: "shares" });
+    const cells = ["dataset", "samples", "shown here", "share of the draws", ""];
+    table.append(make("thead", {}, make("tr", {}, ...cells.map((name, place) => make("th", { class: place && place < 4 ? "number" : null }, name)))));
+    const body = make("tbody", {});
+    meta.parts.forEach((part, place) => {
+      const meter = make("div", { class: "meter" }, make("div", { class: `s${place % 6}`, grow: part.share }), make("div", { grow: 1 - part.share }));
+      body.append(
+        make(
+          "tr",
+          {},
+          make("td", {}, make("span", { class: `swatch s${place % 6}` }), part.name),
+          make("td", { class: "number" }, number(part.samples)),
+          make("td", { class: "number" }, number(part.shown)),
+          make("td", { class: "number" }, percent(part.share)),
+          make("td", {}, meter),
+        ),
+      );
+    });
+    table.append(body);
+    main.replaceChildren(make("h2", {}, "Datasets"), make("div", { class: "panel" }, table), make("h2", {}, "Sizes of the samples shown"));
+    main.append(make("div", { class: "charts" }, ...meta.histograms.map(histogram)));
+    if (meta.errors) main.append(make("p", { class: "error" }, `${number(meta.errors)} samples do not load.`));
+  }
+
+  // Batches --------------------------------------------------------------------------------------------------------
+
+  const series = (dataset) => `s${meta.series.indexOf(dataset) < 0 ? 0 : meta.series.indexOf(dataset) % 6}`;
+
+  function legend() {
+    const entry = (kind, text, meaning) => make("span", {}, make("span", { class: `token ${kind}` }, text), ` ${meaning}`);
+    return make(
+      "div",
+      { class: "legend" },
+      entry("learned", "token", "carries loss: the model learns to say what follows"),
+      entry("special", "<s>", "special"),
+      entry("image", "<image> × 16", "tokens of an image"),
+      entry("padding", "× 8", "padding"),
+    );
+  }
+
+  // A token is [kind, text, label, count].
+  function tokenElements(tokens, start, pictures) {
+    const runs = tokens.filter(([kind]) => kind === "image").length;
+    const beside = runs === pictures.length ? pictures.slice() : [];
+    let place = start;
+    return tokens.map(([kind, text, label, count]) => {
+      const at = count > 1 ? `tokens ${place} to ${place + count - 1}` : `token ${place}`;
+      place += count;
+      const learned = label !== null;
+      const title = learned ? `${at}, learns ${JSON.stringify(label)}` : at;
+      const element = make("span", { class: `token ${kind}${learned ? " learned" : ""}`, title });
+      if (kind === "image") {
+        if (beside.length) element.append(image(beside.shift(), { class: "" }));
+        element.append(`${text} × ${count}`);
+      } else {
+        element.append(text.replaceAll("\n", "⏎\n"));
+      }
+      return element;
+    });
+  }
+
+  async function segmentElement(segment) {
+    const source = segment.sample === null ? null : await sample(segment.sample);
+    const pictures = segment.pictures.length ? segment.pictures : source ? picturesOf(source) : [];
+    const title = make("div", { class: "key" }, make("span", { class: `swatch ${series(segment.dataset)}` }));
+    title.append(source ? make("a", { href: `#/sample/${segment.sample}` }, segment.key) : segment.key);
+    title.append(` · ${segment.dataset}${segment.length ? ` · tokens ${segment.start} to ${segment.start + segment.length - 1}` : ""}`);
+    const box = make("div", { class: "segment" }, title);
+    const spread = segment.tokens.filter(([kind]) => kind === "image").length !== pictures.length;
+    if (spread && segment.tokens.length) box.append(...pictures.map((picture) => image(picture, { class: "beside", height: 48 })));
+    box.append(make("div", { class: "tokens" }, ...tokenElements(segment.tokens, segment.start, pictures)));
+    return box;
+  }
+
+  async function rowElement(row, place) {
+    const box = make("section", { class: `panel row${row.valid ? "" : " masked"}` });
+    const facts = row.length ? `${number(row.length)} tokens, ${row.segments.length} ${row.segments.length === 1 ? "sample" : "samples"}, ${number(row.padding)} padding` : "";
+    box.append(make("h3", {}, `Row ${place}${row.valid ? "" : " (masked: it is there for its shape alone)"}${facts ? `: ${facts}` : ""}`));
+    if (row.length) {
+      const bar = make("div", { class: "packbar" });
+      let end = 0;
+      const gap = (to) => { if (to > end) bar.append(make("div", { class: "padding", grow: to - end, title: `padding: ${to - end} tokens` })); };
+      for (const segment of row.segments) {
+        gap(segment.start);
+        bar.append(make("div", { class: series(segment.dataset), grow: segment.length, title: `${segment.key}: ${segment.length} tokens` }, segment.key));
+        end = segment.start + segment.length;
+      }
+      gap(row.length);
+      box.append(bar);
+    }
+    for (const segment of row.segments) box.append(await segmentElement(segment));
+    if (row.padding) box.append(make("div", { class: "tokens" }, make("span", { class: "token padding" }, `padding × ${row.padding}`)));
+    if (row.samples.length) {
+      const links = await Promise.all(row.samples.map(async (which) => make("a", { href: `#/sample/${which}` }, (await sample(which)).key)));
+      box.append(make("h3", {}, row.samples.length === 1 ? "sample" : "samples"), make("p", { class: "key links" }, ...links.flatMap((link) => [link, " "])));
+    }
+    for (const [name, items] of row.fields) box.append(make("h3", {}, name), ...items.map((item) => itemElement(item, null)));
+    return box;
+  }
+
+  async function showBatch(main, which, current) {
+    const entry = meta.batches[which];
+    if (!entry) throw new Error(`there is no batch ${which}`);
+    const batch = await load("batch", which);
+    const rows = [];
+    for (let place = 0; place < batch.rows.length; place += 1) rows.push(await rowElement(batch.rows[place], place));
+    if (!current()) return;
+    const select = make("select", { id: "batch", "aria-label": "Batch" });
+    meta.batches.forEach((one, place) => select.append(make("option", { value: place }, `step ${number(one.step)}, rank ${one.rank}${one.microbatch === null ? "" : `, microbatch ${number(one.microbatch)}`}`)));
+    select.value = String(which);
+    select.addEventListener("change", () => { location.hash = `#/batch/${select.value}`; });
+    const facts = `${entry.kind} of ${batch.rows.length} ${batch.rows.length === 1 ? "row" : "rows"}${entry.microbatch === null ? ", masked" : ""}`;
+    main.replaceChildren(make("div", { class: "bar" }, select, make("span", { class: "quiet" }, facts)));
+    if (batch.rows.some((row) => row.length)) main.append(legend());
+    main.append(...rows);
+  }
+
+  // Where we are ---------------------------------------------------------------------------------------------------
+
+  let turn = 0;
+
+  async function show() {
+    const mine = (turn += 1);
+    const current = () => mine === turn;
+    const [path, query] = location.hash.replace(/^#\/?/, "").split("?");
+    const [view, which] = path.split("/");
+    const main = document.getElementById("main");
+    const home = meta.batches.length ? "batch" : "samples";
+    const active = view || home;
+    for (const tab of document.querySelectorAll("#tabs a")) {
+      const here = tab.dataset.view === (active === "sample" ? "samples" : active);
+      if (here) tab.setAttribute("aria-current", "page");
+      else tab.removeAttribute("aria-current");
+    }
+    delete main.dataset.ready;
+    try {
+      if (active === "overview") showOverview(main);
+      else if (active === "batch") await showBatch(main, Number(which) || 0, current);
+      else if (active === "sample") await showSample(main, Number(which) || 0, current);
+      else await showSamples(main, new URLSearchParams(query || ""), current);
+    } catch (error) {
+      main.replaceChildren(make("p", { class: "error" }, error.message));
+    }
+    if (current()) main.dataset.ready = "yes";
+  }
+
+  function start() {
+    document.title = `${meta.title} · energon preview`;
+    document.getElementById("title").textContent = meta.title;
+    document.getElementById("subtitle").textContent = meta.notes.join(" · ");
+    const tabs = document.getElementById("tabs");
+    const views = [["batch", "Batches"], ["samples", "Samples"], ["overview", "Overview"]];
+    for (const [view, label] of views) {
+      if (view === "batch" && !meta.batches.length) continue;
+      const tab = make("a", { href: `#/${view}` }, label);
+      tab.dataset.view = view;
+      tabs.append(tab);
+    }
+    window.addEventListener("hashchange", show);
+    window.addEventListener("keydown", (event) => {
+      if (["INPUT", "SELECT"].includes(event.target.tagName) || event.metaKey || event.ctrlKey || event.altKey) return;
+      const button = { ArrowLeft: "← Previous", ArrowRight: "Next →" }[event.key];
+      const target = [...document.querySelectorAll("main button")].find((one) => one.textContent === button);
+      if (target && !target.disabled) target.click();
+      if (event.key === "/" && document.getElementById("search")) {
+        document.getElementById("search").focus();
+        event.preventDefault();
+      }
+    });
+    show();
+  }
+
+  return { take };
+})();

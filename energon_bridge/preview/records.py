@@ -1,0 +1,277 @@
+"""From samples to records: what a terminal or a page shows of one, as texts and small pictures of bounded size.
+
+Nothing here raises for what is in the data: a value that cannot be shown is named, a picture that cannot be decoded
+(or is larger than the decoder's limits) becomes its error.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, Literal
+
+from PIL import Image
+
+from energon_bridge.av import AVDecoder
+from energon_bridge.errors import ConfigurationError
+from energon_bridge.samples.showing import as_image, value_text
+from energon_bridge.storage.ranges import ByteRange
+from energon_bridge.task_encoder.deferred import DeferredImage
+
+SIDE = 320
+"""Pixels of the longer side of a picture."""
+_MOST_TEXT = 20_000
+_MOST_ITEMS = 64
+_MOST_FIELDS = 48
+_MOST_NUMBERS = 16
+_MOST_BYTES = 32 << 20
+"""Of a video or sound, beyond which it is named and not shown."""
+_PLAYABLE: dict[str, Literal["video", "audio"]] = {
+    **dict.fromkeys(("mp4", "m4v", "mov", "webm"), "video"),
+    **dict.fromkeys(("wav", "flac", "mp3", "ogg", "opus", "m4a"), "audio"),
+}
+_TURNS = ("messages", "conversations", "conversation")
+_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Picture:
+    """A small picture, and the size of what it shows."""
+
+    image: Image.Image
+    width: int
+    height: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Clip:
+    """A video or sound that browsers play: its file, what that is called at its end, and what it is."""
+
+    kind: Literal["video", "audio"]
+    suffix: str
+    stream: bytes | ByteRange
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A text of the data, JSON, a note on a value that is not shown, or what is wrong with one."""
+
+    kind: Literal["text", "json", "note", "error"]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One turn of a conversation."""
+
+    role: str
+    items: tuple[Text | Picture | Clip, ...]
+
+
+Item = Text | Picture | Clip | Turn
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Record:
+    """What is shown of one sample.
+
+    Attributes:
+        dataset: Its path.
+        key, shard, index: Of the sample; the index counts in its split part.
+        size: Bytes that were read.
+        facts: Where it stands in a run: step, rank, microbatch, row, epoch.
+        fields: Its fields, in order.
+        error: Why it does not load; empty if it does.
+    """
+
+    dataset: str
+    key: str
+    shard: str
+    index: int
+    size: int = 0
+    facts: Mapping[str, int] = field(default_factory=dict)
+    fields: Sequence[tuple[str, tuple[Item, ...]]] = ()
+    error: str = ""
+
+    def items(self) -> list[Text | Picture | Clip]:
+        """Return what it has, those of turns too."""
+        flat: list[Text | Picture | Clip] = []
+        for _, items in self.fields:
+            for item in items:
+                flat += item.items if isinstance(item, Turn) else [item]
+        return flat
+
+    def text(self) -> str:
+        """Return its texts, joined by line breaks."""
+        return "\n".join(item.text for item in self.items() if isinstance(item, Text) and item.kind == "text")
+
+    def sizes(self) -> dict[str, list[int]]:
+        """Return what histograms count."""
+        items = self.items()
+        pictures = [item for item in items if isinstance(item, Picture)]
+        found = {"bytes": [self.size]} if self.size else {}
+        if text := sum(len(item.text) for item in items if isinstance(item, Text) and item.kind == "text"):
+            found["characters of text"] = [text]
+        if pictures:
+            found["width of pictures"] = [picture.width for picture in pictures]
+            found["height of pictures"] = [picture.height for picture in pictures]
+        if turns := sum(isinstance(item, Turn) for _, items in self.fields for item in items):
+            found["turns"] = [turns]
+        return found
+
+
+def fields_of(sample: Any) -> list[tuple[str, tuple[Item, ...]]]:
+    """Return the fields of a sample, without its meta fields and those that are None."""
+    if isinstance(sample, Mapping):
+        values = list(sample.items())
+    elif is_dataclass(sample):
+        values = [(entry.name, getattr(sample, entry.name, None)) for entry in fields(sample)]
+    else:
+        values = [("value", sample)]
+    shown = [(str(name), value) for name, value in values if value is not None and not str(name).startswith("__")]
+    found = [(name[:200], items_of(value, name)) for name, value in shown[:_MOST_FIELDS]]
+    if len(shown) > _MOST_FIELDS:
+        found.append(("…", (Text("note", f"and {len(shown) - _MOST_FIELDS:,} more fields"),)))
+    return found
+
+
+def items_of(value: Any, name: str = "") -> tuple[Item, ...]:
+    """Return what is shown of a value."""
+    try:
+        return tuple(_items(value, name))
+    except Exception as error:  # whatever the data made a decoder or a property raise
+        return (Text("error", f"{type(error).__name__}: {error}"[:_MOST_TEXT]),)
+
+
+def picture_of(value: Any) -> Picture | None:
+    """Return an image of Pillow, numpy or torch, or one that is not decoded yet, as a picture; None for all else."""
+    size = value.size if isinstance(value, DeferredImage) else None
+    value = value.get() if isinstance(value, DeferredImage) else value
+    image = as_image(value)
+    if image is None:
+        return None
+    if size is None:
+        size = value.size if isinstance(value, Image.Image) else _extent(tuple(value.shape))
+    image = image.copy() if image is value else image
+    image.thumbnail((SIDE, SIDE))
+    return Picture(image=image, width=int(size[0]), height=int(size[1]))
+
+
+def _extent(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Return width and height of an array of shape (H, W), (H, W, C) or (C, H, W)."""
+    height, width = shape[-2:] if len(shape) == 2 or shape[0] in (1, 3, 4) else shape[:2]
+    return width, height
+
+
+def _items(value: Any, name: str) -> list[Item]:
+    if isinstance(value, str):
+        return [_text(value)]
+    if isinstance(value, AVDecoder):
+        return [_clip(value)]
+    picture = picture_of(value) if not isinstance(value, (list, tuple, Mapping)) else None
+    if picture is not None:
+        return [picture]
+    if isinstance(value, Mapping):
+        return _items_of_dict(value)
+    if isinstance(value, (list, tuple)):
+        if turns := _turns(value):
+            return turns
+        if len(value) and all(_is_shown(entry) for entry in value[:_MOST_ITEMS]):
+            found = [item for entry in value[:_MOST_ITEMS] for item in items_of(entry, name)]
+            more = len(value) - _MOST_ITEMS
+            return [*found, Text("note", f"and {more:,} more")] if more > 0 else found
+        return [_json(value)]
+    if is_dataclass(value) and not isinstance(value, type):
+        return [item for _, items in fields_of(value) for item in items]
+    if isinstance(value, (bool, int, float)):
+        return [Text("note", repr(value))]
+    if hasattr(value, "tolist") and hasattr(value, "shape"):
+        shape = tuple(value.shape)
+        few = not shape or (0 not in shape and _product(shape) <= _MOST_NUMBERS)
+        return [Text("note", f"{value_text(value)}{f' = {value.tolist()}' if few else ''}")]
+    return [Text("note", value_text(value))]
+
+
+def _product(shape: Sequence[int]) -> int:
+    size = 1
+    for side in shape:
+        size *= int(side)
+    return size
+
+
+def _is_shown(value: Any) -> bool:
+    """Tell whether an entry of a list is shown by itself: texts, and whatever may be a picture."""
+    return isinstance(value, (str, DeferredImage, AVDecoder, Image.Image)) or hasattr(value, "shape")
+
+
+def _items_of_dict(value: Mapping[Any, Any]) -> list[Item]:
+    for name in _TURNS:
+        turns = _turns(value.get(name))
+        if turns:
+            rest = {key: entry for key, entry in value.items() if key != name}
+            return [*turns, _json(rest)] if rest else turns
+    return [_json(value)]
+
+
+def _turns(value: Any) -> list[Item]:
+    """Return the turns of a conversation, none if it is none: `role` and `content`, or `from` and `value`."""
+    if not isinstance(value, (list, tuple)) or not value or not all(isinstance(turn, Mapping) for turn in value):
+        return []
+    found: list[Item] = []
+    for turn in value[:_MOST_ITEMS]:
+        role, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
+        if not isinstance(role, str) or content is None:
+            return []
+        found.append(Turn(_ROLES.get(role, role)[:40], tuple(_content(content))))
+    if len(value) > _MOST_ITEMS:
+        found.append(Turn("…", (Text("note", f"and {len(value) - _MOST_ITEMS:,} more turns"),)))
+    return found
+
+
+def _content(content: Any) -> list[Text | Picture]:
+    """Return the parts of a turn; an image that comes from another field is its placeholder."""
+    found: list[Text | Picture] = []
+    for part in content if isinstance(content, (list, tuple)) else [content]:
+        if isinstance(part, str):
+            found.append(_text(part))
+        elif isinstance(part, Mapping) and isinstance(part.get("text"), str):
+            found.append(_text(part["text"]))
+        elif isinstance(part, Mapping) and part.get("type") in ("image", "video"):
+            held = part.get(part["type"])
+            picture = None if held is None or isinstance(held, str) else picture_of(held)
+            found.append(picture or Text("text", f"<{part['type']}>"))
+        else:
+            found.append(_json(part))
+    return found
+
+
+def _text(text: str) -> Text:
+    cut = len(text) - _MOST_TEXT
+    return Text("text", f"{text[:_MOST_TEXT]}… ({cut:,} more characters)" if cut > 0 else text)
+
+
+def _json(value: Any) -> Text:
+    try:
+        text = json.dumps(value, indent=2, ensure_ascii=False, default=value_text)
+    except (TypeError, ValueError, RecursionError):  # keys that JSON has not, circles, thousands of levels
+        return Text("note", value_text(value))
+    return Text("json", _text(text).text)
+
+
+def _clip(value: AVDecoder) -> Clip | Text:
+    """Return a video or sound, or a note on one that is too large or that no browser plays."""
+    try:
+        known = value.get_metadata(get_video_frame_count=False)
+        facts = {entry.name.replace("_", " "): getattr(known, entry.name) for entry in fields(known)}
+        said = ", ".join(f"{name} {round(fact, 3):g}" for name, fact in facts.items() if fact is not None)
+    except ConfigurationError:  # there is no PyAV, and browsers do without
+        said = ""
+    text = f"{value!r}{': ' if said else ''}{said}"
+    stream, suffix = value.stream, value.suffix
+    size = len(stream) if isinstance(stream, bytes) else stream.size if isinstance(stream, ByteRange) else None
+    if suffix not in _PLAYABLE or size is None or size > _MOST_BYTES:
+        return Text("note", text)
+    assert isinstance(stream, bytes | ByteRange)
+    return Clip(kind=_PLAYABLE[suffix], suffix=suffix, stream=stream, text=text)

@@ -1,0 +1,134 @@
+"""Samples and batches in a terminal: texts, conversations, JSON, and pictures of half blocks in 24-bit colour.
+
+What is in the data cannot steer the terminal: control characters are shown as what they are called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+from PIL import Image
+from rich.text import Text as Styled
+
+from energon_bridge.preview.batches import ShownBatch, ShownRow, Token
+from energon_bridge.preview.records import Item, Picture, Record, Turn
+from energon_bridge.samples.showing import counted
+
+_HALF = "▀"
+_MOST_LINES = 40
+_BAR = 60
+_STYLES = {"special": "magenta", "image": "yellow", "text": ""}
+_COLORS = ("blue", "dark_orange3", "green", "deep_pink4", "gold4", "slate_blue1")
+
+
+def lines_of(record: Record, *, columns: int) -> Iterator[Styled]:
+    """Give the lines of a sample; its pictures are so many columns wide, and named where that is 0."""
+    yield Styled.assemble((clean(record.key), "bold"), ("  " + clean(record.dataset), "dim"))
+    facts = [f"{name} {value:,}" for name, value in record.facts.items()]
+    shard = [clean(record.shard)] if record.shard else []
+    yield Styled(", ".join([*facts, *shard, f"sample {record.index:,}"]), "dim")
+    if record.error:
+        yield Styled(clean(record.error), "red")
+    for name, items in record.fields:
+        yield Styled(clean(name), "cyan")
+        for item in items:
+            yield from _indented(_item(item, columns))
+    yield Styled()
+
+
+def lines_of_batch(batch: ShownBatch, *, columns: int) -> Iterator[Styled]:
+    """Give the lines of a batch: a bar of segments for each row, and its tokens as far as they fit."""
+    where = "masked" if batch.microbatch is None else f"microbatch {batch.microbatch:,}"
+    yield Styled(
+        f"step {batch.step:,}, rank {batch.rank}, {where}: {batch.kind} of {counted(len(batch.rows), 'row')}", "bold"
+    )
+    for number, row in enumerate(batch.rows):
+        size = f": {row.length:,} tokens, {row.padding:,} of them padding" if row.length else ""
+        yield Styled(f"row {number}{'' if row.valid else ' (masked)'}{size}", "cyan")
+        if row.length:
+            yield from _indented(iter([_bar(row)]))
+        for place, one in enumerate(row.segments):
+            segment = one.segment
+            end = segment.start + segment.length
+            what = f"{clean(segment.key)}  {clean(segment.dataset)}, tokens {segment.start} to {end - 1}"
+            yield from _indented(iter([Styled(what, _COLORS[place % len(_COLORS)])]))
+            for picture in one.pictures if columns else ():
+                yield from _indented(_picture(picture, min(columns, 24)))
+            yield from _indented(iter([_tokens(one.tokens)]))
+        for name, items in row.fields:
+            yield from _indented(iter([Styled(clean(name), "dim")]))
+            for item in items:
+                yield from _indented(_item(item, columns))
+    yield Styled()
+
+
+def clean(text: str) -> str:
+    """Return a text without characters that a terminal obeys."""
+    return "".join(char if char in "\n\t" or char.isprintable() else f"\\x{ord(char):02x}" for char in text)
+
+
+def half_blocks(image: Image.Image, columns: int) -> Iterator[Styled]:
+    """Give the lines of an image that is so many columns wide, two pixels above each other in a character."""
+    width = min(columns, max(8, image.width))
+    height = max(2, round(image.height * width / image.width / 2) * 2)
+    pixels = image.convert("RGB").resize((width, height), Image.Resampling.BILINEAR).load()
+    assert pixels is not None
+    for row in range(0, height, 2):
+        line = Styled()
+        pairs = [(pixels[column, row], pixels[column, row + 1]) for column in range(width)]
+        for (above, below), run in groupby(pairs):
+            line.append(_HALF * len(list(run)), f"rgb({_rgb(above)}) on rgb({_rgb(below)})")
+        yield line
+
+
+def _rgb(pixel: object) -> str:
+    assert isinstance(pixel, tuple)
+    return ",".join(str(value) for value in pixel)
+
+
+def _indented(lines: Iterator[Styled]) -> Iterator[Styled]:
+    for line in lines:
+        yield Styled("  ").append_text(line)
+
+
+def _item(item: Item, columns: int) -> Iterator[Styled]:
+    if isinstance(item, Picture):
+        yield from _picture(item, columns)
+    elif isinstance(item, Turn):
+        yield Styled(clean(item.role), "bold blue" if item.role == "assistant" else "bold")
+        for part in item.items:
+            yield from _indented(_item(part, columns))
+    else:
+        lines = clean(item.text).splitlines()
+        style = {"text": "", "json": "", "note": "dim", "error": "red"}[item.kind]
+        for line in lines[:_MOST_LINES]:
+            yield Styled(line, style)
+        if len(lines) > _MOST_LINES:
+            yield Styled(f"… and {len(lines) - _MOST_LINES:,} more lines", "dim")
+
+
+def _picture(picture: Picture, columns: int) -> Iterator[Styled]:
+    yield Styled(f"picture {picture.width} x {picture.height}", "dim")
+    if columns:
+        yield from half_blocks(picture.image, columns)
+
+
+def _bar(row: ShownRow) -> Styled:
+    bar, end = Styled(), 0
+    for place, one in enumerate(row.segments):
+        segment = one.segment
+        bar.append("·" * round(_BAR * (segment.start - end) / row.length), "dim")
+        end = segment.start + segment.length
+        bar.append("█" * max(1, round(_BAR * segment.length / row.length)), _COLORS[place % len(_COLORS)])
+    return bar.append("·" * round(_BAR * (row.length - end) / row.length), "dim")
+
+
+def _tokens(tokens: Sequence[Token]) -> Styled:
+    line = Styled()
+    for token in tokens:
+        text = clean(token.text).replace("\n", "⏎")
+        if token.count > 1:
+            text = f"[{text} x {token.count}]"
+        line.append(text, "green underline" if token.label is not None else _STYLES[token.kind])
+    return line
