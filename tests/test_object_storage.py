@@ -210,7 +210,10 @@ def test_what_is_refused_for_good_is_named_at_once(server: ObjectServer) -> None
     assert len(server.asked) < 25
 
 
-@pytest.mark.parametrize(("url", "library", "extra"), [("s3", "boto3", "s3"), ("gs", "google.cloud.storage", "gcs")])
+@pytest.mark.parametrize(
+    ("url", "library", "extra"),
+    [("s3", "boto3", "s3"), ("gs", "google.cloud.storage", "gcs"), ("az", "azure.storage.blob", "azure")],
+)
 def test_a_library_that_is_missing_is_named(
     url: str, library: str, extra: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -71,7 +71,7 @@ class SampleSource:
 
     Args:
         spec: The mix; its task encoder is of no matter.
-        units: The leaves; default: those of a run of one rank.
+        plan: The leaves; default: those of a run of one rank.
     """
 
     def __init__(self, spec: DatasetSpec, plan: RunPlan | None = None) -> None:

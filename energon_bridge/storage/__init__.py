@@ -13,7 +13,7 @@ from energon_bridge.storage.stalls import READ_TIMEOUT_SECONDS, Stalls
 
 __all__ = ["READ_TIMEOUT_SECONDS", "FarStore", "LocalStore", "OpenFiles", "Stalls", "Store", "as_far", "open_store"]
 
-_OVER_HTTP = {"http", "https", "s3", "gs", "gcs"}
+_OVER_HTTP = {"http", "https", "s3", "gs", "gcs", "az", "abfs", "abfss"}
 
 
 def open_store(url_or_path: str | os.PathLike[str], *, files: OpenFiles | None = None, confined: bool = False) -> Store:

@@ -1,18 +1,21 @@
 """What lies behind a remote URL: where objects are read from, how they are listed and written, what answers mean.
 
 Credentials, signatures, regions, endpoints, listing and uploads are the providers' own libraries' business: boto3
-(extra `s3`) and google-cloud-storage (`gcs`). Reading asks them for signatures only: of S3 a signed URL for an object,
-of Google Cloud Storage a token. These libraries are used under a lock, and a fork makes clients of its own.
+(extra `s3`), google-cloud-storage (`gcs`), azure-storage-blob and azure-identity (`azure`). Reading asks them for
+signatures only: of S3 a signed URL for an object, of Google Cloud Storage a token, of Azure a token or a signature for
+the container. These libraries are used under a lock, and a fork makes clients of its own.
 """
 
 from __future__ import annotations
 
 import importlib
+import itertools
+import logging
 import os
 import threading
 import time
 from collections.abc import Iterator
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any, Protocol
 from urllib.parse import quote
 
@@ -23,6 +26,7 @@ _SIGNED_SECONDS = 3600
 _USED_SECONDS = 1500
 _MOST_SIGNED = 50_000
 _RENEW_SECONDS = 5.0
+_log = logging.getLogger(__name__)
 
 
 class Bucket(Protocol):
@@ -236,6 +240,154 @@ class GcsBucket:
             except (OSError, importlib.import_module("google.auth.exceptions").DefaultCredentialsError):
                 self._client = storage.Client.create_anonymous_client()
         return self._client
+
+
+class AzureBucket:
+    """A container of Azure Blob Storage, or of an emulator (`AZURE_STORAGE_CONNECTION_STRING`).
+
+    URLs name it as `container`, whose account the environment names, or as `container@account` with or without the
+    account's host (`abfss://container@account.dfs.core.windows.net/path`).
+    """
+
+    def __init__(self, place: str) -> None:
+        self._container, _, self._account = place.partition("@")
+        self.name = f"the container {self._container!r}"
+        self._lock = threading.Lock()
+        self._client: Any = None
+        self._credential: Any = None
+        self._made = 0.0
+        self._way: tuple[str, str, dict[str, str]] = "", "", {}
+        self._until = 0.0
+
+    def target(self, key: str, *, fresh: bool) -> Target:
+        """Return the URL with a signature or a header with a token, which are used for some time."""
+        if fresh or time.monotonic() > self._until:
+            with self._lock:
+                if fresh and time.monotonic() - self._made > _RENEW_SECONDS:
+                    self._client = None  # credentials that the environment has by now
+                    self._until = 0.0
+                if time.monotonic() > self._until:
+                    self._renew()
+        base, query, headers = self._way
+        return Target(f"{base}/{quote(key)}{query}", headers)
+
+    def _renew(self) -> None:
+        client, left = self._container_client(), float(_USED_SECONDS)
+        base, _, signature = client.url.partition("?")
+        headers: dict[str, str] = {}
+        if self._credential is not None:
+            token = self._credential.get_token(_AZURE_SCOPE)
+            headers = {"Authorization": f"Bearer {token.token}", "x-ms-version": _AZURE_VERSION}
+            left = token.expires_on - time.time() - 60
+        elif getattr(client.credential, "account_key", None):
+            signature = importlib.import_module("azure.storage.blob").generate_container_sas(
+                client.account_name,
+                self._container,
+                account_key=client.credential.account_key,
+                permission="r",
+                expiry=datetime.now(UTC) + timedelta(seconds=_SIGNED_SECONDS),
+            )
+        self._way = base, f"?{signature}" if signature else "", headers
+        self._until = time.monotonic() + max(1.0, min(left, _USED_SECONDS))
+
+    def recover(self, refused: Refused) -> bool:
+        """Return False."""
+        return False
+
+    def list(self, prefix: str, most: int | None = None) -> Iterator[tuple[str, int]]:
+        """Yield key and bytes of objects; folders of a hierarchical namespace are not objects."""
+        with self._lock:
+            pages = self._container_client().list_blobs(
+                name_starts_with=prefix, include=["metadata"], results_per_page=most and most + 20
+            )
+            found = list(itertools.islice((blob for blob in pages if not _is_folder(blob)), most))
+        yield from ((blob.name, blob.size) for blob in found)
+
+    def put(self, key: str, data: bytes) -> None:
+        """Write an object."""
+        with self._lock:
+            self._container_client().upload_blob(key, data, overwrite=True)
+
+    def put_file(self, key: str, path: str) -> None:
+        """Write an object, in blocks if it is large."""
+        with self._lock, open(path, "rb") as file:
+            self._container_client().upload_blob(key, file, overwrite=True)
+
+    def delete(self, key: str) -> None:
+        """Delete an object if it is there."""
+        with self._lock:
+            blob = self._container_client().get_blob_client(key)
+            missing = importlib.import_module("azure.core.exceptions").ResourceNotFoundError
+            try:
+                blob.delete_blob()
+            except missing as error:
+                if error.error_code != "BlobNotFound":
+                    raise
+
+    def _container_client(self) -> Any:
+        if self._client is None:
+            library = _library("azure.storage.blob", "azure")
+            options = {"connection_timeout": 10, "read_timeout": 30}
+            self._credential, client = None, self._connected(library, options)
+            if client is None:
+                account = self._account or _azure_account()
+                host = account if "." in account else f"{account}.blob.core.windows.net"
+                credential, signature = self._found_credential(account.partition(".")[0])
+                client = library.ContainerClient(
+                    f"https://{host.replace('.dfs.', '.blob.')}{signature}",
+                    self._container,
+                    credential=credential,
+                    **options,
+                )
+                self._credential = credential if hasattr(credential, "get_token") else None
+            self._client, self._made, self._until = client, time.monotonic(), 0.0
+        return self._client
+
+    def _connected(self, library: Any, options: dict[str, Any]) -> Any:
+        """Return the client of a connection string, unless there is none or it is another account's."""
+        text = os.environ.get("AZURE_STORAGE_CONNECTION_STRING")
+        if not text:
+            return None
+        try:
+            client = library.ContainerClient.from_connection_string(text, self._container, **options)
+        except ValueError as error:
+            raise ConfigurationError(f"AZURE_STORAGE_CONNECTION_STRING cannot be used: {error}") from error
+        return client if self._account.partition(".")[0] in ("", client.account_name) else None
+
+    def _found_credential(self, account: str) -> tuple[Any, str]:
+        """Return the environment's key, or its signature as a query, or else what azure-identity's chain finds."""
+        key = os.environ.get("AZURE_STORAGE_KEY") or os.environ.get("AZURE_STORAGE_ACCOUNT_KEY")
+        if key:
+            return {"account_name": account, "account_key": key}, ""
+        signature = os.environ.get("AZURE_STORAGE_SAS_TOKEN")
+        if signature:
+            return None, f"?{signature.lstrip('?')}"
+        credential = _library("azure.identity", "azure").DefaultAzureCredential()
+        try:
+            credential.get_token(_AZURE_SCOPE)
+        except importlib.import_module("azure.core.exceptions").ClientAuthenticationError as error:
+            why = str(error).partition("\n")[0]
+            _log.warning("%s is read without credentials, as only public containers can be: %s", self.name, why)
+            return None, ""
+        return credential, ""
+
+
+_AZURE_SCOPE = "https://storage.azure.com/.default"
+_AZURE_VERSION = "2021-12-02"
+
+
+def _azure_account() -> str:
+    account = os.environ.get("AZURE_STORAGE_ACCOUNT") or os.environ.get("AZURE_STORAGE_ACCOUNT_NAME")
+    if not account:
+        raise ConfigurationError(
+            "az:// URLs need the name of a storage account: set AZURE_STORAGE_ACCOUNT (or AZURE_STORAGE_CONNECTION_"
+            "STRING), or name it in the URL: az://CONTAINER@ACCOUNT/path."
+        )
+    return account
+
+
+def _is_folder(blob: Any) -> bool:
+    return (blob.metadata or {}).get("hdi_isfolder") == "true"
 
 
 def _library(name: str, extra: str) -> Any:

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from energon_bridge.errors import DatasetNotFoundError, EnergonError, ShardMissingError, StorageError
 from energon_bridge.storage.base import short_read
-from energon_bridge.storage.buckets import Bucket, GcsBucket, HttpBucket, S3Bucket
+from energon_bridge.storage.buckets import AzureBucket, Bucket, GcsBucket, HttpBucket, S3Bucket
 from energon_bridge.storage.http import Body, Client, GaveUp, Piece, Refused, TooShort, WholeFile, shared_client
 from energon_bridge.storage.node_cache import BLOCK, Place, Version, node_cache
 from energon_bridge.storage.stalls import Stalls
@@ -36,6 +36,9 @@ _MAKERS: dict[str, Callable[[str], Bucket]] = {
     "s3": S3Bucket,
     "gs": GcsBucket,
     "gcs": GcsBucket,
+    "az": AzureBucket,
+    "abfs": AzureBucket,
+    "abfss": AzureBucket,
 }
 PROTOCOLS = frozenset(_MAKERS)
 
@@ -361,6 +364,10 @@ class RemoteStore:
                 raise DatasetNotFoundError(
                     f"{self.url(rel)}: {bucket} does not exist ({said}). Check its name."
                 ) from error
+            if status == 404 and code == "ResourceNotFound":  # what Azure says to those without credentials
+                raise DatasetNotFoundError(
+                    f"{self.url(rel)}: {bucket} does not exist, or may not be read without credentials ({said})."
+                ) from error
             if status in (404, 410) and doing != "delete":
                 if not rel:
                     raise DatasetNotFoundError(f"{self.root}: no such folder. Check the URL.") from error
@@ -391,7 +398,8 @@ def _answer_of(error: Exception) -> tuple[int, str, str]:
         code = str(response.get("Error", {}).get("Code", ""))
         return int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)), code, str(error)
     status = getattr(error, "status_code", None) or getattr(error, "code", None)
-    code = str(getattr(error, "error_code", None) or "")
+    code = getattr(error, "error_code", None) or ""  # azure-core, whose codes are members of an enumeration
+    code = str(getattr(code, "value", code))
     words = f"{type(error).__name__}: {error}".partition("\n")[0]
     return (int(status) if isinstance(status, int) else 0), code, words
 
@@ -403,7 +411,7 @@ def _advice(status: int, code: str, bucket: str) -> str:
         return f" {bucket[0].upper()}{bucket[1:]} lies in another region: set AWS_REGION, or AWS_ENDPOINT_URL."
     if code in _WRONG_CREDENTIALS or status == 401:
         return " The credentials are wrong or have expired."
-    if status == 403:
+    if status == 403 or code == "PublicAccessNotPermitted":
         return (
             f" The credentials are known, but may not do this in {bucket}, or there are none. (Some providers say so "
             "of files that are missing, too, if you may not list them.)"
