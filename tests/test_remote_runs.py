@@ -141,6 +141,7 @@ def test_credentials_that_expire_are_looked_for_again(
 ) -> None:
     pytest.importorskip("boto3", reason="boto3 is not installed (extra s3)")
     (tmp_path / "served").mkdir()
+    bucket = f"bucket{workers}"  # a process knows a bucket by its name
     server = Rotating(tmp_path / "served")
     server.file = tmp_path / "credentials"
     server.rotate()
@@ -153,9 +154,9 @@ def test_credentials_that_expire_are_looked_for_again(
         monkeypatch.setenv("AWS_CONFIG_FILE", "/nonexistent")
         monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
         monkeypatch.setattr("energon_bridge.storage.buckets._RENEW_SECONDS", 0.01)
-        text_dataset(server.folder / "bucket/texts", train=[9, 11, 7, 30])
-        expected = stream(server.folder / "bucket/texts", 60)
-        assert stream("s3://bucket/texts", 60, workers) == expected
+        text_dataset(server.folder / bucket / "texts", train=[9, 11, 7, 30])
+        expected = stream(server.folder / bucket / "texts", 60)
+        assert stream(f"s3://{bucket}/texts", 60, workers) == expected
         assert server.keys > 2
         assert server.refused > 1
         assert server.refused < server.answers
@@ -163,7 +164,7 @@ def test_credentials_that_expire_are_looked_for_again(
         server.rotate()
         server.file.write_text("[default]\naws_access_key_id = old\naws_secret_access_key = secret\n")
         with pytest.raises(StorageError, match=r"ExpiredToken.*The credentials are wrong or have expired"):
-            open_store("s3://bucket/texts").read(".nv-meta/dataset.yaml")
+            open_store(f"s3://{bucket}/texts").read(".nv-meta/dataset.yaml")
     finally:
         server.shutdown()
         thread.join()
