@@ -7,6 +7,7 @@ knots of modules hide), and one under `if TYPE_CHECKING`: who reads a module has
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -75,6 +76,7 @@ def imported_names(node: ast.AST, module: str, is_package: bool) -> list[str]:
     return [f"{base}.{alias.name}" for alias in node.names]
 
 
+@functools.cache
 def imports(root: Path) -> dict[str, set[str]]:
     """Return, for each module of the package, the modules of the package that it imports."""
     compiled = [path for path in (root / PACKAGE).rglob("*.pyi") if not path.with_suffix(".py").exists()]
