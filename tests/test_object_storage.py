@@ -401,8 +401,8 @@ def test_a_round_of_many_shards_waits_about_once(server: ObjectServer) -> None:
 def test_draws_are_read_ahead_where_rounds_are_too_large(server: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> None:
     name = plain(server.folder)
     expected = content(server.folder / name, 20)
-    monkeypatch.setattr("energon_bridge.loader.spec._READ_BYTES", 0)
-    monkeypatch.setattr("energon_bridge.loader.spec._TOGETHER", 6)
+    monkeypatch.setattr("energon_bridge.loader.streams._READ_BYTES", 0)
+    monkeypatch.setattr("energon_bridge.loader.streams._TOGETHER", 6)
     server.fault = every(5, "short", "503")
     assert content(f"{server.url}/{name}", 20) == expected
     assert content(f"{server.url}/{name}", 20, stop=7) == expected
