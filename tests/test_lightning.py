@@ -242,6 +242,7 @@ class Sharded(Model):
 
 
 @pytest.mark.filterwarnings("ignore")  # FSDP2 on a CPU
+@pytest.mark.skipif(torch.__version__.startswith("2.6."), reason="FSDP2 of this torch (2.6) does not run on a CPU")
 @pytest.mark.parametrize(("data_parallel", "tensor_parallel"), [(2, 1), (1, 2), (2, 2)])
 def test_model_parallel_ranks_load_by_their_data_parallel_rank_and_go_on(
     data_parallel: int, tensor_parallel: int, dataset: Path, tmp_path: Path, uninterrupted: list[str]

@@ -6,6 +6,7 @@ import base64
 import copy
 import io
 import logging
+import os
 import pickle
 import re
 import struct
@@ -456,8 +457,7 @@ def test_transparency_that_is_left_out_is_said_once(form: str, caplog: pytest.Lo
 def test_more_workers_than_cores_are_named_once(
     data: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("torch._utils.cpu_count", lambda: 2)
-    monkeypatch.setattr("energon_bridge.loader.savable.available_cores", lambda: 2)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {0, 1})
     with caplog.at_level(logging.WARNING, logger="energon_bridge.loader.savable"):
         for rank in (1, 0, 0):
             get_loader(train_dataset(data, batch_size=1, worker_config=config(2, rank, num_workers=3)))

@@ -14,6 +14,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from engine import (
@@ -173,6 +174,83 @@ def test_workers_outlive_the_thread_that_started_them(data: Path, caplog: pytest
             next(batches)
         assert worker_pids() == before
     assert "died" not in caplog.text
+
+
+class Garbage:
+    """A cycle that writes down which process destroys it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.itself = path, self
+
+    def __del__(self) -> None:
+        self.path.write_text(str(os.getpid()))
+
+
+_collect_in_forks = False
+os.register_at_fork(after_in_child=lambda: gc.set_threshold(1) if _collect_in_forks else None)
+
+
+def test_what_the_training_process_threw_away_is_not_destroyed_in_workers(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may own threads, as decoders of FFmpeg do, and would wait for them."""
+    monkeypatch.setattr(f"{__name__}._collect_in_forks", True)
+    gc.collect()
+    Garbage(tmp_path / "destroyed")
+    with closing(loader_of(data, 1)) as loader:
+        next(iter(loader))
+        destroyed = tmp_path / "destroyed"
+        assert not destroyed.exists() or destroyed.read_text() == str(os.getpid())
+
+
+class CollectingEncoder(TensorEncoder):
+    """Says whether garbage is collected where it runs."""
+
+    def encode_sample(self, sample: Any) -> Any:
+        if not gc.isenabled():
+            raise FatalSampleError("nothing collects garbage here")
+        return super().encode_sample(sample)
+
+
+def test_workers_collect_garbage_where_the_training_process_does_it_by_hand(data: Path) -> None:
+    gc.disable()
+    try:
+        with closing(loader_of(data, 1, CollectingEncoder())) as loader:
+            next(iter(loader))
+            assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+class ScalingEncoder(TensorEncoder):
+    """Scales a frame of a video in every sample."""
+
+    def encode_sample(self, sample: Any) -> Any:
+        scale_a_frame()
+        return super().encode_sample(sample)
+
+
+def scale_a_frame() -> None:
+    av = pytest.importorskip("av")
+    frame = av.VideoFrame.from_ndarray(np.zeros((480, 640, 3), np.uint8), format="rgb24")
+    assert frame.to_ndarray(format="yuv420p").shape == (720, 640)
+
+
+def test_workers_scale_frames_after_the_training_process_did(data: Path) -> None:
+    """FFmpeg's threads are in no fork. PyAV keeps its scalers per thread from version 19 on."""
+    scale_a_frame()
+    with closing(loader_of(data, 2, ScalingEncoder())) as loader:
+        next(iter(loader))
+
+
+def test_no_fork_has_the_scalers_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As PyAV 19 keeps them, whichever version is here."""
+    frames = pytest.importorskip("av.video.frame")
+    monkeypatch.setattr(frames, "_thread_local", threading.local(), raising=False)
+    frames._thread_local.reformatter = "one with threads"
+    if (pid := os.fork()) == 0:
+        os._exit(hasattr(frames._thread_local, "reformatter"))
+    assert os.waitpid(pid, 0)[1] == 0
 
 
 def test_an_interrupt_is_for_the_training_process(data: Path, caplog: pytest.LogCaptureFixture) -> None:

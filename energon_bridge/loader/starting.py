@@ -10,10 +10,12 @@ when such a fork ends; here they are what they are in the process that started t
 from __future__ import annotations
 
 import contextvars
+import gc
 import multiprocessing.forkserver
 import os
 import queue
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -74,9 +76,13 @@ def start_process(method: StartMethod, name: str, target: Callable[..., None], a
     def start() -> None:
         # An interrupt while it starts must not reach it before it ignores it; this process gets it afterwards.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        collecting = gc.isenabled()
+        gc.disable()  # in the fork until `set_up_worker`: what this process threw away is not to be destroyed there
         try:
             _start(process)
         finally:
+            if collecting:
+                gc.enable()
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     if threading.current_thread() is threading.main_thread():
@@ -92,7 +98,7 @@ def _start(process: Any) -> None:
         try:
             process.start()
             return
-        except ConnectionError:
+        except (ConnectionError, EOFError):
             time.sleep(_FORKSERVER_PAUSE_SECONDS)
     process.start()
 
@@ -128,4 +134,15 @@ def _begin_anew() -> None:
     multiprocessing.forkserver._forkserver.__init__()  # type: ignore[misc]  # its server is no child of ours
 
 
-os.register_at_fork(after_in_child=_begin_anew)
+def _leave_scalers_behind() -> None:
+    """Drop what PyAV keeps per thread for `VideoFrame.reformat` (from PyAV 19 on), so that no fork inherits it.
+
+    A scaler of FFmpeg owns threads. A fork has the scaler without its threads, and waits for them for ever: when it
+    scales a frame, or when Python destroys there what belonged to other threads. PyAV makes a new one when it needs it.
+    """
+    frames: Any = sys.modules.get("av.video.frame")
+    if frames is not None and hasattr(frames, "_thread_local"):
+        frames._thread_local = threading.local()  # a thread that is scaling now holds its own scaler
+
+
+os.register_at_fork(before=_leave_scalers_behind, after_in_child=_begin_anew)

@@ -272,7 +272,8 @@ def set_up_worker(work: Work, board: Board, stacks: StackFile, parent: int) -> N
 
     Ctrl-C is for the training process, which then stops its workers; what that does at SIGTERM is its own affair, too.
     What the training process had made before is kept from the garbage collector, which would write to all of it and so
-    end the sharing of its memory.
+    end the sharing of its memory, and would destroy what owns threads that are not here (FFmpeg's decoders: for ever).
+    What the worker makes is collected, also where the training process collects by hand.
 
     Args:
         work: What it is to do.
@@ -290,6 +291,7 @@ def set_up_worker(work: Work, board: Board, stacks: StackFile, parent: int) -> N
         if parent and os.getppid() != parent:  # gone before
             os._exit(1)
     gc.freeze()
+    gc.enable()
     keep_freed_memory()
     faulthandler.register(DUMP_SIGNAL, file=stacks.number, all_threads=True, chain=False)
     torch.set_num_threads(1)
