@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+import torch
 from torch import Tensor
 
 pytest.importorskip("megatron.core")
@@ -24,6 +25,9 @@ from energon_bridge.training.megatron import run as run_module
 from energon_bridge.training.megatron.step import Training
 from energon_bridge.training.progress import read_losses
 
+pytestmark = pytest.mark.skipif(
+    torch.__version__.startswith("2.6."), reason="megatron-core's optimizer cannot load its state with torch 2.6"
+)
 MAX_STEPS, SAVED = 4, 2
 NUM_VAL = 5
 WHOLE = ("parallel.tp=2", "parallel.pp=2")
