@@ -82,7 +82,7 @@ def test_preparing_afterwards_changes_nothing(tmp_path, make):
     assert media[0][0] >= 9
     rebuild_index(out)
     for name, data in content(out).items():
-        assert data == before[name] or name.startswith(".nv-meta/index."), name
+        assert name == ".nv-meta/tars.json" or data == before[name] or name.startswith(".nv-meta/index."), name
 
 
 # --- what becomes of each -----------------------------------------------------------------------------------------
@@ -406,7 +406,8 @@ def test_it_trains_by_the_line_that_is_shown(tmp_path, name):
 def test_the_lines_of_the_documentation_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text = (ROOT / "docs" / "data-in.md").read_text()
-    lines = [line for line in text.splitlines() if line.startswith("energon ")]
+    shown, _, _ = text.partition("## On many machines")  # of which test_engines.py has the lines
+    lines = [line for line in shown.splitlines() if line.startswith("energon ")]
     assert len(lines) == 6
     llava(tmp_path, 6)
     pairs(tmp_path / "photos", 6)

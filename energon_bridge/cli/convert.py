@@ -14,6 +14,7 @@ from pathlib import Path
 import click
 
 from energon_bridge.cli.assistant import shorten
+from energon_bridge.cli.engines import engine_options, task_of, task_options, workers_of
 from energon_bridge.cli.output import count_of, format_bytes
 from energon_bridge.cli.progress import shard_progress
 from energon_bridge.errors import ConfigurationError, SourceError
@@ -23,6 +24,7 @@ from energon_bridge.prepare.convert import (
     ConvertOptions,
     check_first_files,
     convert,
+    convert_task,
     propose_samples_per_shard,
 )
 from energon_bridge.prepare.dataset_yaml import describe_fields
@@ -58,6 +60,8 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "
 @click.option("--overwrite", is_flag=True, help="Replace what is in OUT.")
 @click.option("--ask/--no-ask", default=None, help="Ask about the proposals. [default: on a terminal]")
 @click.option("--num-workers", type=click.IntRange(min=1), default=None, help="Processes. [default: one per core]")
+@engine_options
+@task_options
 @click.option("--progress/--no-progress", default=True, help="Show a progress bar.")
 def command(
     source: Path,
@@ -77,6 +81,10 @@ def command(
     overwrite: bool,
     ask: bool | None,
     num_workers: int | None,
+    engine: str,
+    address: str | None,
+    task: str | None,
+    finish: bool,
     progress: bool,
 ) -> None:
     """Make a prepared dataset in the folder OUT of SOURCE.
@@ -92,13 +100,15 @@ def command(
     energon convert photos data/photos --split-ratio 9,1,0 --dry-run
     energon convert metadata.csv data/faces --field caption=description
     energon convert tars data/shuffled --shuffle 1 --bytes-per-shard 1Gi
+    energon convert big.parquet data/big --task $SLURM_ARRAY_TASK_ID/16
     """
+    share = task_of(task, finish=finish)
     if out.absolute() == source.absolute():
         raise ConfigurationError(f"{out}: is the source itself. Write to another folder.")
     limit = _size(bytes_per_shard) if bytes_per_shard is not None else None
     workers = num_workers or min(16, available_cores())
     opened = open_source(source, kind=kind, media=media, numbered=keys == "number", num_workers=workers)
-    asking = _is_terminal() if ask is None else ask
+    asking = (_is_terminal() and not task and not finish) if ask is None else ask
     click.echo(f"{source}: {opened.kind}, {count_of(len(opened), 'sample')}.")
     check_first_files(opened)
     layout = _layout(opened, sample_type, fields, asking=asking)
@@ -121,8 +131,15 @@ def command(
     if dry_run:
         click.echo(f"Nothing is written: this was a dry run of {out}.")
         return
+    doing = workers_of(engine, address, workers)
     with shard_progress("Converting samples", enabled=progress) as advance:
-        done = convert(opened, out, options, num_workers=workers, overwrite=overwrite, progress=advance)
+        if share is not None:
+            if overwrite:
+                raise ConfigurationError(f"--overwrite does not go with --task: remove {out}, then start the tasks.")
+            count = convert_task(opened, out, options, share, num_workers=doing, progress=advance)
+            click.echo(f"Task {share}: {count_of(count, 'shard')} done. When all tasks are, run this with --finish.")
+            return
+        done = convert(opened, out, options, num_workers=doing, overwrite=overwrite, finish=finish, progress=advance)
     _report(out, done, layout)
 
 

@@ -6,6 +6,7 @@ import sys
 
 import click
 
+from energon_bridge.cli.engines import engine_options, workers_of
 from energon_bridge.cli.output import count_of
 from energon_bridge.cli.progress import shard_progress
 from energon_bridge.prepare.lint import Problem, lint_dataset, lint_parts
@@ -19,6 +20,7 @@ _MAX_SHOWN = 100
 @click.option("--dataset-config", default="dataset.yaml", show_default=True, help="Dataset file in .nv-meta.")
 @click.option("--split-config", default="split.yaml", show_default=True, help="Split file in .nv-meta.")
 @click.option("--parallel", default=1, show_default=True, type=click.IntRange(min=1), help="Number of processes.")
+@engine_options
 @click.option("--trust-remote-code", is_flag=True, help="Run the sample_loader that comes with the dataset.")
 @click.option("--progress/--no-progress", default=True, help="Show a progress bar.")
 def command(
@@ -27,6 +29,8 @@ def command(
     dataset_config: str,
     split_config: str,
     parallel: int,
+    engine: str,
+    address: str | None,
     trust_remote_code: bool,
     progress: bool,
 ) -> None:
@@ -44,13 +48,14 @@ def command(
     )
     for part in empty:
         click.echo(f"The split part {part!r} is empty.")
+    workers = workers_of(engine, address, parallel)
     checked = 0
     total = sum(dataset.num_samples - len(dataset.excluded) for dataset in datasets)
     bad: set[tuple[str, str | None, str]] = set()
     shown = 0
     for dataset in datasets:
         with shard_progress(f"Checking {dataset.split_part or path}", enabled=progress) as advance:
-            for number, report in enumerate(lint_dataset(dataset, num_workers=parallel), start=1):
+            for number, report in enumerate(lint_dataset(dataset, num_workers=workers), start=1):
                 checked += report.num_checked
                 for problem in report.problems:
                     bad.add(_identity(problem))

@@ -7,6 +7,7 @@ import os
 import click
 
 from energon_bridge.cli.assistant import ask_dataset_yaml, ask_field_map, ask_ratio, show_first_samples
+from energon_bridge.cli.engines import engine_options, task_of, task_options, workers_of
 from energon_bridge.cli.output import count_of
 from energon_bridge.cli.prepare_media import media_filter, media_options, report_media
 from energon_bridge.cli.progress import shard_progress
@@ -16,7 +17,7 @@ from energon_bridge.format.nvmeta import meta_path, read_info
 from energon_bridge.prepare.dataset_yaml import parse_field_map, render_dataset_yaml
 from energon_bridge.prepare.discover import find_shards
 from energon_bridge.prepare.first_samples import check_found, read_first_samples
-from energon_bridge.prepare.run import Prepared, prepare_dataset, rebuild_index
+from energon_bridge.prepare.run import Prepared, prepare_dataset, rebuild_index, scan_task
 from energon_bridge.prepare.split import SplitRule, parse_patterns, parse_ratio
 from energon_bridge.samples import CrudeSample, sample_type_by_name
 from energon_bridge.storage import Store, open_store
@@ -40,6 +41,8 @@ _DEFAULT_WORKERS = min(16, os.cpu_count() or 1)
 @click.option(
     "--num-workers", default=_DEFAULT_WORKERS, show_default=True, type=click.IntRange(min=1), help="Processes."
 )
+@engine_options
+@task_options
 @click.option("--shuffle-tars", is_flag=True, help="Shuffle the tars (always alike) before splitting by ratio.")
 @click.option("--tar-index-only", is_flag=True, help="Only write the indexes of a prepared dataset again.")
 @click.option("--key-index/--no-key-index", default=True, help="Write index.sqlite, which looks samples up by key.")
@@ -58,6 +61,10 @@ def command(
     sample_type: str | None,
     field_map: str | None,
     num_workers: int,
+    engine: str,
+    address: str | None,
+    task: str | None,
+    finish: bool,
     shuffle_tars: bool,
     tar_index_only: bool,
     key_index: bool,
@@ -75,12 +82,21 @@ def command(
     Writes a .tar.idx next to every tar, and .nv-meta with the samples per shard, the split, the sample type and the
     key index, in the formats of Megatron Energon. Either all of it is written or nothing changes.
 
+    Tars that have not changed since PATH was prepared are not read again (--tar-index-only reads all of them).
+
     Of a .jsonl file, its index is written beside it. Of a mix (a .yaml), the joins of all splits are looked up once,
     and kept in PATH.cache.
+
+    \b
+    energon prepare data/tars
+    energon prepare data/tars --split-ratio 98,1,1 --sample-type CrudeWebdataset
+    energon prepare data/tars --task $SLURM_ARRAY_TASK_ID/16       # 16 of these, then:
+    energon prepare data/tars --finish --split-ratio 98,1,1 --sample-type CrudeWebdataset
     """
+    share = task_of(task, finish=finish)
     media = media_filter(media_metadata_by_glob, media_metadata_by_header, media_metadata_by_extension)
     if is_jsonl(path) or path.endswith(".yaml"):
-        if split_ratio or split_parts or sample_type or tar_index_only or media:
+        if split_ratio or split_parts or sample_type or tar_index_only or media or share or finish:
             what = "a JSONL file" if is_jsonl(path) else "a mix"
             raise ConfigurationError(f"{path} is {what}: these options go with the folder of a dataset.")
         if is_jsonl(path):
@@ -89,11 +105,21 @@ def command(
             return
         _prepare_mix(path, num_workers=num_workers, trust=trust_remote_code, progress=progress)
         return
+    workers = workers_of(engine, address, num_workers)
+    if share is not None:
+        if split_ratio or split_parts or sample_type or tar_index_only or media:
+            raise ConfigurationError("--task only looks into tars: these options go with --finish, or prepare-media.")
+        with shard_progress("Looking into tars", enabled=progress) as advance:
+            count = scan_task(path, share, exclude=exclude, num_workers=workers, progress=advance)
+        click.echo(f"Task {share}: {count_of(count, 'tar')} done. When all tasks are, run --finish.")
+        return
     if tar_index_only:
+        if finish:
+            raise ConfigurationError("--tar-index-only reads all tars itself: leave --finish out.")
         if media is not None:
             raise ConfigurationError("--tar-index-only keeps the media metadata there is; use `energon prepare-media`.")
         with shard_progress("Indexing shards", enabled=progress) as advance:
-            prepared = rebuild_index(path, num_workers=num_workers, key_index=key_index, progress=advance)
+            prepared = rebuild_index(path, num_workers=workers, key_index=key_index, progress=advance)
         click.echo(f"Indexed {_counted(prepared)}.")
         return
     _check_combinations(split_ratio, split_parts, sample_type, field_map, skip_dataset_yaml=skip_dataset_yaml)
@@ -119,11 +145,12 @@ def command(
             path,
             split=rule,
             exclude=exclude,
-            num_workers=num_workers,
+            num_workers=workers,
             key_index=key_index,
             dataset_yaml=dataset_yaml,
             dataset_yaml_name=dataset_yaml_name,
             media=media,
+            finish=finish,
             progress=advance,
         )
     if prepared.media is not None:

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import click
 
+from energon_bridge.cli.engines import engine_options, workers_of
 from energon_bridge.cli.progress import shard_progress
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.format.media_kinds import MediaFilter
@@ -64,11 +65,14 @@ def report_media(found: IndexedMedia) -> None:
 @click.option(
     "--num-workers", default=_DEFAULT_WORKERS, show_default=True, type=click.IntRange(min=1), help="Processes."
 )
+@engine_options
 @media_options
 def command(
     path: str,
     progress: bool,
     num_workers: int,
+    engine: str,
+    address: str | None,
     media_metadata_by_glob: str | None,
     media_metadata_by_header: bool,
     media_metadata_by_extension: bool,
@@ -81,6 +85,7 @@ def command(
     media = media_filter(media_metadata_by_glob, media_metadata_by_header, media_metadata_by_extension)
     if media is None:
         raise ConfigurationError("give one of --media-metadata-by-glob, -by-header and -by-extension.")
+    workers = workers_of(engine, address, num_workers)
     with shard_progress("Reading media", enabled=progress) as advance:
-        found = prepare_media(path, media, num_workers=num_workers, progress=advance)
+        found = prepare_media(path, media, num_workers=workers, progress=advance)
     report_media(found)

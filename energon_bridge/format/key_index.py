@@ -8,8 +8,9 @@ the shard in `.info.json`. Schema and names: reference section 1.5.
 from __future__ import annotations
 
 import os
+import shutil
 import sqlite3
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise, repeat
 from types import TracebackType
@@ -59,10 +60,48 @@ class KeyIndexWriter:
     def __init__(self, path: str | os.PathLike[str], shards: Sequence[str]) -> None:
         self._shards = shards
         self._path = os.fspath(path)
+        self._continued = ""
+        self._connect(*_TABLES)
+
+    def _connect(self, *statements: str) -> None:
         with self._writing():
-            self._connection = sqlite3.connect(path, isolation_level=None)
-            for statement in (*_PRAGMAS, *_TABLES, "BEGIN"):
+            self._connection = sqlite3.connect(self._path, isolation_level=None)
+            for statement in (*_PRAGMAS, *statements, "BEGIN"):
                 self._connection.execute(statement)
+
+    def take_over(self, old: str, shards: Sequence[str], kept: Collection[str]) -> None:
+        """Take over the rows of some shards from an earlier key index, before anything is added.
+
+        Args:
+            old: Path of that index, which stays as it is.
+            shards: Its shards, in their order.
+            kept: Names of those that have not changed.
+        """
+        if list(self._shards[: len(shards)]) == list(shards) and len(kept) == len(shards):
+            self._connection.close()
+            with self._writing(f", copying {old}"):
+                shutil.copyfile(old, self._path)
+            self._continued = f", which continues {old} (delete that to do without)"
+            self._connect()
+            return
+        places = {shard: number for number, shard in enumerate(self._shards)}
+        moves = [(number, places[shard]) for number, shard in enumerate(shards) if shard in kept]
+        with self._reading(old):
+            self._connection.execute("CREATE TEMP TABLE moves(old INTEGER PRIMARY KEY, new INTEGER)")
+            self._connection.executemany("INSERT INTO moves VALUES (?, ?)", moves)
+            for table, columns, order in (
+                ("samples", "sample_key, sample_index, byte_offset, byte_size", "sample_index"),
+                (
+                    "sample_parts",
+                    "sample_index, part_name, content_byte_offset, content_byte_size",
+                    "sample_index, content_byte_offset",
+                ),
+            ):
+                self._connection.execute(
+                    f"INSERT INTO main.{table} SELECT new, {columns} FROM moves JOIN old.{table} ON tar_file_id = old "
+                    f"ORDER BY new, {order}"
+                )
+            self._connection.execute("DROP TABLE moves")
 
     def add(self, shard: int, scan: ShardScan) -> None:
         """Add the samples of shard number `shard`; raises DuplicateKeyError naming both shards."""
@@ -78,17 +117,15 @@ class KeyIndexWriter:
 
     def keep_media_tables(self, old: str | os.PathLike[str]) -> None:
         """Take over the media metadata of the key index that this one replaces, as preparing again does not make it."""
+        if self._continued:
+            return  # they are in the copy
         names = ("media_metadata", "media_filters")
         query = "SELECT name, sql FROM old.sqlite_master WHERE type = 'table' AND name IN (?, ?)"
-        with self._writing(f", taking over the media metadata of {os.fspath(old)} (delete it to do without)"):
-            self._connection.execute("COMMIT")
-            self._connection.execute("ATTACH ? AS old", (os.fspath(old),))
+        with self._reading(os.fspath(old)):
             for name, create in self._connection.execute(query, names).fetchall():
                 check_table(self._connection, "old", name)
                 self._connection.execute(create)
                 self._connection.execute(f"INSERT INTO main.{name} SELECT * FROM old.{name}")
-            self._connection.execute("DETACH old")
-            self._connection.execute("BEGIN")
 
     def add_media(self, rows: Iterable[Sequence[str]]) -> None:
         """Add media metadata as rows of (key, type, JSON); `energon prepare-media` would note the time, this does not.
@@ -103,19 +140,29 @@ class KeyIndexWriter:
     def finish(self) -> None:
         """Create the indexes and write everything to disk."""
         with self._writing():
-            for statement in (*_INDEXES, "COMMIT"):
+            for statement in ("COMMIT",) if self._continued else (*_INDEXES, "COMMIT"):
                 self._connection.execute(statement)
             self._connection.close()
+
+    @contextmanager
+    def _reading(self, old: str) -> Iterator[None]:
+        """Attach an earlier key index as `old`."""
+        with self._writing(f", taking over what is in {old} (delete it to do without)"):
+            self._connection.execute("COMMIT")
+            self._connection.execute("ATTACH ? AS old", (old,))
+            yield
+            self._connection.execute("DETACH old")
+            self._connection.execute("BEGIN")
 
     @contextmanager
     def _writing(self, doing: str = "") -> Iterator[None]:
         """Turn what sqlite complains of into a StorageError."""
         try:
             yield
-        except (sqlite3.Error, UnicodeDecodeError) as error:  # names in a damaged file need not be text
+        except (sqlite3.Error, UnicodeDecodeError, OSError) as error:  # names in a damaged file need not be text
             raise StorageError(
-                f"{self._path}: cannot write the key index{doing}: {error}. Is there room on the disk, and a limit on "
-                "the size of files?"
+                f"{self._path}: cannot write the key index{doing or self._continued}: {error}. Is there room on the "
+                "disk, and a limit on the size of files?"
             ) from error
 
     def __enter__(self) -> KeyIndexWriter:

@@ -1,4 +1,4 @@
-"""The same work on many shards in several processes, with the results in the order of the shards."""
+"""The same work on many shards: in processes of this machine, or by an engine; results in the order of the shards."""
 
 from __future__ import annotations
 
@@ -9,12 +9,24 @@ from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from energon_bridge.errors import EnergonError
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+
+
+class Engine(Protocol):
+    """What else may work on shards than processes of this machine, such as a cluster."""
+
+    def map_shards(self, function: Callable[[Item], Result], items: Sequence[Item]) -> Generator[Result, None, None]:
+        """Yield `function(item)` for every item, in their order; raise what it raises for the first such item."""
+        ...
+
+
+Workers = int | Engine
+"""A number of processes, or an engine."""
 
 _AHEAD = 3  # results per worker that may wait to be taken: bounds memory
 
@@ -25,13 +37,16 @@ def available_cores() -> int:
 
 
 def map_shards(
-    function: Callable[[Item], Result], items: Sequence[Item], *, num_workers: int
+    function: Callable[[Item], Result], items: Sequence[Item], *, num_workers: Workers
 ) -> Generator[Result, None, None]:
     """Yield `function(item)` for every item, in their order, working on `num_workers` of them at a time.
 
     Raises what the function raises, for the first such item in their order, and EnergonError if a worker was killed.
     Close the generator to stop the workers.
     """
+    if not isinstance(num_workers, int):
+        yield from num_workers.map_shards(function, items)
+        return
     num_workers = min(num_workers, len(items))
     if num_workers <= 1:
         yield from map(function, items)

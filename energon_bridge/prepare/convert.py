@@ -2,7 +2,7 @@
 
 Which samples a shard holds is arithmetic on their numbers, so the bytes do not depend on the workers. A finished shard
 leaves a record that says what it was made of. Started again, after a kill or with a source that grew, whatever would be
-made of the same is left as it is.
+made of the same is left as it is. So shares of the shards can be converted anywhere, and finished in one place.
 
     out/.nv-meta.parts/options.json   what the conversion under way was told; other options are refused
     out/.nv-meta/convert/             the same, and the records, of the finished one
@@ -26,14 +26,16 @@ import numpy as np
 
 from energon_bridge.errors import ConfigurationError, SampleError, SourceError
 from energon_bridge.format.nvmeta import INFO_JSON, META_FOLDER, meta_path, read_info
-from energon_bridge.format.parallel import map_shards
+from energon_bridge.format.parallel import Workers, map_shards
 from energon_bridge.format.tar_index import index_name
+from energon_bridge.prepare.engines import Task
 from energon_bridge.prepare.shards import (
     END_BYTES,
     PartsFolder,
     ShardFile,
     ShardRecord,
     member_size,
+    partial_path,
     publish,
     record_path,
 )
@@ -103,37 +105,90 @@ def convert(
     out: str | os.PathLike[str],
     options: ConvertOptions,
     *,
-    num_workers: int = 1,
+    num_workers: Workers = 1,
     overwrite: bool = False,
+    finish: bool = False,
     progress: Progress | None = None,
 ) -> Converted:
     """Write the samples of a source as a prepared dataset; `progress(done, total)` counts samples.
 
-    It can be repeated at any time: what is there and would be made of the same is kept. Raises SourceError for a
-    sample that cannot be converted (unless `skip_errors`), ConfigurationError if `out` holds something else.
+    It can be repeated at any time: what is there and would be made of the same is kept. With `finish` all shards must
+    be there, made by `convert_task`. Raises SourceError for a sample that cannot be converted (unless `skip_errors`),
+    ConfigurationError if `out` holds something else or, with `finish`, lacks shards.
     """
     check_layout(options.layout)
     plan = list(_plan(source, options))
-    with PartsFolder(Path(out), locked=True) as parts:
-        told = _told(source, options)
-        _check_folder(parts, told, overwrite=overwrite)
-        partial_options = parts.path / f"{_OPTIONS}.partial"
-        partial_options.write_bytes(told)
-        os.replace(partial_options, parts.path / _OPTIONS)
-        jobs = _Jobs(source, options.layout, plan)
-        make = partial(_make_shard, parts.root, options)
+    told = _told(source, options)
+    with PartsFolder(Path(out), lock="alone") as parts:
+        _begin(parts, told, overwrite=overwrite)
         skipped: list[str] = []
-        done = reused = 0
-        with closing(map_shards(make, jobs, num_workers=num_workers)) as results:
-            for (_, numbers), (was_there, failed) in zip(plan, results, strict=True):
-                skipped += failed
-                reused += was_there
-                done += len(numbers)
-                if progress is not None:
-                    progress(done, len(source))
+        missing: list[str] = []
+        reused = 0
+        for shard, made in _make_shards(parts, source, options, plan, num_workers, progress, find_only=finish):
+            if made is None:
+                missing.append(shard)
+                continue
+            was_there, failed = made
+            skipped += failed
+            reused += was_there
+        if missing:
+            raise ConfigurationError(
+                f"{out}: {len(missing)} of {len(plan)} shards are missing, or were made of another source; the first "
+                f"is {missing[0]}. Run their tasks again, or this without --finish."
+            )
         if len(skipped) == len(source):
             raise SourceError(f"{source.where}: all {len(source):,} samples fail; the first: {skipped[0]}")
         return _finish(parts, plan, options, told, tuple(skipped), reused)
+
+
+def convert_task(
+    source: Source,
+    out: str | os.PathLike[str],
+    options: ConvertOptions,
+    task: Task,
+    *,
+    num_workers: Workers = 1,
+    progress: Progress | None = None,
+) -> int:
+    """Write the shards of one task, and return their number; `convert(..., finish=True)` makes a dataset of all.
+
+    Tasks may run at the same time, anywhere where source and `out` have the same paths, and again at any time. Raises
+    what `convert` raises.
+    """
+    check_layout(options.layout)
+    plan = task.of(list(_plan(source, options)))
+    with PartsFolder(Path(out), lock="shared") as parts:
+        _begin(parts, _told(source, options), overwrite=False)
+        return sum(1 for _ in _make_shards(parts, source, options, plan, num_workers, progress))
+
+
+def _begin(parts: PartsFolder, told: bytes, *, overwrite: bool) -> None:
+    """Check that the folder is for this conversion, and say so in it."""
+    _check_folder(parts, told, overwrite=overwrite)
+    path = parts.path / _OPTIONS
+    partial_path(path).write_bytes(told)
+    os.replace(partial_path(path), path)
+
+
+def _make_shards(
+    parts: PartsFolder,
+    source: Source,
+    options: ConvertOptions,
+    plan: Sequence[tuple[str, np.ndarray]],
+    num_workers: Workers,
+    progress: Progress | None,
+    *,
+    find_only: bool = False,
+) -> Iterator[tuple[str, tuple[bool, list[str]] | None]]:
+    """Yield the name of each shard of a plan and what `_make_shard` returned for it."""
+    make = partial(_make_shard, parts.root, options, find_only)
+    done, total = 0, sum(len(numbers) for _, numbers in plan)
+    with closing(map_shards(make, _Jobs(source, options.layout, plan), num_workers=num_workers)) as results:
+        for (shard, numbers), made in zip(plan, results, strict=True):
+            done += len(numbers)
+            if progress is not None:
+                progress(done, total)
+            yield shard, made
 
 
 def propose_samples_per_shard(source: Source, layout: Layout) -> int:
@@ -257,8 +312,11 @@ def _sample(source: Source, layout: Layout, number: int) -> SourceSample:
         return _FailedSample(f"{source.where}, sample {number}", str(error))
 
 
-def _make_shard(root: Path, options: ConvertOptions, job: _Job) -> tuple[bool, list[str]]:
-    """Write a shard, unless it is there and made of the same; returns whether it was, and what was skipped."""
+def _make_shard(root: Path, options: ConvertOptions, find_only: bool, job: _Job) -> tuple[bool, list[str]] | None:
+    """Write a shard, unless it is there and made of the same; returns whether it was, and what was skipped.
+
+    With `find_only` nothing is written, and None returned for a shard that is not there.
+    """
     parts = root / PartsFolder.NAME
     digest = hashlib.blake2b(_key(options), digest_size=16)
     for sample in job.samples:
@@ -267,6 +325,8 @@ def _make_shard(root: Path, options: ConvertOptions, job: _Job) -> tuple[bool, l
     there = _load(root, job.shard)
     if there is not None and there.made_of == made_of and _is_whole(root, job.shard, there):
         return True, there.skipped
+    if find_only:
+        return None
     shard = ShardFile(parts / job.shard, media=options.media)
     try:
         for sample in job.samples:

@@ -18,7 +18,7 @@ from energon_bridge.format.dataset import PreparedDataset, open_dataset, read_in
 from energon_bridge.format.dataset_config import DatasetConfigs
 from energon_bridge.format.jsonl import PART, JsonlDataset, is_jsonl, open_jsonl, parse_line
 from energon_bridge.format.nvmeta import DEFAULT_DATASET_CONFIG, DEFAULT_SPLIT_CONFIG, read_splits
-from energon_bridge.format.parallel import map_shards
+from energon_bridge.format.parallel import Workers, map_shards
 from energon_bridge.format.tar import parse_sample
 from energon_bridge.storage import open_store
 
@@ -96,7 +96,7 @@ def lint_parts(
     return datasets, empty
 
 
-def lint_dataset(dataset: PreparedDataset, *, num_workers: int = 1) -> Iterator[ShardReport]:
+def lint_dataset(dataset: PreparedDataset, *, num_workers: Workers = 1) -> Iterator[ShardReport]:
     """Check every shard of a split part; yields one report per shard, in their order. Excluded samples are left out."""
     from energon_bridge.task_encoder.decoder import SampleDecoder  # imports torch, which the other commands do without
 

@@ -22,7 +22,7 @@ from energon_bridge.format.key_lookup import copy_key_index, sqlite_uri
 from energon_bridge.format.media import MediaMetadata, create_media_tables, note_filter, write_media
 from energon_bridge.format.media_kinds import HEAD_BYTES, MediaFilter
 from energon_bridge.format.nvmeta import INDEX_SQLITE, INFO_JSON, INFO_YAML, META_FOLDER, meta_path, read_info
-from energon_bridge.format.parallel import map_shards
+from energon_bridge.format.parallel import Workers, map_shards
 from energon_bridge.prepare.media_files import read_media
 from energon_bridge.prepare.staging import Staging
 from energon_bridge.storage import Store, open_store
@@ -64,7 +64,7 @@ Found = list[tuple[str, MediaMetadata | str]]
 
 
 def prepare_media(
-    path: str | os.PathLike[str], media: MediaFilter, *, num_workers: int = 1, progress: Progress | None = None
+    path: str | os.PathLike[str], media: MediaFilter, *, num_workers: Workers = 1, progress: Progress | None = None
 ) -> IndexedMedia:
     """Write the metadata of the media files of a prepared dataset, or of any other folder.
 
@@ -100,7 +100,7 @@ def index_dataset_media(
     index: str,
     media: MediaFilter,
     *,
-    num_workers: int,
+    num_workers: Workers,
     progress: Progress | None = None,
 ) -> IndexedMedia:
     """Add the metadata of a dataset's media to its key index, a local file; `shards` are in the order of the index."""
@@ -109,7 +109,7 @@ def index_dataset_media(
 
 
 def _index_folder(
-    store: Store, index: str, media: MediaFilter, *, num_workers: int, progress: Progress | None
+    store: Store, index: str, media: MediaFilter, *, num_workers: Workers, progress: Progress | None
 ) -> IndexedMedia:
     files = [
         _File(name, name, 0, size)
@@ -133,7 +133,7 @@ def _collect(
     measure: Callable[[Item], Found],
     items: Sequence[Item],
     *,
-    num_workers: int,
+    num_workers: Workers,
     progress: Progress | None,
 ) -> IndexedMedia:
     """Measure portions of files in several processes and write what they find.
@@ -155,7 +155,7 @@ def _collect_rows(
     measure: Callable[[Item], Found],
     items: Sequence[Item],
     *,
-    num_workers: int,
+    num_workers: Workers,
     progress: Progress | None,
 ) -> IndexedMedia:
     count, failed = 0, []

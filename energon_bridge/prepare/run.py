@@ -2,13 +2,22 @@
 
 Invariant: either all of it is written or nothing changes. Files are staged, then moved in this order: `.tar.idx` files,
 `index.sqlite`, `split.yaml`, `dataset.yaml`, `index.uuid`, and `.info.json`, which declares the dataset prepared, last.
-A run that was stopped can be repeated.
+
+What a walk through a tar found is kept until all is written, where there are many tars: a run that was stopped goes on,
+and tasks share the tars out. `.nv-meta/tars.json` says which tars the indexes were made of; walks through these are not
+repeated when others join them.
+
+    .nv-meta.scans/<shard>.rec    an encoded `ShardRecord`; `made_of` is what `_version` says of the tar
+    .nv-meta/tars.json            {"versions": {shard: version}, "part_names": [name]}
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 import os
+import shutil
 import tempfile
 import uuid
 from collections.abc import Callable, Sequence
@@ -16,7 +25,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 
-from energon_bridge.errors import ConfigurationError, MetadataError
+from energon_bridge.errors import ConfigurationError, EnergonError, MetadataError
 from energon_bridge.format.documents import dump_yaml, read_document
 from energon_bridge.format.key_index import KeyIndexWriter
 from energon_bridge.format.media_kinds import MediaFilter
@@ -33,16 +42,23 @@ from energon_bridge.format.nvmeta import (
     render_info,
     render_splits,
 )
-from energon_bridge.format.parallel import map_shards
+from energon_bridge.format.parallel import Workers, map_shards
 from energon_bridge.format.tar_index import encode_index, index_name
 from energon_bridge.format.tar_scan import scan_tar
 from energon_bridge.prepare.discover import find_shards
+from energon_bridge.prepare.engines import Task
 from energon_bridge.prepare.media import IndexedMedia, index_dataset_media
+from energon_bridge.prepare.shards import RECORD_SUFFIX, ShardRecord
 from energon_bridge.prepare.split import SplitRule, split_shards
 from energon_bridge.prepare.staging import Staging
 from energon_bridge.storage import LocalStore, Store, open_store
 
 Progress = Callable[[int, int], None]
+
+_SCANS = ".nv-meta.scans"
+_TARS = "tars.json"
+_MANY = 64
+"""Tars from which on walks are kept until all are done."""
 
 _logger = logging.getLogger(__name__)
 
@@ -67,14 +83,18 @@ def prepare_dataset(
     *,
     split: SplitRule,
     exclude: str | None = None,
-    num_workers: int = 1,
+    num_workers: Workers = 1,
     key_index: bool = True,
     dataset_yaml: bytes | None = None,
     dataset_yaml_name: str = DEFAULT_DATASET_CONFIG,
     media: MediaFilter | None = None,
+    finish: bool = False,
     progress: Progress | None = None,
 ) -> Prepared:
     """Index all tars below a folder (or URL) and write `.nv-meta`; an earlier preparation is replaced.
+
+    Tars of an earlier preparation that have not changed since are not read again. With `finish` no tar is read at all:
+    tasks have done so (`scan_task`), and a tar that none of them has seen is a ConfigurationError.
 
     `dataset_yaml` is the content for the file of that name, None leaves what is there. `progress(done, total)` counts
     shards. The excludes of an earlier split.yaml are kept, and its media metadata, unless `media` says which files to
@@ -94,19 +114,51 @@ def prepare_dataset(
             _logger.info("%s: the split part %r gets none of the %d shards.", store.root, part, len(shards))
     with Staging(store) as staging:
         counts, part_names, found = _index(
-            store, shards, staging, num_workers=num_workers, key_index=key_index, media=media, progress=progress
+            store,
+            shards,
+            staging,
+            num_workers=num_workers,
+            key_index=key_index,
+            media=media,
+            earlier=_earlier(store, key_index=key_index),
+            finish=finish,
+            progress=progress,
         )
         staging.add(meta_path(DEFAULT_SPLIT_CONFIG), render_splits(split_parts, exclude=_old_excludes(store)))
         if dataset_yaml is not None:
             staging.add(meta_path(dataset_yaml_name), dataset_yaml)
         _commit(store, staging, counts, key_index=key_index)
+    _forget_scans(store)
     return Prepared(shard_counts=counts, split_parts=split_parts, part_names=part_names, media=found)
+
+
+def scan_task(
+    path: str | os.PathLike[str],
+    task: Task,
+    *,
+    exclude: str | None = None,
+    num_workers: Workers = 1,
+    progress: Progress | None = None,
+) -> int:
+    """Walk through the tars of one task, for `prepare_dataset(..., finish=True)`, and return their number.
+
+    Tasks may run at the same time, anywhere where the dataset has the same path, and again at any time. Raises what
+    `prepare_dataset` raises for a tar.
+    """
+    store = open_store(path)
+    store.check_root()
+    shards = task.of(find_shards(store, exclude=exclude))
+    with closing(map_shards(partial(_scan, store, True, False), shards, num_workers=num_workers)) as scans:
+        for number, _ in enumerate(scans):
+            if progress is not None:
+                progress(number + 1, len(shards))
+    return len(shards)
 
 
 def rebuild_index(
     path: str | os.PathLike[str],
     *,
-    num_workers: int = 1,
+    num_workers: Workers = 1,
     key_index: bool = True,
     progress: Progress | None = None,
 ) -> Prepared:
@@ -130,35 +182,120 @@ def _index(
     shards: Sequence[str],
     staging: Staging,
     *,
-    num_workers: int,
+    num_workers: Workers,
     key_index: bool,
     media: MediaFilter | None = None,
+    earlier: _Earlier | None = None,
+    finish: bool = False,
     progress: Progress | None,
 ) -> tuple[dict[str, int], tuple[str, ...], IndexedMedia | None]:
     """Stage the indexes of all shards; returns samples per shard, all part names, sorted, and what media there is."""
+    known = {} if earlier is None else {shard: earlier.counts[shard] for shard in shards if earlier.has(store, shard)}
+    new = [shard for shard in shards if shard not in known]
     counts: dict[str, int] = {}
-    part_names: set[str] = set()
+    part_names: set[str] = set(earlier.part_names) if earlier is not None and known else set()
+    versions: dict[str, str] = {}
     with ExitStack() as stack:
-        scans = stack.enter_context(closing(map_shards(partial(scan_tar, store), shards, num_workers=num_workers)))
+        scan = partial(_scan, store, len(new) >= _MANY, finish)
+        scans = stack.enter_context(closing(map_shards(scan, new, num_workers=num_workers)))
         writer, found = None, None
         if key_index:
             index = staging.path(meta_path(INDEX_SQLITE))
             writer = stack.enter_context(KeyIndexWriter(index, shards))
-        for number, (shard, scan) in enumerate(zip(shards, scans, strict=True)):
-            if writer is not None:
-                writer.add(number, scan)
-            staging.add(index_name(shard), encode_index(scan.offsets))
-            counts[shard] = len(scan.keys)
-            part_names.update(scan.part_names)
+            if earlier is not None and known:
+                writer.take_over(store.url(meta_path(INDEX_SQLITE)), list(earlier.counts), known)
+        missing: list[str] = []
+        for number, shard in enumerate(shards):
+            record = None if shard in known else next(scans)
+            if shard in known:
+                counts[shard] = known[shard]
+                versions[shard] = _version(store, shard)
+            elif record is None:
+                missing.append(shard)
+            else:
+                if writer is not None:
+                    writer.add(number, record.scan)
+                staging.add(index_name(shard), encode_index(record.scan.offsets))
+                counts[shard] = len(record.scan.keys)
+                versions[shard] = record.made_of
+                part_names.update(record.scan.part_names)
             if progress is not None:
                 progress(number + 1, len(shards))
+        if missing:
+            raise ConfigurationError(
+                f"{store.root}: no task has looked into {len(missing)} of {len(shards)} tars, or they changed since; "
+                f"the first is {missing[0]}. Run their tasks again, or this without --finish."
+            )
         if writer is not None:
             if media is None:
                 _keep_media(store, writer)
             writer.finish()
             if media is not None:
                 found = index_dataset_media(store, shards, index, media, num_workers=num_workers, progress=progress)
+    staging.add(meta_path(_TARS), json.dumps({"versions": versions, "part_names": sorted(part_names)}).encode())
     return counts, tuple(sorted(part_names)), found
+
+
+def _scan(store: Store, keep: bool, find_only: bool, shard: str) -> ShardRecord | None:
+    """Walk through a tar, unless an earlier run did; with `find_only`, return None where none did."""
+    version, name = _version(store, shard), f"{_SCANS}/{shard}{RECORD_SUFFIX}"
+    if store.exists(name):
+        with contextlib.suppress(ValueError):
+            record = ShardRecord.decode(store.read(name))
+            if record.made_of == version:
+                return record
+    if find_only:
+        return None
+    record = ShardRecord(scan=scan_tar(store, shard), made_of=version)
+    if keep:
+        store.write(name, record.encode())
+    return record
+
+
+def _version(store: Store, shard: str) -> str:
+    """Return what tells one content of a tar from another: its size and, in a local folder, when it was written."""
+    if isinstance(store, LocalStore):
+        status = os.stat(store.url(shard))
+        return f"{status.st_size} {status.st_mtime_ns}"
+    return f"{store.size(shard)}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Earlier:
+    """An earlier preparation: samples by shard, versions of their tars, and part names."""
+
+    counts: dict[str, int]
+    versions: dict[str, str]
+    part_names: tuple[str, ...]
+
+    def has(self, store: Store, shard: str) -> bool:
+        """Whether a shard's indexes are there and made of the tar that is there."""
+        if shard not in self.counts or self.versions.get(shard) != _version(store, shard):
+            return False
+        index = index_name(shard)
+        return store.exists(index) and store.size(index) == 8 * (self.counts[shard] + 1)
+
+
+def _earlier(store: Store, *, key_index: bool) -> _Earlier | None:
+    """Return the earlier preparation of a local folder, if its indexes can be used again."""
+    if not isinstance(store, LocalStore) or not store.exists(meta_path(_TARS)):
+        return None  # elsewhere a tar may be replaced by one of the same size, and nothing tells
+    if key_index and not store.exists(meta_path(INDEX_SQLITE)):
+        return None
+    try:
+        made_of = json.loads(store.read(meta_path(_TARS)))
+        return _Earlier(read_info(store).shard_counts, dict(made_of["versions"]), tuple(made_of["part_names"]))
+    except (EnergonError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _forget_scans(store: Store) -> None:
+    if isinstance(store, LocalStore):
+        shutil.rmtree(store.url(_SCANS), ignore_errors=True)
+        return
+    for name, _ in store.list(RECORD_SUFFIX):
+        if name.startswith(f"{_SCANS}/"):
+            store.delete(name)
 
 
 def _commit(store: Store, staging: Staging, counts: dict[str, int], *, key_index: bool) -> None:

@@ -81,7 +81,7 @@ class ShardWriter:
         self._bytes_per_shard = bytes_per_shard
         self._writer = writer
         self._media = media
-        self._parts = PartsFolder(Path(path), locked=writer is None)
+        self._parts = PartsFolder(Path(path), lock="alone" if writer is None else None)
         self._folder = self._parts.path / split_part
         self._prefix = f"{writer}-" if writer is not None else ""
         if any(self._folder.glob(f"{self._prefix}[0-9]*")) if writer else any(self._parts.path.iterdir()):
@@ -229,7 +229,7 @@ def finish_shards(path: str | os.PathLike[str]) -> dict[str, int]:
         ConfigurationError: There are no shards, or a writer has not ended.
         DuplicateKeyError: Two samples share a key.
     """
-    with PartsFolder(Path(path), locked=False) as parts:
+    with PartsFolder(Path(path)) as parts:
         unfinished = sorted(parts.path.rglob("*.partial"))
         if unfinished:
             raise ConfigurationError(

@@ -1,7 +1,7 @@
 """Writing tars and their indexes in one pass over the bytes.
 
     out/.nv-meta.parts/train/00000.tar   a finished shard, until all are finished
-    out/.nv-meta.parts/train/00000.rec   what is in it: a `ShardRecord` as zlib-compressed JSON
+    out/.nv-meta.parts/train/00000.rec   what is in it: an encoded `ShardRecord`
     out/train/00000.tar, .tar.idx        where `publish` moves it
     out/.nv-meta/                        info, split, dataset.yaml and key index; `publish` writes .info.json last
 
@@ -17,16 +17,19 @@ import json
 import logging
 import os
 import shutil
+import socket
 import tarfile
 import time
 import uuid
 import zlib
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import ClassVar
+from typing import ClassVar, Literal
+
+import numpy as np
 
 from energon_bridge.errors import ConfigurationError, DecodeError, SourceError, StorageError
 from energon_bridge.format.key_index import KeyIndexWriter
@@ -68,6 +71,7 @@ _BEFORE_SIZE = b"0000644\0" + b"0000000\0" * 2
 _TIME = b"00000000000\0"
 _AFTER_CHECKSUM = b"0" + bytes(100) + b"ustar\x0000" + bytes(247)
 _FIXED_SUM = sum(_BEFORE_SIZE + _TIME + b" " * 8 + _AFTER_CHECKSUM)
+_COLUMNS = ("offsets", "part_samples", "part_offsets", "part_sizes")
 _MEDIA = MediaFilter(strategy="EXTENSION")
 
 _logger = logging.getLogger(__name__)
@@ -88,24 +92,31 @@ class ShardRecord:
     made_of: str = ""
 
     def encode(self) -> bytes:
-        """Write the record."""
-        columns = {
-            name: value.tolist() if isinstance(value, array) else value for name, value in asdict(self.scan).items()
-        }
+        """Write the record: JSON, a zero byte, and the integers of the scan, each column 64 bits little-endian."""
+        scan = self.scan
         plain = {name: getattr(self, name) for name in ("media", "fields", "skipped", "size", "made_of")}
-        return zlib.compress(json.dumps({"scan": columns, **plain}, separators=(",", ":")).encode(), 1)
+        plain |= {"keys": scan.keys, "part_names": scan.part_names}
+        columns = [np.asarray(getattr(scan, name), "<i8").tobytes() for name in _COLUMNS]
+        return zlib.compress(json.dumps(plain, separators=(",", ":")).encode() + b"\0" + b"".join(columns), 1)
 
     @classmethod
     def decode(cls, data: bytes) -> ShardRecord:
         """Read a record; raises ValueError if it is none."""
         try:
-            plain = json.loads(zlib.decompress(data))
-            scan = ShardScan(**plain.pop("scan"))
+            text, end, columns = zlib.decompress(data).partition(b"\0")
+            plain = json.loads(text)
+            scan = ShardScan(keys=plain.pop("keys"), part_names=plain.pop("part_names"))
+            record = cls(scan=scan, **plain)
         except (zlib.error, KeyError, TypeError) as error:
             raise ValueError(f"no record of a shard: {error}") from error
-        for name in ("offsets", "part_samples", "part_offsets", "part_sizes"):
-            setattr(scan, name, array("q", getattr(scan, name)))
-        return cls(scan=scan, **plain)
+        counts = (len(scan.keys) + 1, *[len(scan.part_names)] * 3)
+        if not end or len(columns) != 8 * sum(counts):
+            raise ValueError(f"no record of a shard: {len(columns)} bytes of columns, expected {8 * sum(counts)}")
+        start = 0
+        for name, count in zip(_COLUMNS, counts, strict=True):
+            setattr(scan, name, array("q", np.frombuffer(columns, "<i8", count, start).tobytes()))
+            start += 8 * count
+        return record
 
 
 def member_size(name: str, size: int) -> int:
@@ -135,7 +146,7 @@ class ShardFile:
         self._media = media
         self._pending: list[bytes] = []
         self._pending_bytes = 0
-        self._partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+        self._partial = partial_path(path)
         with _writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = open(self._partial, "wb", buffering=0)  # noqa: SIM115 - `close` closes it
@@ -216,6 +227,11 @@ class ShardFile:
             _logger.info("%s: no media metadata: %s", name, error)
 
 
+def partial_path(path: Path) -> Path:
+    """Return where a file is written before it gets its name: by one process of one machine."""
+    return path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}.partial")
+
+
 def record_path(shard: Path) -> Path:
     """Return where the record of a shard lies."""
     return shard.with_suffix(RECORD_SUFFIX)
@@ -224,17 +240,20 @@ def record_path(shard: Path) -> Path:
 def write_record(shard: Path, record: ShardRecord) -> None:
     """Write the record of a shard as a whole."""
     path = record_path(shard)
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    partial = partial_path(path)
     partial.write_bytes(record.encode())
     os.replace(partial, path)
 
 
 class PartsFolder:
-    """The folder `.nv-meta.parts` of a dataset that is being written; `locked` keeps other writers out."""
+    """The folder `.nv-meta.parts` of a dataset that is being written.
+
+    The lock "alone" keeps all others out that take one, "shared" those that want to be alone.
+    """
 
     NAME: ClassVar[str] = PARTS_FOLDER
 
-    def __init__(self, root: Path, *, locked: bool) -> None:
+    def __init__(self, root: Path, *, lock: Literal["alone", "shared"] | None = None) -> None:
         store = open_store(root)
         if not isinstance(store, LocalStore):
             raise ConfigurationError(f"{root}: shards are written to a local folder; copy the folder when it is done.")
@@ -243,9 +262,9 @@ class PartsFolder:
         self._lock = -1
         with _writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
-            if locked and fcntl is not None:
+            if lock is not None and fcntl is not None:
                 self._lock = os.open(self.path, os.O_RDONLY)
-                self._claim()
+                self._claim(alone=lock == "alone")
 
     def remove(self) -> None:
         """Remove the folder with all that is in it."""
@@ -267,12 +286,13 @@ class PartsFolder:
     ) -> None:
         self.close()
 
-    def _claim(self) -> None:
+    def _claim(self, *, alone: bool) -> None:
         """Take the lock. The workers of a run that was just killed hold it for a moment longer."""
+        wanted = fcntl.LOCK_EX if alone else fcntl.LOCK_SH
         deadline = time.monotonic() + _LOCK_SECONDS
         while True:
             try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(self._lock, wanted | fcntl.LOCK_NB)
             except BlockingIOError:
                 if time.monotonic() < deadline:
                     time.sleep(0.05)
@@ -282,6 +302,8 @@ class PartsFolder:
             except OSError:
                 return  # a file system without locks
             break
+        if not alone:
+            return
         for partial in self.path.rglob("*.partial"):
             partial.unlink(missing_ok=True)
 

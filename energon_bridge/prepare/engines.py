@@ -1,0 +1,107 @@
+"""Work on shards by more than one machine: a Ray cluster, or tasks that a scheduler starts.
+
+All of them need the dataset at one path that every machine sees. Shards are independent, and each is written under
+another name and then renamed, so a task that is killed or runs twice does no harm.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from energon_bridge.errors import ConfigurationError, EnergonError
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+_AHEAD = 3  # results per core that may wait to be taken: bounds memory
+_RETRIES = 5  # of a shard whose process or machine is lost
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One of `count` equal shares of the shards: every `count`th of them, from shard `number` on."""
+
+    number: int
+    count: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.number < self.count:
+            raise ConfigurationError(
+                f"task {self}: tasks are numbered from 0/{self.count} to {self.count - 1}/{self.count}."
+            )
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.count}"
+
+    def of(self, items: Sequence[Item]) -> Sequence[Item]:
+        """Return the items of this task."""
+        return items[self.number :: self.count]
+
+
+def parse_task(text: str) -> Task:
+    """Read a task as `--task` gives it: 3/16 is the fourth of 16."""
+    match = re.fullmatch(r"(\d+)/(\d+)", text.strip())
+    if match is None:
+        raise ConfigurationError(
+            f"--task {text!r}: expected NUMBER/COUNT, from 0/16 to 15/16; in a SLURM array "
+            "--task $SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_COUNT."
+        )
+    return Task(int(match[1]), int(match[2]))
+
+
+class RayEngine:
+    """Runs the work on shards as tasks of a Ray cluster.
+
+    Args:
+        address: That of a cluster ("auto", "ray://host:10001"); None finds the one of RAY_ADDRESS, or starts one on
+            this machine.
+
+    Raises:
+        ConfigurationError: Ray is not installed, or there is no cluster at the address.
+    """
+
+    def __init__(self, address: str | None = None) -> None:
+        try:
+            import ray
+        except ImportError as error:
+            raise ConfigurationError(f"--engine ray needs Ray: pip install 'energon-bridge[ray]' ({error})") from error
+        self._ray: Any = ray
+        if not ray.is_initialized():
+            try:
+                ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+            except (ConnectionError, ValueError, RuntimeError) as error:
+                raise ConfigurationError(f"no Ray cluster at {address or 'RAY_ADDRESS'}: {error}") from error
+
+    def map_shards(self, function: Callable[[Item], Result], items: Sequence[Item]) -> Generator[Result, None, None]:
+        """Yield `function(item)` for every item, in their order; a task whose process is lost runs again."""
+        ray = self._ray
+        call = ray.remote(max_retries=_RETRIES)(_call)
+        shared = ray.put(function)
+        ahead = _AHEAD * max(1, int(ray.cluster_resources().get("CPU", 1)))
+        waiting: deque[Any] = deque()
+        try:
+            for item in items:
+                if len(waiting) >= ahead:
+                    yield self._result(waiting.popleft())
+                waiting.append(call.remote(shared, item))
+            while waiting:
+                yield self._result(waiting.popleft())
+        finally:
+            for reference in waiting:
+                ray.cancel(reference)
+
+    def _result(self, reference: Any) -> Any:
+        try:
+            return self._ray.get(reference)
+        except self._ray.exceptions.RayTaskError as error:
+            raise error.cause from error  # the work's own error, as processes raise it
+        except self._ray.exceptions.RayError as error:
+            raise EnergonError(f"Ray lost the work on a shard {_RETRIES + 1} times: {error}") from error
+
+
+def _call(function: Callable[[Item], Result], item: Item) -> Result:
+    return function(item)
