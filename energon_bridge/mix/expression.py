@@ -1,0 +1,166 @@
+"""Filter expressions such as `aesthetic > 5 and language in ["en", "de"]`, over arrays with one entry per sample.
+
+Python's grammar, of which only the following is accepted: names of columns, numbers, strings, True and False,
+comparisons (chained ones too), `in` and `not in` a literal list, `and`, `or`, `not`, + - * / // % and parentheses.
+Nothing is ever executed: the tree is walked, so an expression from a file is data. NaN compares false, but for `!=`.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import operator
+from collections.abc import Callable, Mapping
+from typing import NoReturn
+
+import numpy as np
+
+from energon_bridge.errors import ConfigurationError
+
+_MOST_CHARACTERS = 4000
+_LARGEST = 2.0**62
+_COMPARISONS: dict[type[ast.cmpop], Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+}
+_ARITHMETIC: dict[type[ast.operator], Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+
+
+def column_names(text: str) -> tuple[str, ...]:
+    """Return the columns that an expression names, sorted; raises ConfigurationError if it cannot be parsed."""
+    return tuple(sorted({node.id for node in ast.walk(_parse(text)) if isinstance(node, ast.Name)}))
+
+
+def evaluate(text: str, columns: Mapping[str, np.ndarray], *, num_samples: int) -> np.ndarray:
+    """Return which samples an expression keeps: bool, shape (num_samples,).
+
+    Columns have shape (num_samples,) and hold bools, integers, floats or strings. Raises ConfigurationError.
+    """
+    try:
+        kept = _Evaluation(text, columns).value(_parse(text))
+    except RecursionError:
+        raise ConfigurationError(
+            f"filter {text[:60]!r}...: is nested too deeply. Use fewer parentheses and `not`s, or compute a column."
+        ) from None
+    if kept.dtype.kind != "b":
+        raise ConfigurationError(
+            f"filter {text!r}: gives {_kind(kept)}, expected true or false. Compare it, as in `{text.strip()} > 0`."
+        )
+    return np.array(np.broadcast_to(kept, (num_samples,)))
+
+
+def _parse(text: str) -> ast.expr:
+    if len(text) > _MOST_CHARACTERS:
+        raise ConfigurationError(
+            f"filter {text[:60]!r}...: has {len(text)} characters, expected at most {_MOST_CHARACTERS}. "
+            f"Compute a column of it."
+        )
+    try:
+        return ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ConfigurationError(
+            f"filter {text!r}: cannot be parsed: {error}. Write one like `aesthetic > 5 and tokens < 4096`."
+        ) from None
+
+
+class _Evaluation:
+    def __init__(self, text: str, columns: Mapping[str, np.ndarray]) -> None:
+        self._text = text
+        self._columns = columns
+
+    def value(self, node: ast.expr) -> np.ndarray:
+        match node:
+            case ast.Name(id=name):
+                return self._column(name)
+            case ast.Constant(value=bool() | int() | float() | str() as constant):
+                value = np.asarray(constant)
+                return value if value.dtype.kind in "bifU" else self._refuse(node, "is too large a number")
+            case ast.BoolOp(op=op, values=values):
+                parts = [self._truth(part) for part in values]
+                return (np.logical_and if isinstance(op, ast.And) else np.logical_or).reduce(
+                    np.broadcast_arrays(*parts)
+                )
+            case ast.UnaryOp(op=ast.Not(), operand=operand):
+                return np.logical_not(self._truth(operand))
+            case ast.UnaryOp(op=ast.USub() | ast.UAdd() as sign, operand=operand):
+                number = self._number(operand)
+                return np.negative(number) if isinstance(sign, ast.USub) else number
+            case ast.BinOp(left=left, op=op, right=right) if type(op) in _ARITHMETIC:
+                return self._arithmetic(node, left, op, right)
+            case ast.Compare(left=left, ops=ops, comparators=rights):
+                kept: np.ndarray = np.asarray(True)
+                for comparison, right in zip(ops, rights, strict=True):
+                    kept = np.logical_and(kept, self._compare(left, comparison, right))
+                    left = right
+                return kept
+        return self._refuse(node, "is not allowed")
+
+    def _column(self, name: str) -> np.ndarray:
+        if name in self._columns:
+            return self._columns[name]
+        near = difflib.get_close_matches(name, self._columns, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else "."
+        raise ConfigurationError(
+            f"filter {self._text!r}: no column {name!r}{hint} Columns: {', '.join(sorted(self._columns)) or 'none'}."
+        )
+
+    def _truth(self, node: ast.expr) -> np.ndarray:
+        value = self.value(node)
+        return value if value.dtype.kind == "b" else self._refuse(node, f"is {_kind(value)}, expected true or false")
+
+    def _number(self, node: ast.expr) -> np.ndarray:
+        value = self.value(node)
+        if value.dtype.kind not in "bif":
+            self._refuse(node, f"is {_kind(value)}, expected a number")
+        return value.astype(np.int64) if value.dtype.kind == "b" else value
+
+    def _arithmetic(self, node: ast.expr, left: ast.expr, op: ast.operator, right: ast.expr) -> np.ndarray:
+        first, second = self._number(left), self._number(right)
+        if isinstance(op, ast.Div | ast.FloorDiv | ast.Mod) and bool(np.any(second == 0)):
+            self._refuse(right, "is 0 for some samples, and divides")
+        integers = first.dtype.kind == "i" and second.dtype.kind == "i"
+        if integers and not isinstance(op, ast.Div):  # integers of numpy wrap around without a word
+            size = _ARITHMETIC[type(op)] if isinstance(op, ast.Mult) else operator.add
+            if float(size(_magnitude(first), _magnitude(second))) > _LARGEST:
+                self._refuse(node, "exceeds 64 bits for some samples")
+        return np.asarray(_ARITHMETIC[type(op)](first, second))
+
+    def _compare(self, left: ast.expr, op: ast.cmpop, right: ast.expr) -> np.ndarray:
+        if isinstance(op, ast.In | ast.NotIn):
+            if not isinstance(right, ast.List | ast.Tuple):
+                self._refuse(right, "is not a list: write one after `in`, as in `language in ['en', 'de']`")
+            found: np.ndarray = np.asarray(False)
+            for item in right.elts:
+                found = np.logical_or(found, self._compare(left, ast.Eq(), item))
+            return found if isinstance(op, ast.In) else np.logical_not(found)
+        if type(op) not in _COMPARISONS:
+            self._refuse(right, "is compared with `is`: use == or !=")
+        first, second = self.value(left), self.value(right)
+        if (first.dtype.kind == "U") != (second.dtype.kind == "U"):
+            self._refuse(right, f"is {_kind(second)}, compared with {_kind(first)}")
+        return np.asarray(_COMPARISONS[type(op)](first, second))
+
+    def _refuse(self, node: ast.expr, why: str) -> NoReturn:
+        raise ConfigurationError(
+            f"filter {self._text!r}: `{ast.unparse(node)}` {why}. A filter has columns, numbers, strings, comparisons, "
+            f"`in` with a list, and, or, not, and + - * / // %."
+        )
+
+
+def _magnitude(value: np.ndarray) -> np.ndarray:
+    return np.asarray(np.abs(value.astype(np.float64)).max(initial=0.0))
+
+
+def _kind(value: np.ndarray) -> str:
+    return {"b": "true or false", "i": "a number", "f": "a number", "U": "a string"}.get(value.dtype.kind, "no number")
