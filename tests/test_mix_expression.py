@@ -30,6 +30,7 @@ COLUMNS = {
         "-tokens // 3 < 2 and tokens / 2 >= -3.5",
         "tokens * 2 - 1 > aesthetic",
         "checked + checked == 2",
+        "aesthetic * 1e308 > 1",
         "True",
         "1 > 2",
     ],

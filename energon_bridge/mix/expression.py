@@ -48,7 +48,8 @@ def evaluate(text: str, columns: Mapping[str, np.ndarray], *, num_samples: int) 
     Columns have shape (num_samples,) and hold bools, integers, floats or strings. Raises ConfigurationError.
     """
     try:
-        kept = _Evaluation(text, columns).value(_parse(text))
+        with np.errstate(over="ignore", invalid="ignore"):  # inf and NaN compare as Python's do
+            kept = _Evaluation(text, columns).value(_parse(text))
     except RecursionError:
         raise ConfigurationError(
             f"filter {text[:60]!r}...: is nested too deeply. Use fewer parentheses and `not`s, or compute a column."
