@@ -61,6 +61,7 @@ def get_train_dataset(
     dataset_config: str = "dataset.yaml",
     split_config: str = "split.yaml",
     trust_remote_code: bool = False,
+    filter: str | None = None,  # noqa: A002 - the word of mixes, too
     error_policy: ErrorPolicy | None = None,
     handler: Handler | None = None,
     **kwargs: Any,
@@ -94,6 +95,8 @@ def get_train_dataset(
         task_encoder: Default: `DefaultTaskEncoder()`.
         image_decode: Form of decoded images, such as "torchrgb8" or "pilrgb"; overrides the encoder's decoder.
         dataset_config, split_config: Names of the files in `.nv-meta`.
+        filter: Expression over columns, such as `tokens < 4096 and language == "en"`; only samples that fulfil it are
+            read. Every dataset of a mix needs the columns (`energon columns add`).
         error_policy: What becomes of samples that cannot be read, decoded or encoded; default: `ErrorPolicy()`.
         handler: Decides on each failed sample in the convention of webdataset, given the exception: True leaves the
             sample out, False or raising stops the run. The same as `ErrorPolicy(on_error=handler)`.
@@ -123,6 +126,7 @@ def get_train_dataset(
         trust_remote_code=trust_remote_code,
         shuffle_epochs=shuffle_over_epochs_multiplier,
         policy=error_policy,
+        condition=filter,
     )
     return DatasetSpec(
         leaves=leaves,
@@ -155,6 +159,7 @@ def get_val_dataset(
     dataset_config: str = "dataset.yaml",
     split_config: str = "split.yaml",
     trust_remote_code: bool = False,
+    filter: str | None = None,  # noqa: A002 - the word of mixes, too
     error_policy: ErrorPolicy | None = None,
     handler: Handler | None = None,
     **kwargs: Any,
@@ -179,6 +184,7 @@ def get_val_dataset(
         trust_remote_code=trust_remote_code,
         shuffle_epochs=None,
         policy=error_policy,
+        condition=filter,
     )
     return DatasetSpec(
         leaves=leaves,
@@ -286,10 +292,12 @@ def _open(
     trust_remote_code: bool,
     shuffle_epochs: int | None,
     policy: ErrorPolicy | None,
+    condition: str | None,
 ) -> tuple[Mix, tuple[OpenLeaf, ...]]:
     """Describe a mix and open its leaves, both with the help of its index where it has one."""
     index = open_mix_index(source, split_part=split_part)
-    mix = load_mix(source, split_part=split_part, dataset_config=dataset_config, split_config=split_config, index=index)
+    configs = {"dataset_config": dataset_config, "split_config": split_config}
+    mix = load_mix(source, split_part=split_part, index=index, condition=condition, **configs)
     if not index.is_kept:
         index = index_of_datasets(mix, split_part=split_part)
     timeout = (policy or ErrorPolicy()).read_timeout_seconds

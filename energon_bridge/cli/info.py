@@ -46,5 +46,6 @@ def _rows(summary: DatasetSummary) -> list[tuple[str, str]]:
             ("prepared by", prepared_by(summary.energon_version)),
             ("key index", "yes" if summary.has_key_index else "no"),
         ]
+    rows += [("column", f"{name}, {column.made_of}") for name, column in summary.columns.items()]
     rows += [("MISSING", shard) for shard in summary.missing_shards]
     return rows

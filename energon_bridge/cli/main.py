@@ -19,6 +19,7 @@ from energon_bridge.errors import EnergonError
 _COMMANDS = {
     "bench": "Measure how fast a dataset loads here, and what limits it.",
     "checkpoint": "Show what saved states say, and how two differ.",
+    "columns": "Add numbers and texts by sample, which filters use.",
     "convert": "Make a prepared dataset of JSON with media, folders, COCO, CSV, parquet or WebDatasets.",
     "info": "Show what a prepared dataset holds.",
     "lint": "Read and decode every sample, and name those that fail.",

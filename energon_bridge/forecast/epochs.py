@@ -263,6 +263,8 @@ def mixing(order: LeafOrder, lanes: int) -> float:
         drawn = np.empty(0, dtype=np.int64)
         while drawn.size < _DRAWS * _WINDOWS:
             drawn = np.concatenate((drawn, order.round_at(lane, drawn.size).indices))
-        parts = (drawn[: _DRAWS * _WINDOWS] - order.first_sample) * _PARTS // n
+        drawn = drawn[: _DRAWS * _WINDOWS]
+        places = drawn - order.first_sample if order.kept is None else np.searchsorted(order.kept, drawn)
+        parts = places * _PARTS // n
         distinct += [np.unique(window).size for window in parts.reshape(_WINDOWS, _DRAWS)]
     return min(1.0, float(np.mean(distinct)) / ideal)

@@ -21,7 +21,7 @@ from energon_bridge.loader.fits import check_fits
 from energon_bridge.loader.run_plan import RunPlan, plan_run
 from energon_bridge.loader.spec import DatasetSpec
 from energon_bridge.mix import Blend, Concat, DatasetOpener, LeafRef, Mix, MixSource, Node, WeightSchedule, flatten
-from energon_bridge.mix.leaves import OpenLeaf
+from energon_bridge.mix.leaves import OpenLeaf, kept_samples
 from energon_bridge.mix.tree import EpochizedBlend as MixedEpochs
 from energon_bridge.stream.state import LaneState
 from energon_bridge.task_encoder.base import DefaultTaskEncoder
@@ -147,11 +147,15 @@ def _spec_of_state(
     for row, share, shuffle in zip(rows, _shares(rows), epochs, strict=True):
         ref = _reference(row, **names)
         dataset = opener.open(ref)
-        start, _, stop = row["subset"].partition(":")
+        lines, _, text = row["subset"].partition(" where ")
+        first, _, last = lines.partition(":")
+        start, stop = int(first or 0), int(last or dataset.num_samples)
         leaf = OpenLeaf(
             dataset=dataset,
-            start=int(start or 0),
-            stop=int(stop or dataset.num_samples),
+            start=start,
+            stop=stop,
+            filter=text,
+            kept=kept_samples(dataset, text, start, stop, where=row["path"]) if text else None,
             share=share,
             shuffle_epochs=shuffle,
         )

@@ -81,7 +81,7 @@ _MOST_COUNTED = 1 << 56
 _OF_THE_RUN = ("kind", "settings", "weights", *_NUMBERS)
 _REQUIRED = {*_OF_THE_RUN, "leaves", "lanes"}
 _SHARE = re.compile(r"(\d{1,2000}(/0*[1-9]\d{0,2000})?)?", re.ASCII)
-_SUBSET = re.compile(r"(\d{1,15}):(\d{1,15})", re.ASCII)
+_SUBSET = re.compile(r"(\d{1,15}):(\d{1,15})( where .{1,9000})?", re.ASCII | re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -293,7 +293,9 @@ def read_leaves(document: State) -> list[State]:
         if not _SHARE.fullmatch(leaf["share"]):
             raise damaged("leaves.shares", f"should hold fractions, found {_shown(leaf['share'])}")
         first, last = _lines(leaf)
-        if last - first != leaf["num_samples"]:
+        if last - first != leaf["num_samples"] and not (
+            " where " in leaf["subset"] and last - first > leaf["num_samples"]
+        ):
             raise damaged("leaves.subsets", f"has {_shown(leaf['subset'])} for {leaf['num_samples']} samples")
     return leaves
 

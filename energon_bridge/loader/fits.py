@@ -106,7 +106,9 @@ def diff_leaves(saved: Sequence[State], here: Sequence[State]) -> list[str]:
 
 
 def _describe(leaf: State) -> str:
-    return f"{leaf['path']} [{leaf['split_part']}], {leaf['num_samples']} samples, identity {leaf['identity']}"
+    part = f" of {leaf['subset']}" if leaf["subset"] else ""
+    samples = f"{leaf['num_samples']} samples{part}"
+    return f"{leaf['path']} [{leaf['split_part']}], {samples}, identity {leaf['identity']}"
 
 
 def check_lanes(lanes: Mapping[int, LaneState], wanted: Iterable[int], microbatches: int, num_lanes: int) -> None:

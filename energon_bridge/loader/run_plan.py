@@ -134,6 +134,7 @@ def _leaf(data: Description, leaf: OpenLeaf, lanes: int, seed: int, *, block: in
         block=block if shuffle else data.rows,
         shuffle=shuffle,
         first_sample=leaf.start,
+        kept=leaf.kept,
         epochs_per_shuffle=leaf.shuffle_epochs or 1,
     )
     return Leaf(identity=leaf.identity, dataset=leaf.dataset, order=order, aux=leaf.aux)
@@ -169,7 +170,7 @@ def _row(data: Description, leaf: OpenLeaf, block: int) -> dict[str, Any]:
         "path": leaf.dataset.path,
         "split_part": leaf.dataset.split_part,
         "num_samples": leaf.num_samples,
-        "subset": "" if leaf.num_samples == leaf.dataset.num_samples else f"{leaf.start}:{leaf.stop}",
+        "subset": leaf.part,
         "share": str(leaf.share) if data.kind != "finite" and len(data.leaves) > 1 else "",
         "block": block,
     }

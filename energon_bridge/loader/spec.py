@@ -88,7 +88,7 @@ def leaf_line(leaf: OpenLeaf) -> str:
     """Name a leaf for people, in one line."""
     dataset = leaf.dataset
     kind = getattr(getattr(dataset, "sample_type", None), "__name__", "joined samples")
-    subset = "" if leaf.is_whole else f", samples {leaf.start} to {leaf.stop}"
+    subset = "" if leaf.is_whole else f", samples {leaf.part.replace(':', ' to ', 1)}"
     shards = counted(leaf.num_shards, "shard")
     part = f" [{dataset.split_part}]" if dataset.split_part else ""
     return f"{dataset.path}{part}{subset}: {counted(leaf.num_samples, kind)} in {shards}"

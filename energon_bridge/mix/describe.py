@@ -73,7 +73,8 @@ def _source(leaf: LeafRef | JoinRef) -> list[str]:
             f"{entry.name}={entry.leaf.path}" if entry.name else entry.leaf.path for entry in leaf.entries
         )
         return [f"join {names}", f"by {leaf.joiner.module}.{leaf.joiner.name}", *subset]
-    return [leaf.path, *([] if leaf.is_jsonl else [leaf.split_part]), *subset]
+    where = [f"where {text}" for text in leaf.filters]
+    return [leaf.path, *([] if leaf.is_jsonl else [leaf.split_part]), *subset, *where]
 
 
 def _subset(subset: SubsetRange) -> list[str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import difflib
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
 import numpy as np
@@ -40,6 +40,12 @@ _ARITHMETIC: dict[type[ast.operator], Callable[[np.ndarray, np.ndarray], np.ndar
 def column_names(text: str) -> tuple[str, ...]:
     """Return the columns that an expression names, sorted; raises ConfigurationError if it cannot be parsed."""
     return tuple(sorted({node.id for node in ast.walk(_parse(text)) if isinstance(node, ast.Name)}))
+
+
+def all_of(texts: Sequence[str]) -> str:
+    """Return one expression that holds where all of them do, empty if there are none."""
+    distinct = list(dict.fromkeys(text.strip() for text in texts))
+    return distinct[0] if len(distinct) == 1 else " and ".join(f"({text})" for text in distinct)
 
 
 def evaluate(text: str, columns: Mapping[str, np.ndarray], *, num_samples: int) -> np.ndarray:

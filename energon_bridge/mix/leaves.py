@@ -12,17 +12,19 @@ from fractions import Fraction
 
 import numpy as np
 
-from energon_bridge.errors import DatasetError, EmptyDatasetError, MetadataError
+from energon_bridge.errors import ConfigurationError, DatasetError, EmptyDatasetError, MetadataError
+from energon_bridge.format.columns import column_of, read_columns
 from energon_bridge.format.dataset import PreparedDataset
 from energon_bridge.format.join import JoinedDataset
-from energon_bridge.format.jsonl import is_jsonl, open_jsonl
+from energon_bridge.format.jsonl import JsonlDataset, is_jsonl, open_jsonl
 from energon_bridge.format.key_lookup import key_index_version
 from energon_bridge.format.nvmeta import read_info
+from energon_bridge.mix.expression import all_of, column_names, evaluate
 from energon_bridge.mix.flatten import Mix
 from energon_bridge.mix.joins import aux_of_join, open_join
 from energon_bridge.mix.opener import DatasetOpener
 from energon_bridge.mix.subset import evaluate_subset
-from energon_bridge.mix.tree import AuxRef, JoinRef, combine_multipliers
+from energon_bridge.mix.tree import AuxRef, JoinRef, LeafRef, combine_multipliers
 from energon_bridge.samples import CrudeSample
 from energon_bridge.storage import as_far, open_store
 
@@ -39,6 +41,8 @@ class OpenLeaf:
         shuffle_epochs: Epochs that are shuffled as one, -1 without an end; None keeps the dataset's own order.
         aux: Stores for the cooker of a crude dataset, by name.
         aux_fingerprint: A hash of what `aux` holds, empty where there is none.
+        filter: The expression that its samples fulfil, empty where there is none.
+        kept: With a filter: the numbers of these samples, rising, shape (num_samples,).
 
     Attributes:
         identity: A hash of what the leaf contains, wherever it lies: 16 hex digits.
@@ -52,29 +56,46 @@ class OpenLeaf:
     shuffle_epochs: int | None = 1
     aux: Mapping[str, AuxRef] = field(default_factory=dict)
     aux_fingerprint: str = ""
+    filter: str = ""
+    kept: np.ndarray | None = field(default=None, repr=False, compare=False)
     identity: str = field(init=False)
 
     def __post_init__(self) -> None:
         subset = "" if self.is_whole else f"{self.start}:{self.stop}"
         parts = [self.dataset.fingerprint, self.dataset.split_part, subset, str(self.occurrence)]
         parts += [self.aux_fingerprint] * bool(self.aux_fingerprint)
+        if self.kept is not None:  # which samples are kept is the order's matter, and not how that is said
+            parts.append("kept " + hashlib.blake2b(self.kept.tobytes(), digest_size=16).hexdigest())
         identity = hashlib.blake2b("\0".join(parts).encode(), digest_size=8).hexdigest()
         object.__setattr__(self, "identity", identity)
 
     @property
     def is_whole(self) -> bool:
         """Whether the leaf has all samples of its dataset."""
-        return self.start == 0 and self.stop == self.dataset.num_samples
+        return self.start == 0 and self.stop == self.dataset.num_samples and self.kept is None
+
+    @property
+    def part(self) -> str:
+        """Which samples of its dataset the leaf has, as states say it: `10:20 where tokens < 9`; empty: all."""
+        if self.is_whole:
+            return ""
+        return f"{self.start}:{self.stop}" + f" where {self.filter}" * (self.kept is not None)
 
     @property
     def num_samples(self) -> int:
-        return self.stop - self.start
+        return self.stop - self.start if self.kept is None else self.kept.size
+
+    def numbers(self, count: int) -> Sequence[int]:
+        """Return the numbers, in the dataset, of the first samples of the leaf."""
+        return range(self.start, self.start + count) if self.kept is None else self.kept[:count].tolist()
 
     @property
     def num_shards(self) -> int:
         """Shards that hold samples of the leaf."""
         ends = np.cumsum(self.dataset.shard_counts)
         starts = ends - self.dataset.shard_counts
+        if self.kept is not None:
+            return int(np.unique(np.searchsorted(ends, self.kept, side="right")).size)
         return int(np.count_nonzero(np.minimum(ends, self.stop) > np.maximum(starts, self.start)))
 
     @property
@@ -117,6 +138,8 @@ def open_leaves(mix: Mix, opener: DatasetOpener, *, shuffle_epochs: int | None) 
             raise EmptyDatasetError(
                 f"{ref.where}: the subset of {dataset.path} has none of its {dataset.num_samples} samples"
             )
+        text = all_of(ref.filters) if isinstance(ref, LeafRef) else ""
+        kept = kept_samples(dataset, text, start, stop, where=ref.where) if text else None
         share = entry.weight if entry.repetitions is None else entry.repetitions
         leaves.append(
             OpenLeaf(
@@ -127,9 +150,37 @@ def open_leaves(mix: Mix, opener: DatasetOpener, *, shuffle_epochs: int | None) 
                 shuffle_epochs=combine_multipliers(shuffle_epochs, ref.shuffle_over_epochs_multiplier),
                 aux=aux,
                 aux_fingerprint=_aux_fingerprint(aux, where=ref.where),
+                filter=text,
+                kept=kept,
             )
         )
     return _numbered(leaves)
+
+
+def kept_samples(
+    dataset: PreparedDataset | JoinedDataset, text: str, start: int, stop: int, *, where: str
+) -> np.ndarray:
+    """Return which of the samples [start, stop) of a dataset a filter keeps: their numbers, rising, int32 or int64.
+
+    Raises ConfigurationError for a wrong expression or column, MetadataError for a column of other shards or a dataset
+    that can have none, and EmptyDatasetError if nothing is kept.
+    """
+    if isinstance(dataset, (JoinedDataset, JsonlDataset)):
+        what = "a join" if isinstance(dataset, JoinedDataset) else "a JSONL file"
+        raise MetadataError(f"{where}: {what} has no columns and cannot be filtered: {text}")
+    known = read_columns(dataset.store)
+    columns = {name: column_of(dataset, name, known)[start:stop] for name in column_names(text) if name in known}
+    if len(columns) < len(known):  # an error names those that there are
+        columns |= {name: np.empty(0) for name in known.keys() - columns.keys()}
+    try:
+        kept = evaluate(text, columns, num_samples=stop - start)
+    except ConfigurationError as error:
+        hint = "" if known else f" Add one: energon columns add {dataset.path} --help"
+        raise ConfigurationError(f"{dataset.path}: {error}{hint}") from error
+    numbers = start + np.flatnonzero(kept)
+    if not numbers.size:
+        raise EmptyDatasetError(f"{dataset.path}: none of its {stop - start} samples fulfils the filter {text!r}")
+    return numbers.astype(np.int32) if stop <= np.iinfo(np.int32).max else numbers
 
 
 def _numbered(leaves: Sequence[OpenLeaf]) -> tuple[OpenLeaf, ...]:

@@ -9,12 +9,13 @@ from typing import Any
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.format.nvmeta import DEFAULT_DATASET_CONFIG, DEFAULT_SPLIT_CONFIG
 from energon_bridge.mix.blender import Blender, blender_from_sequence
+from energon_bridge.mix.expression import column_names
 from energon_bridge.mix.flatten import Mix, flatten
 from energon_bridge.mix.index import MIN_DATASETS, MixIndex, index_folders
 from energon_bridge.mix.kind import DatasetKind, kind_of_reference, kind_of_source
 from energon_bridge.mix.metadataset import read_metadataset_dict, read_metadataset_file
 from energon_bridge.mix.paths import resolve_path
-from energon_bridge.mix.tree import Blend, Concat, LeafRef, Node
+from energon_bridge.mix.tree import Blend, Concat, LeafRef, Node, filtered
 
 MixSource = str | os.PathLike[str] | Mapping[str, Any] | Blender | Sequence[Any]
 _MAX_DEPTH = 100
@@ -27,6 +28,7 @@ def load_mix(
     base: str | os.PathLike[str] | None = None,
     dataset_config: str | None = None,
     split_config: str | None = None,
+    condition: str | None = None,
     index: MixIndex | None = None,
 ) -> Mix:
     """Describe a mix: its leaves, each with its effective weight or its repetitions. No dataset is opened.
@@ -38,6 +40,7 @@ def load_mix(
         base: Folder that relative paths in `source` are relative to; default: the current directory.
         dataset_config, split_config: Names of files in `.nv-meta`, for datasets that are named directly; a metadataset
             says them for each of its datasets.
+        condition: An expression over columns that the samples of all datasets must fulfil.
         index: What an earlier start knew of the mix.
 
     Raises:
@@ -45,7 +48,11 @@ def load_mix(
         ConfigurationError: An argument is wrong.
     """
     names = {"dataset_config": dataset_config, "split_config": split_config}
-    return flatten(load_tree(source, split_part=split_part, base=base, index=index, **names))
+    tree = load_tree(source, split_part=split_part, base=base, index=index, **names)
+    if condition is not None:
+        column_names(condition)  # whether it can be parsed
+        tree = filtered(tree, condition)
+    return flatten(tree)
 
 
 def open_mix_index(source: MixSource, *, split_part: str) -> MixIndex:

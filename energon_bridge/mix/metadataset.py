@@ -7,12 +7,14 @@ Version 1 (the default, and `__class__: Metadataset`)::
 
 Version 2 (`__module__: megatron.energon`, `__class__: MetadatasetV2`): a split is one *item*, and an item is one of::
 
-    {path, split_part, subflavors, shuffle_over_epochs_multiplier, dataset_config, split_config, aux, subset}
+    {path, split_part, subflavors, shuffle_over_epochs_multiplier, dataset_config, split_config, aux, subset, filter}
     {join: [reference, ...] or {name: reference, ...}, joiner, split_part, subflavors,
      shuffle_over_epochs_multiplier, dataset_config, split_config, subset}
     {blend: [item + weight, ...], subset}
     {blend_epochized: [item + repetitions, ...], subset}
     {concat: [item, ...], subset}                          # an extension of ours, as is nesting items in place
+
+`filter`, which all but a join may have, is an extension of ours too: an expression over columns (`mix/expression.py`).
 
 `path` may be another metadataset. Sources: reference sections 1.12 and 1.13.
 
@@ -28,8 +30,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field as dataclass_field, replace
 from typing import Any
 
-from energon_bridge.errors import MetadataError, UnknownSplitError
+from energon_bridge.errors import ConfigurationError, MetadataError, UnknownSplitError
 from energon_bridge.format.documents import expect_keys, expect_mapping, wrong_type
+from energon_bridge.mix.expression import column_names
 from energon_bridge.mix.fields import (
     read_aux,
     read_joiner,
@@ -66,17 +69,17 @@ _MODULES = ("megatron.energon", "energon_bridge")
 _COMMON_KEYS = frozenset(
     {"split_part", "subflavors", "shuffle_over_epochs_multiplier", "dataset_config", "split_config"}
 )
-_REFERENCE_KEYS = _COMMON_KEYS | {"path", "aux", "subset"}
+_REFERENCE_KEYS = _COMMON_KEYS | {"path", "aux", "subset", "filter"}
 _JOIN_KEYS = _COMMON_KEYS | {"join", "joiner", "subset"}
 _V1_KEYS = _COMMON_KEYS | {"path", "weight", "subflavor"}
-_ENTRY_KEYS = _REFERENCE_KEYS | {"nonmatch"}
+_ENTRY_KEYS = (_REFERENCE_KEYS - {"filter"}) | {"nonmatch"}
 _WITHOUT_EFFECT = ("subset", "shuffle_over_epochs_multiplier")  # in an entry of a join
 _STRUCTURE_KEYS = {
     "path": _REFERENCE_KEYS,
     "join": _JOIN_KEYS,
-    "blend": frozenset({"blend", "subset"}),
-    "blend_epochized": frozenset({"blend_epochized", "subset"}),
-    "concat": frozenset({"concat", "subset"}),
+    "blend": frozenset({"blend", "subset", "filter"}),
+    "blend_epochized": frozenset({"blend_epochized", "subset", "filter"}),
+    "concat": frozenset({"concat", "subset", "filter"}),
 }
 
 
@@ -89,7 +92,7 @@ class Scope:
         base: The folder that its paths are relative to.
         split_part: The split asked for.
         index: Reads the files.
-        subflavors, multiplier, subsets: Merged so far; subsets from the innermost to the outermost.
+        subflavors, multiplier, subsets, filters: Merged so far; subsets from the innermost to the outermost.
         chain: The (file, split) that are being read, from the outermost on.
         is_read: False while a split is only checked: its nested files are left alone.
     """
@@ -101,6 +104,7 @@ class Scope:
     subflavors: dict[str, Any] = dataclass_field(default_factory=dict)
     multiplier: int | None = 1
     subsets: tuple[SubsetRange, ...] = ()
+    filters: tuple[str, ...] = ()
     chain: tuple[tuple[str, str], ...] = ()
     is_read: bool = True
 
@@ -205,7 +209,7 @@ def _read_item(value: Any, *, field: str, scope: Scope, extra: str | None = None
     if structure == "join":
         return _read_join(item, field=field, scope=scope)
     subset = parse_subset(item.get("subset"), where=scope.where, field=f"{field}.subset", allow_absolute=False)
-    inner = _within(scope, subset)
+    inner = replace(_within(scope, subset), filters=_filters(item, field=field, scope=scope))
     at = f"{scope.where}, field `{field}.{structure}`"
     children: list[Node] = []
     if structure == "concat":
@@ -237,6 +241,18 @@ def _within(scope: Scope, subset: SubsetRange | None) -> Scope:
     return scope if subset is None else replace(scope, subsets=(subset, *scope.subsets))
 
 
+def _filters(item: dict[str, Any], *, field: str, scope: Scope) -> tuple[str, ...]:
+    """Return the filters around an item and its own."""
+    text = read_text(item, "filter", where=scope.where, field=field)
+    if text is None:
+        return scope.filters
+    try:
+        column_names(text)
+    except ConfigurationError as error:
+        raise MetadataError(f"{scope.where}, field `{field}.filter`: {error}") from error
+    return (text, *scope.filters)
+
+
 def _read_reference(item: dict[str, Any], *, field: str, scope: Scope) -> Node:
     at = f"{scope.where}, field `{field}`"
     path = read_path(item, base=scope.base, where=scope.where, field=field)
@@ -253,6 +269,7 @@ def _read_reference(item: dict[str, Any], *, field: str, scope: Scope) -> Node:
         subflavors=leaf.subflavors,
         multiplier=leaf.shuffle_over_epochs_multiplier,
         subsets=leaf.subsets,
+        filters=leaf.filters,
     )
     return _read_file(path, split_part=leaf.split_part, outer=inner)
 
@@ -278,12 +295,18 @@ def _leaf(item: dict[str, Any], *, path: str, kind: DatasetKind, field: str, sco
         shuffle_over_epochs_multiplier=combine_multipliers(scope.multiplier, multiplier),
         aux=read_aux(item, base=scope.base, where=where, field=field),
         subsets=_within(scope, subset).subsets,
+        filters=_filters(item, field=field, scope=scope),
         where=f"{where}, field `{field}`",
     )
 
 
 def _read_join(item: dict[str, Any], *, field: str, scope: Scope) -> JoinRef:
     where = scope.where
+    if scope.filters:
+        raise MetadataError(
+            f"{where}, field `{field}`: a join cannot be filtered, and `filter: {scope.filters[0]}` stands around it. "
+            "Put it on the other datasets."
+        )
     subset = parse_subset(item.get("subset"), where=where, field=f"{field}.subset", allow_absolute=True)
     join = JoinRef(
         entries=(),

@@ -8,10 +8,11 @@ was written and takes no part in comparisons.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
+from energon_bridge.errors import MetadataError
 from energon_bridge.format.join import Nonmatch
 from energon_bridge.format.nvmeta import DEFAULT_DATASET_CONFIG, DEFAULT_SPLIT_CONFIG
 from energon_bridge.mix.schedule import WeightSchedule
@@ -40,6 +41,7 @@ class LeafRef:
         shuffle_over_epochs_multiplier: Combined along the path (`combine_multipliers`).
         aux: Stores for cookers by name.
         subsets: Ranges from the innermost to the outermost (`evaluate_subset`).
+        filters: Expressions over columns that all must hold; they are applied after the subsets.
     """
 
     path: str
@@ -51,6 +53,7 @@ class LeafRef:
     shuffle_over_epochs_multiplier: int | None = 1
     aux: dict[str, AuxRef] = field(default_factory=dict)
     subsets: tuple[SubsetRange, ...] = ()
+    filters: tuple[str, ...] = ()
     where: str = field(default="", compare=False)
 
 
@@ -137,6 +140,15 @@ def combine_multipliers(outer: int | None, inner: int | None) -> int | None:
     return -1 if -1 in (outer, inner) else outer * inner
 
 
+def filtered(node: Node, text: str) -> Node:
+    """Return a tree all of whose datasets are filtered; raises MetadataError for a join."""
+    if isinstance(node, JoinRef):
+        raise MetadataError(f"{node.where}: a join cannot be filtered: filter={text!r}. Filter the other datasets.")
+    if isinstance(node, LeafRef):
+        return replace(node, filters=(*node.filters, text))
+    return replace(node, children=tuple(filtered(child, text) for child in node.children))
+
+
 def data_identity(leaf: Leaf) -> Hashable:
     """Return what two leaves have in common if they read the same samples, as far as paths and settings can tell."""
     subset = merge_subsets(leaf.subsets)
@@ -149,4 +161,5 @@ def data_identity(leaf: Leaf) -> Hashable:
         leaf.dataset_config or DEFAULT_DATASET_CONFIG,
         leaf.split_config or DEFAULT_SPLIT_CONFIG,
         subset,
+        leaf.filters,
     )

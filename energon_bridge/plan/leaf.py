@@ -35,7 +35,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -107,6 +107,7 @@ class LeafOrder:
         block: Draws in a microbatch, for a leaf that is dealt in microbatches; 0: it is one of a mix, dealt singly.
         shuffle: False gives the dataset's own order.
         first_sample: Index of the first sample, if the leaf is a part of a dataset.
+        kept: Indices of the samples of a filtered leaf, rising, shape (N,); None: N samples from the first on.
         epochs_per_shuffle: E, epochs that are shuffled as one; -1: so many that their end does not matter.
     """
 
@@ -119,6 +120,7 @@ class LeafOrder:
     block: int = 1
     shuffle: bool = True
     first_sample: int = 0
+    kept: IntArray | None = field(default=None, repr=False, compare=False)
     epochs_per_shuffle: int = 1
 
     @property
@@ -143,6 +145,10 @@ class LeafOrder:
     @cached_property
     def _line_length(self) -> int:
         return self.num_samples * self._copies if self.shuffle else self.num_samples
+
+    def samples(self, places: IntArray) -> IntArray:
+        """Return the samples at some places of the leaf: their indices in the dataset."""
+        return self.first_sample + places if self.kept is None else self.kept[places].astype(np.int64)
 
     def epoch_of(self, lane: int, draw: int) -> int:
         """Return the epoch (of E epochs that are shuffled as one: their number) in which a lane's draw lies."""
@@ -170,7 +176,7 @@ class LeafOrder:
         if self._copies > 1:
             copies, places = np.divmod(places, self.num_samples)
             lines = lines * self._copies + copies
-        return Round(first, self.first_sample + places, lines)
+        return Round(first, self.samples(places), lines)
 
     # Dealt: slices of one sample, or no shuffling -------------------------------------------------------------------
 
@@ -194,7 +200,7 @@ class LeafOrder:
         places = self._place(lane, first) + (turns[:, None] + np.arange(block, dtype=np.int64)).ravel()
         lines, places = np.divmod(places, self._line_length)
         if not self.shuffle:
-            return Round(first, self.first_sample + places, lines)
+            return Round(first, self.samples(places), lines)
         edges = [0, *(np.flatnonzero(np.diff(lines)) + 1).tolist(), count]
         for low, high in itertools.pairwise(edges):
             places[low:high] = self._permuted(int(lines[low]), places[low:high])

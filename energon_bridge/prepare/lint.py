@@ -123,7 +123,7 @@ def _check_shard(dataset: PreparedDataset, decode: Callable[[str, memoryview], A
 
     checked = 0
     try:
-        for index, data in _read_samples(dataset, shard):
+        for index, data in read_samples(dataset, shard):
             if isinstance(dataset, JsonlDataset):
                 checked += 1
                 try:
@@ -146,7 +146,7 @@ def _check_shard(dataset: PreparedDataset, decode: Callable[[str, memoryview], A
     return ShardReport(split_part=dataset.split_part, shard=name, num_checked=checked, problems=tuple(problems))
 
 
-def _read_samples(dataset: PreparedDataset, shard: int) -> Iterator[tuple[int, memoryview]]:
+def read_samples(dataset: PreparedDataset, shard: int) -> Iterator[tuple[int, memoryview]]:
     """Yield (number, bytes) of all samples of a shard, several of them per read."""
     offsets = read_index(dataset, shard).tolist()
     count = len(offsets) - 1

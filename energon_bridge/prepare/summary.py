@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from energon_bridge.errors import ShardMissingError
+from energon_bridge.format.columns import Column, read_columns
 from energon_bridge.format.documents import expect_mapping, read_document
 from energon_bridge.format.jsonl import is_jsonl, open_jsonl
 from energon_bridge.format.nvmeta import (
@@ -47,6 +48,7 @@ class DatasetSummary:
     subflavors: dict[str, Any]
     has_key_index: bool
     parts: tuple[PartSummary, ...]
+    columns: dict[str, Column]
 
 
 def summarize_dataset(
@@ -99,6 +101,7 @@ def summarize_dataset(
         subflavors=subflavors if isinstance(subflavors, dict) else {},
         has_key_index=store.exists(meta_path(INDEX_SQLITE)),
         parts=tuple(parts),
+        columns=read_columns(store),
     )
 
 
@@ -116,6 +119,7 @@ def _summarize_jsonl(path: str | os.PathLike[str]) -> DatasetSummary:
         subflavors={},
         has_key_index=False,
         parts=(),
+        columns={},
     )
 
 

@@ -87,7 +87,7 @@ class SampleSource:
         """Give the first samples of each dataset, at most so many together, in equal numbers if they are cut."""
         leaves = self._spec.leaves
         for leaf, count in zip(leaves, shared_out(limit, [leaf.num_samples for leaf in leaves]), strict=True):
-            for index in range(leaf.start, leaf.start + count):
+            for index in leaf.numbers(count):
                 yield Drawn(key=(leaf.identity, index, 0, 0))
 
     def parts(self) -> list[Part]:

@@ -140,8 +140,8 @@ class Dealt:
             end = min(stop, int(self._piece_ends[piece]))
             begin = int(self._piece_ends[piece - 1]) if piece else 0
             leaf = int(self._piece_leaf[piece])
-            first = self._leaves[leaf].order.first_sample + int(self._piece_first[piece]) + at - begin
-            indices = np.arange(first, first + end - at, dtype=np.int64)
+            first = int(self._piece_first[piece]) + at - begin
+            indices = self._leaves[leaf].order.samples(np.arange(first, first + end - at, dtype=np.int64))
             runs.append((leaf, Round(first, indices, np.zeros_like(indices)), np.arange(at - start, end - start)))
             at = end
         return runs

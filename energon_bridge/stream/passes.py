@@ -45,8 +45,8 @@ class InOrder:
             leaf = int(np.searchsorted(self._ends, at, side="right"))
             end = min(stop, int(self._ends[leaf]))
             order = self._leaves[leaf].order
-            first = order.first_sample + at - (int(self._ends[leaf]) - order.num_samples)
-            indices = np.arange(first, first + end - at, dtype=np.int64)
+            first = at - (int(self._ends[leaf]) - order.num_samples)
+            indices = order.samples(np.arange(first, first + end - at, dtype=np.int64))
             runs.append((leaf, Round(first, indices, np.zeros_like(indices)), np.arange(at - start, end - start)))
             at = end
         return runs

@@ -1,0 +1,197 @@
+"""`energon columns`: numbers and texts by sample, beside the indexes, that filters read instead of samples."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from typing import Any
+
+import click
+
+from energon_bridge.cli.engines import engine_options, workers_of
+from energon_bridge.cli.output import count_of, print_json, print_table
+from energon_bridge.cli.progress import shard_progress
+from energon_bridge.errors import ConfigurationError
+from energon_bridge.format.columns import read_columns
+from energon_bridge.format.parallel import available_cores
+from energon_bridge.prepare.columns import (
+    TokenCount,
+    add_column,
+    content_bytes,
+    content_hash,
+    duplicates,
+    image_size,
+    remove_column,
+)
+from energon_bridge.storage import open_store
+
+
+@click.group("columns")
+def command() -> None:
+    """Columns of a dataset: a number or a text for each sample, which filters use without reading any.
+
+    \b
+    energon columns add data/captions --image-size
+    energon columns add data/captions words --of mine:count_words
+    energon columns list data/captions
+    """
+
+
+@command.command("add")
+@click.argument("path")
+@click.argument("name", required=False)
+@click.option("--of", "function", default=None, metavar="MODULE:FUNCTION", help="Call this with each decoded sample.")
+@click.option("--raw", is_flag=True, help="With --of: call it with a dict of the sample's parts as bytes.")
+@click.option(
+    "--encoder", default=None, metavar="MODULE:ENCODER", help="Count the tokens that this task encoder makes."
+)
+@click.option("--image-size", "size", is_flag=True, help="`width` and `height` of the first image, of its header.")
+@click.option("--hash", "hashed", is_flag=True, help="`hash` of the content: equal for exact duplicates.")
+@click.option("--bytes", "counted", is_flag=True, help="`bytes` of all parts.")
+@click.option("--missing", default=None, help="Value of samples that fail. [default: the first one stops]")
+@click.option("--trust-remote-code", is_flag=True, help="Run the sample_loader that comes with the dataset.")
+@click.option("--num-workers", type=click.IntRange(min=1), default=None, help="Processes. [default: one per core]")
+@engine_options
+@click.option("--progress/--no-progress", default=True, help="Show a progress bar.")
+def add(
+    path: str,
+    name: str | None,
+    function: str | None,
+    raw: bool,
+    encoder: str | None,
+    size: bool,
+    hashed: bool,
+    counted: bool,
+    missing: str | None,
+    trust_remote_code: bool,
+    num_workers: int | None,
+    engine: str,
+    address: str | None,
+    progress: bool,
+) -> None:
+    """Compute the column NAME of the dataset at PATH, of all its samples; only new and changed shards the next time.
+
+    \b
+    energon columns add data/captions --image-size
+    energon columns add data/captions tokens --encoder mine:encoder
+    energon columns add data/captions words --of mine:count_words
+    """
+    chosen: list[tuple[str | None, Any, str, bool]] = []
+    if function is not None:
+        chosen.append((name, _imported(function), function, raw))
+    if encoder is not None:
+        chosen.append((name or "tokens", TokenCount(_made(_imported(encoder))), f"tokens of {encoder}", False))
+    for flag, of, names, fixed in (
+        (size, image_size, "width and height", None),
+        (hashed, content_hash, "hash", "hash"),
+        (counted, content_bytes, "bytes", "bytes"),
+    ):
+        if flag:
+            chosen.append((fixed, of, f"{names} of the content", True))
+    if len(chosen) != 1:
+        raise ConfigurationError("give one of --of, --encoder, --image-size, --hash and --bytes.")
+    column, call, made_of, as_bytes = chosen[0]
+    workers = workers_of(engine, address, num_workers or min(16, available_cores()))
+    with shard_progress("Computing", enabled=progress) as advance:
+        added = add_column(
+            path,
+            column,
+            call,
+            made_of=made_of,
+            raw=as_bytes,
+            missing=None if missing is None else _number(missing),
+            num_workers=workers,
+            trust_remote_code=trust_remote_code,
+            progress=advance,
+        )
+    again = added.num_samples - added.num_computed
+    known = f", {again:,} of them known before" if again else ""
+    click.echo(f"Added {' and '.join(added.names)} of {count_of(added.num_samples, 'sample')}{known}.")
+    if added.num_missing:
+        click.echo(f"{count_of(added.num_missing, 'sample')} failed and got {missing}.")
+
+
+@command.command("list")
+@click.argument("path")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def list_columns(path: str, as_json: bool) -> None:
+    """Show the columns of the dataset at PATH.
+
+    \b
+    energon columns list data/captions --json
+    """
+    columns = read_columns(open_store(path))
+    if as_json:
+        print_json(
+            [
+                {"name": name, "kind": _kind(column.values), "samples": column.num_samples, "made_of": column.made_of}
+                for name, column in columns.items()
+            ]
+        )
+        return
+    if not columns:
+        click.echo(f"No columns. Add one: energon columns add {path} --image-size")
+        return
+    rows = [(name, _kind(column.values), column.made_of, f"{column.num_samples:,}") for name, column in columns.items()]
+    print_table(("column", "kind", "made of", "samples"), rows, left=3)
+
+
+@command.command("remove")
+@click.argument("path")
+@click.argument("name")
+def remove(path: str, name: str) -> None:
+    """Remove the column NAME of the dataset at PATH.
+
+    \b
+    energon columns remove data/captions words
+    """
+    remove_column(path, name)
+    click.echo(f"Removed {name}.")
+
+
+@command.command("duplicates")
+@click.argument("path")
+@click.option("--column", default="hash", show_default=True, help="Samples of one value in it are duplicates.")
+def show_duplicates(path: str, column: str) -> None:
+    """Count exact duplicates in the dataset at PATH by its column of hashes.
+
+    \b
+    energon columns add data/captions --hash
+    energon columns duplicates data/captions
+    """
+    groups = duplicates(path, column)
+    if not groups:
+        click.echo("No duplicates.")
+        return
+    of_equal = f"{count_of(len(groups), 'group')} of equal ones"
+    click.echo(f"{count_of(sum(groups), 'sample')} in {of_equal}, the largest has {groups[0]:,}.")
+
+
+def _kind(values: tuple[str, ...] | None) -> str:
+    return "number" if values is None else f"text ({len(values):,} different)"
+
+
+def _imported(text: str) -> Any:
+    module, _, name = text.partition(":")
+    if not module or not name:
+        raise ConfigurationError(f"{text!r}: expected MODULE:NAME, such as mine:count_words.")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as `python -m` has it
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigurationError(f"{text!r}: cannot be imported: {error}") from error
+
+
+def _made(encoder: Any) -> Any:
+    return encoder() if isinstance(encoder, type) else encoder
+
+
+def _number(text: str) -> float | str:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text

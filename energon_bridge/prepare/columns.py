@@ -1,0 +1,317 @@
+"""Making columns: a function of a sample, called for all samples of a prepared dataset.
+
+What was made of a shard stays when the shard does: added again, a column costs only new and changed shards. Either the
+whole column is there afterwards, or what was there before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+
+from energon_bridge.errors import ConfigurationError, EnergonError, MetadataError, SampleError
+from energon_bridge.format.columns import (
+    COLUMNS_INDEX,
+    Column,
+    column_path,
+    encode_columns,
+    read_columns,
+    read_numbers,
+)
+from energon_bridge.format.dataset import PreparedDataset, prepared
+from energon_bridge.format.dataset_config import DatasetConfigs
+from energon_bridge.format.nvmeta import DEFAULT_DATASET_CONFIG, read_info
+from energon_bridge.format.parallel import Workers, map_shards
+from energon_bridge.format.tar import parse_sample
+from energon_bridge.prepare.lint import read_samples
+from energon_bridge.prepare.staging import Staging
+from energon_bridge.samples import CrudeSample
+from energon_bridge.storage import open_store
+
+Progress = Callable[[int, int], None]
+Value = int | float | bool | str
+OfSample = Callable[[Any], Value | Mapping[str, Value]]
+"""Of a sample of the dataset's type, its parts decoded, or (`raw`) of a dict of its parts as bytes."""
+
+_MOST_VALUES = 1 << 20
+_IMAGES = frozenset({"jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "avif", "ppm"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Added:
+    """The columns that were written, and of how many samples and shards they had to be computed."""
+
+    names: tuple[str, ...]
+    num_samples: int
+    num_computed: int
+    num_missing: int
+
+
+def add_column(
+    path: str | os.PathLike[str],
+    name: str | None,
+    function: OfSample,
+    *,
+    made_of: str = "",
+    raw: bool = False,
+    missing: float | str | None = None,
+    decoder: Any = None,
+    num_workers: Workers = 1,
+    dataset_config: str = DEFAULT_DATASET_CONFIG,
+    trust_remote_code: bool = False,
+    progress: Progress | None = None,
+) -> Added:
+    """Compute a column for all samples of a prepared dataset, and write it beside the indexes.
+
+    Args:
+        path: Folder or URL of the dataset.
+        name: The column; None where the function returns a mapping, of several columns by name.
+        function: Gives a number or a text for a sample; it must be importable, for worker processes.
+        made_of: What made it, for people. A column that something else made is computed anew; default: the name of the
+            function.
+        raw: Give the function a dict of the sample's parts as bytes, and `__key__`, instead of a decoded sample.
+        missing: Value of samples that cannot be decoded, or at which the function raises; None: the first of them is
+            an error.
+        decoder: A `SampleDecoder`; default: images as uint8 RGB arrays.
+        progress: Called with shards done and all shards.
+
+    Raises:
+        SampleError: The function or a decoder failed, and `missing` is None; the message names shard and key.
+        ConfigurationError: The function gives something else than numbers or texts.
+        DatasetError: The dataset cannot be read; a class of its own for each reason.
+    """
+    dataset = _whole(path, dataset_config, trust_remote_code=trust_remote_code)
+    made_of = made_of or f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', function)}"
+    made_of += "" if missing is None else f", else {missing!r}"
+    shards = [
+        (shard, int(count), int(size))
+        for shard, count, size in zip(dataset.shard_names, dataset.shard_counts, dataset.shard_sizes, strict=True)
+    ]
+    with Staging(dataset.store) as staging:
+        there = read_columns(dataset.store)
+        old = _kept_rows(dataset, there, name, made_of)
+        new = [number for number, shard in enumerate(shards) if shard not in old]
+        compute = partial(_rows_of_shard, dataset, function, name, raw, missing, decoder)
+        rows: dict[str, list[Any]] = {}
+        failed = 0
+        with closing(map_shards(compute, new, num_workers=num_workers)) as computed:
+            for number, shard in enumerate(shards):
+                found, bad = (old[shard], 0) if shard in old else next(computed)
+                failed += bad
+                for column, values in found.items():
+                    rows.setdefault(column, []).append(values)
+                if progress is not None:
+                    progress(number + 1, len(shards))
+        for column, pieces in rows.items():
+            if len(pieces) < len(shards):
+                raise ConfigurationError(f"column {column!r}: {made_of} gives it for some shards only, not for all.")
+            numbers, texts = _numbers_of(column, pieces)
+            file = io.BytesIO()
+            np.save(file, numbers, allow_pickle=False)
+            staging.add(column_path(column), file.getvalue())
+            there[column] = Column(made_of=made_of, shards=tuple(shards), values=texts)
+        staging.add(COLUMNS_INDEX, encode_columns(there))
+        staging.commit()
+    computed_samples = sum(shards[number][1] for number in new)
+    return Added(names=tuple(rows), num_samples=dataset.num_samples, num_computed=computed_samples, num_missing=failed)
+
+
+def remove_column(path: str | os.PathLike[str], name: str) -> None:
+    """Remove a column; raises MetadataError if there is none of that name."""
+    store = open_store(path)
+    with Staging(store) as staging:
+        there = read_columns(store)
+        if name not in there:
+            raise MetadataError(f"{store.root}: no column {name!r}. Columns: {', '.join(sorted(there)) or 'none'}.")
+        del there[name]
+        staging.add(COLUMNS_INDEX, encode_columns(there))
+        staging.commit()
+        store.delete(column_path(name))
+
+
+def image_size(parts: Mapping[str, Any]) -> dict[str, int]:
+    """Return `width` and `height` of a sample's first image, of its header alone; for `raw=True`."""
+    from PIL import Image
+
+    for part, data in parts.items():
+        if part.rpartition(".")[2].lower() in _IMAGES:
+            with Image.open(io.BytesIO(data)) as image:
+                return {"width": image.width, "height": image.height}
+    raise ValueError(f"has no image among its parts {', '.join(key for key in parts if key != '__key__')}")
+
+
+def content_hash(parts: Mapping[str, Any]) -> int:
+    """Return a 64-bit hash of all parts of a sample but its key: equal for exact duplicates; for `raw=True`."""
+    digest = hashlib.blake2b(digest_size=8)
+    for part, data in sorted(parts.items()):
+        if part != "__key__":
+            digest.update(f"{part}\0{len(data)}\0".encode() + data)
+    return int.from_bytes(digest.digest(), "little", signed=True)
+
+
+def content_bytes(parts: Mapping[str, Any]) -> int:
+    """Return how many bytes the parts of a sample have; for `raw=True`."""
+    return sum(len(data) for part, data in parts.items() if part != "__key__")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCount:
+    """How many tokens a task encoder makes of a sample: of its `tokens`, `input_ids` or `text`, whichever is there."""
+
+    encoder: Any
+
+    def __call__(self, sample: Any) -> int:
+        encoded = self.encoder.encode_sample(sample)
+        for name in ("tokens", "input_ids", "text"):
+            value = encoded.get(name) if isinstance(encoded, Mapping) else getattr(encoded, name, None)
+            if value is not None and not isinstance(value, str):
+                return len(value)
+        raise ValueError(f"encode_sample gives {type(encoded).__name__}, which has no tokens, input_ids or text")
+
+
+def _whole(path: str | os.PathLike[str], dataset_config: str, *, trust_remote_code: bool) -> PreparedDataset:
+    """Return all shards of a dataset as one split part, in the order of `.info.json`."""
+    store = open_store(path)
+    store.check_root()
+    counts = read_info(store).shard_counts
+    return prepared(
+        store,
+        DatasetConfigs(trust_remote_code=trust_remote_code).read(store, dataset_config),
+        split_part="",
+        shards=list(counts),
+        counts=list(counts.values()),
+        sizes=[store.size(shard) for shard in counts],
+        excluded=frozenset(),
+        fingerprint="",
+    )
+
+
+_Shard = tuple[str, int, int]
+
+
+def _kept_rows(
+    dataset: PreparedDataset, there: Mapping[str, Column], name: str | None, made_of: str
+) -> dict[_Shard, dict[str, np.ndarray]]:
+    """Return by shard what can stay of the columns that the same function has made."""
+    kept: dict[_Shard, dict[str, np.ndarray]] = {}
+    same = {column: known for column, known in there.items() if known.made_of == made_of and name in (None, column)}
+    for column, known in same.items():
+        try:
+            numbers = read_numbers(dataset.store, column, known)
+        except MetadataError:
+            return {}
+        values = numbers if known.values is None else np.asarray(known.values)[numbers]
+        start = 0
+        for shard in known.shards:
+            kept.setdefault(shard, {})[column] = values[start : start + shard[1]]
+            start += shard[1]
+    return {shard: rows for shard, rows in kept.items() if len(rows) == len(same)}
+
+
+def _rows_of_shard(
+    dataset: PreparedDataset,
+    function: OfSample,
+    name: str | None,
+    raw: bool,
+    missing: float | str | None,
+    decoder: Any,
+    shard: int,
+) -> tuple[dict[str, np.ndarray], int]:
+    """Return the columns of one shard, and how many samples got the value for missing ones."""
+    decode = None
+    if not raw:
+        from energon_bridge.task_encoder.decoder import SampleDecoder
+
+        decode = (decoder or SampleDecoder(image_decode="rgb8")).decode
+    rows: list[dict[str, Any] | None] = []
+    for index, data in read_samples(dataset, shard):
+        where = f"{dataset.store.url(dataset.shard_names[shard])}, sample {index}"
+        try:
+            key, parts = parse_sample(data, where=where)
+            where = f"{dataset.store.url(dataset.shard_names[shard])}, key {key!r}"
+            value = function(_sample(dataset, decode, key, parts))
+            rows.append(dict(value) if isinstance(value, Mapping) else {name or "": value})
+        except Exception as error:
+            if missing is None:
+                raise SampleError(
+                    f"{where}: no value for the column: {type(error).__name__}: {error}. Give a value for such samples "
+                    "(--missing), or mend it."
+                ) from error
+            rows.append(None)
+    names = list(dict.fromkeys(column for row in rows if row is not None for column in row)) or [name or ""]
+    columns = {}
+    for column in names:
+        if not column:
+            raise ConfigurationError("give the column a name: the function returns single values.")
+        column_path(column)  # whether it can be one
+        columns[column] = _array([missing if row is None else row.get(column, missing) for row in rows], column)
+    return columns, sum(row is None for row in rows)
+
+
+def _sample(
+    dataset: PreparedDataset, decode: Callable[[str, memoryview], Any] | None, key: str, parts: dict[str, memoryview]
+) -> Any:
+    if decode is None:
+        return {"__key__": key, **{part: bytes(data) for part, data in parts.items()}}
+    wanted = dataset.part_filter
+    decoded = {
+        part: decode(part, data)
+        for part, data in parts.items()
+        if wanted is None or (part in wanted if isinstance(wanted, frozenset) else wanted(part))
+    }
+    if dataset.field_map is not None:
+        return dataset.sample_type(**{"__key__": key, **dataset.field_map(decoded)})
+    if dataset.sample_loader is not None:
+        return dataset.sample_type(**{"__key__": key, **dataset.sample_loader({"__key__": key, **decoded})})
+    return CrudeSample({"__key__": key, **decoded})
+
+
+def _array(values: list[Any], column: str) -> np.ndarray:
+    """Return values as int64, float64, bool or texts; raises ConfigurationError for anything else."""
+    plain = [value.item() if hasattr(value, "item") else value for value in values]
+    kinds = {type(value) for value in plain}
+    for kind, dtype in (({bool}, np.bool_), ({int, bool}, np.int64), ({int, bool, float}, np.float64)):
+        if kinds <= kind:
+            return np.array(plain, dtype=dtype)
+    if kinds == {str}:
+        return np.array(plain)
+    names = ", ".join(sorted(kind.__name__ for kind in kinds))
+    raise ConfigurationError(f"column {column!r}: holds numbers or texts, got values of the types {names}.")
+
+
+def _numbers_of(column: str, pieces: list[np.ndarray]) -> tuple[np.ndarray, tuple[str, ...] | None]:
+    """Return the numbers to store, and the texts that they stand for."""
+    kinds: set[Literal["text", "number"]] = {"text" if piece.dtype.kind == "U" else "number" for piece in pieces}
+    if len(kinds) > 1:
+        raise ConfigurationError(f"column {column!r}: is text in some shards and a number in others.")
+    whole = np.concatenate(pieces)
+    if kinds == {"number"}:
+        return whole, None
+    values, numbers = np.unique(whole, return_inverse=True)
+    if values.size > _MOST_VALUES:
+        raise ConfigurationError(
+            f"column {column!r}: has {values.size:,} different texts, at most {_MOST_VALUES:,} are kept. Store a "
+            "number that stands for the text, such as a hash."
+        )
+    return numbers.astype(np.int64), tuple(values.tolist())
+
+
+def duplicates(path: str | os.PathLike[str], name: str = "hash") -> list[int]:
+    """Return the number of samples in each group of samples that have the same value in a column, largest first.
+
+    Raises MetadataError if there is no such column.
+    """
+    store = open_store(path)
+    columns = read_columns(store)
+    if name not in columns:
+        raise EnergonError(f"{store.root}: no column {name!r}. Run: energon columns add {store.root} --hash")
+    counts = np.unique(read_numbers(store, name, columns[name]), return_counts=True)[1]
+    return sorted((int(count) for count in counts[counts > 1]), reverse=True)
