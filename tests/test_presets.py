@@ -15,9 +15,8 @@ pytest.importorskip("transformers")
 
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.training.config import ModelConfig
-from energon_bridge.training.freezing import freeze
-from energon_bridge.training.presets import ModelBundle, load_model, write_preset
-from energon_bridge.training.tiny_models import PRESETS
+from energon_bridge.training.presets import PRESETS, ModelBundle, load_model, write_preset
+from energon_bridge.training.run import freeze
 
 SIZES: dict[str, Any] = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 300}
 MODEL_TYPES = {

@@ -26,9 +26,8 @@ from energon_bridge.training.config import RunConfig
 from energon_bridge.training.config_file import load_config
 from energon_bridge.training.generation import read_predictions
 from energon_bridge.training.module import VisionLanguageModule
-from energon_bridge.training.presets import load_model
+from energon_bridge.training.presets import PRESETS, load_model
 from energon_bridge.training.progress import read_losses
-from energon_bridge.training.tiny_models import PRESETS
 
 RECIPES = ("llava15_pretrain", "llava15_instruct", "qwen2.5_vl_instruct")
 SMALLER = {

@@ -23,13 +23,13 @@ pytest.importorskip("transformers")
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.testing import create_captioning_test_dataset
 from energon_bridge.training import run as training
-from energon_bridge.training.captions import dataset_captions
 from energon_bridge.training.checkpoints import AtomicCheckpointIO, Checkpointer, list_checkpoints
 from energon_bridge.training.config import RunConfig
 from energon_bridge.training.config_file import load_config
 from energon_bridge.training.generation import Prediction, exact_match, read_predictions, write_predictions
 from energon_bridge.training.module import VisionLanguageModule
 from energon_bridge.training.progress import read_losses
+from energon_bridge.training.run import dataset_captions
 
 ROOT = Path(__file__).parent.parent
 NUM_VAL = 5
