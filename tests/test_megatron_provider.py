@@ -24,8 +24,7 @@ from energon_bridge import (
     LoaderError,
 )
 from energon_bridge.errors import ConfigurationError, StepMismatchError
-from energon_bridge.integrations.chunks import LIMIT
-from energon_bridge.integrations.megatron_lm import train_valid_test_dataloaders_provider
+from energon_bridge.integrations.megatron_lm import LIMIT, train_valid_test_dataloaders_provider
 from energon_bridge.integrations.rank_files import rank_file
 from energon_bridge.testing import create_captioning_test_dataset
 
