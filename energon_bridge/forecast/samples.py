@@ -125,11 +125,6 @@ class NamedMicrobatch:
     samples: tuple[NamedSample, ...]
 
 
-def name_step(run: Run, step: int) -> list[NamedMicrobatch]:
-    """Name the samples of a step, for every rank; arguments and errors are those of `name_steps`."""
-    return next(name_steps(run, (step,)))
-
-
 def name_steps(run: Run, steps: Iterable[int]) -> Iterator[list[NamedMicrobatch]]:
     """Name the samples of steps, for every rank.
 

@@ -131,9 +131,3 @@ def append_metrics(path: Path, steps: Sequence[tuple[int, float]], losses: Seque
     with path.open("a") as file:
         for (step, lr), loss in zip(steps, losses, strict=True):
             file.write(json.dumps({"step": step, "loss": loss, "lr": lr}) + "\n")
-
-
-def read_losses(metrics_path: Path) -> dict[int, float]:
-    """Return the loss of each optimizer step; of a step that was run again after a resume, the later one."""
-    rows = [json.loads(line) for line in metrics_path.read_text().splitlines()]
-    return {row["step"]: row["loss"] for row in rows}
