@@ -177,6 +177,6 @@ def test_what_is_named_is_not_trained(
 
 def test_a_part_that_does_not_exist_is_refused_with_the_nearest_match(folders: dict[str, Path]) -> None:
     model = load(folders["tiny-llava"]).model
-    with pytest.raises(ConfigurationError, match=r"no part 'model\.vision_towr'; did you mean 'model\.vision_tower'"):
+    with pytest.raises(ConfigurationError, match=r"no part 'model\.vision_towr'\. Did you mean 'model\.vision_tower'"):
         freeze(model, ["model.vision_towr"])
     assert all(parameter.requires_grad for parameter in model.parameters())

@@ -22,7 +22,6 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, cast
@@ -34,7 +33,7 @@ from lightning.pytorch.strategies import DDPStrategy
 
 from energon_bridge.datamodule import EnergonMultiModalDataModule, Feeding
 from energon_bridge.datasets import get_loader, get_train_dataset, get_val_dataset
-from energon_bridge.errors import ConfigurationError, EnergonError
+from energon_bridge.errors import ConfigurationError, EnergonError, did_you_mean
 from energon_bridge.loader.spec import DatasetSpec
 from energon_bridge.rng import key_of
 from energon_bridge.task_encoder.base import TaskEncoder
@@ -383,8 +382,5 @@ def freeze(model: Any, patterns: Sequence[str]) -> None:
 def _unknown(model: Any, pattern: str) -> str:
     names = [name for name, _ in model.named_modules() if name]
     shallow = [name for name in names if name.count(".") < 2]
-    near = get_close_matches(pattern, names, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    return (
-        f"model.freeze: {type(model).__name__} has no part {pattern!r}; {hint}Parts near the top: {', '.join(shallow)}"
-    )
+    hint = did_you_mean(pattern, names)
+    return f"model.freeze: {type(model).__name__} has no part {pattern!r}.{hint} Top-level parts: {', '.join(shallow)}"
