@@ -18,7 +18,7 @@ from PIL import Image
 from energon_bridge.samples import InterleavedSample, TextSample, VQASample
 from energon_bridge.task_encoder.families import ChatConfig, ChatSample, ChatTemplateTaskEncoder, FixedTokenFamily
 from energon_bridge.task_encoder.multimodal import MultiModalTaskEncoder
-from energon_bridge.training.tiny_models import QWEN_TOKENS, train_tokenizer
+from energon_bridge.training.presets import QWEN_TOKENS, train_tokenizer
 
 SAMPLES, ROUNDS, WORDS, IMAGE_TOKENS, LONGEST = 200, 9, 3_000, 576, 8_192
 IMAGE = Image.new("RGB", (4, 4))

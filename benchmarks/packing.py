@@ -37,7 +37,7 @@ from energon_bridge import (
 from energon_bridge.loader.document import read_lanes
 from energon_bridge.prepare import parse_patterns, prepare_dataset, render_dataset_yaml
 from energon_bridge.testing import write_shard
-from energon_bridge.training.tiny_models import QWEN_TOKENS, train_tokenizer
+from energon_bridge.training.presets import QWEN_TOKENS, train_tokenizer
 
 SHARDS, SAMPLES_PER_SHARD, LANES, BUFFER, SAVES, ENCODED = 20, 5_000, 24, 1_000, 20, 500
 TOKENS, IMAGE_TOKENS, BATCH_SIZE = 4_096, 256, 8

@@ -14,7 +14,6 @@ run, so loading one after the other changes nothing.
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import logging
 import math
@@ -23,7 +22,7 @@ from typing import Any, Literal, get_args
 
 from energon_bridge.dataloader import EnergonDataloader, MaskedMicrobatches
 from energon_bridge.datasets import get_savable_loader, get_train_dataset, get_val_dataset, get_val_datasets
-from energon_bridge.errors import ConfigurationError, UnknownArgumentError
+from energon_bridge.errors import ConfigurationError, UnknownArgumentError, did_you_mean
 from energon_bridge.loader.metrics import dataset_names
 from energon_bridge.loader.position import OnMismatch
 from energon_bridge.loader.savable import SavableDataLoader
@@ -524,10 +523,8 @@ def _check_names(kwargs: dict[str, Any]) -> None:
 
 
 def _unknown_name(name: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    near = ["micro_batch_size"] if name == "batch_size" else near
-    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
-    return f"EnergonMultiModalDataModule has no argument {name!r}; {hint}"
+    hint = did_you_mean("micro_batch_size" if name == "batch_size" else name, known)
+    return f"EnergonMultiModalDataModule has no argument {name!r}." + (hint or f" It takes {', '.join(known)}.")
 
 
 def _tried_out() -> bool:

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import difflib
 import inspect
 import logging
 from collections.abc import Callable
 from typing import Any, Literal
 
-from energon_bridge.errors import ConfigurationError, UnknownArgumentError
+from energon_bridge.errors import ConfigurationError, UnknownArgumentError, did_you_mean
 from energon_bridge.loader.position import OnMismatch
 from energon_bridge.loader.savable import SavableDataLoader
 from energon_bridge.loader.spec import DatasetSpec
@@ -337,6 +336,5 @@ def _positive(name: str, value: int | None, least: int = 1) -> int | None:
 def _refuse_unknown(function: Callable[..., Any], kwargs: dict[str, Any]) -> None:
     for name in kwargs:
         known = [p for p in inspect.signature(function).parameters if p not in ("kwargs", "path", "dataset")]
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else f"; it takes {', '.join(known)}"
-        raise UnknownArgumentError(f"{function.__name__} takes no argument {name!r}{hint}")
+        hint = did_you_mean(name, known) or f" It takes {', '.join(known)}."
+        raise UnknownArgumentError(f"{function.__name__} takes no argument {name!r}.{hint}")

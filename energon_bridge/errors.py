@@ -62,6 +62,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 
 class EnergonError(Exception):
     """Base of all errors that this package raises on purpose."""
@@ -289,3 +291,17 @@ class ResumeMismatchError(EnergonError):
 
 class SkipSample(Exception):  # noqa: N818 - the name that energon users know
     """Raise it in a hook to leave the current sample out; it is counted, and the batch still fills."""
+
+
+def did_you_mean(name: object, known: Collection[str], *, cutoff: float = 0.6) -> str:
+    """Return the hint for a mistyped name, to append to a sentence: " Did you mean 'path'?", or "" if none is similar.
+
+    Args:
+        name: What was written.
+        known: The names that exist.
+        cutoff: Similarity that the nearest one needs, from 0 to 1.
+    """
+    from difflib import get_close_matches  # takes longer to import than this module
+
+    near = get_close_matches(str(name), known, n=1, cutoff=cutoff)
+    return f" Did you mean {near[0]!r}?" if near else ""

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from forked import become_rank, free_port, run_forked
 from megatron.core import parallel_state
+from run_outputs import read_losses
 from transformers import AutoTokenizer, CLIPImageProcessorPil, LlavaForConditionalGeneration
 
 from energon_bridge.dataloader import EnergonDataloader
 from energon_bridge.training.config import RunConfig
 from energon_bridge.training.config_file import load_config
 from energon_bridge.training.megatron.run import run
-from energon_bridge.training.progress import read_losses
 from energon_bridge.training.run import RunResult
 
 ROOT = Path(__file__).parent.parent

@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from forked import run_forked
 from megatron.core import parallel_state
+from rank_states import rank_file, write_rank_file
 
 from energon_bridge import (
     EnergonDataloader,
@@ -19,7 +20,6 @@ from energon_bridge import (
     get_savable_loader,
     get_train_dataset,
 )
-from energon_bridge.integrations.rank_files import rank_file, write_rank_file
 from energon_bridge.replica.structure import encode
 from energon_bridge.task_encoder.base import DefaultTaskEncoder
 

@@ -14,8 +14,8 @@ import pytest
 from caching import Slow, wait_for
 
 from energon_bridge import FileStoreCachePool
-from energon_bridge.stores import quota as room_module
-from energon_bridge.stores.quota import SharedQuota
+from energon_bridge.stores import disk_cache as room_module
+from energon_bridge.stores.disk_cache import SharedQuota
 
 CONTEXT = multiprocessing.get_context("fork")
 SECONDS = 20.0

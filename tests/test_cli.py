@@ -177,7 +177,7 @@ def test_tar_index_only(tars: Path):
         (["--split-ratio", "1,0,0", "--sample-type", "TextSample", "--field-map", '["txt"]'], "expected an object"),
         (
             ["--split-ratio", "1,0,0", "--sample-type", "TextSample", "--field-map", '{"txet": "txt"}'],
-            "Did you mean `text`",
+            "Did you mean 'text'",
         ),
         (["--split-ratio", "1,0,0", "--sample-type", "TextSample", "--skip-dataset-yaml"], "exclude each other"),
     ],

@@ -301,7 +301,7 @@ def test_a_join_is_not_filtered(data: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "error", "message"),
     [
-        ("numbr > 3", ConfigurationError, r"no column 'numbr'; did you mean 'number'\?"),
+        ("numbr > 3", ConfigurationError, r"no column 'numbr'. Did you mean 'number'\?"),
         ("number >", ConfigurationError, "cannot be parsed"),
         ("number", ConfigurationError, "gives a number, expected true or false"),
         ("__import__('os')", ConfigurationError, "is not allowed"),

@@ -62,7 +62,7 @@ def test_broken_lines_are_named_or_skipped(tmp_path):
         (["--field", "caption=text"], "--field caption=text: the first rows have no such column; they have Caption, "),
         (["--field", "title=Caption"], "--field title: CaptioningSample has no such field; it has image, caption."),
         (["--sample-type", "VQASample"], "VQASample requires the fields context, too: add --field context=COLUMN."),
-        (["--sample-type", "Captioning"], "there is no sample type 'Captioning'; did you mean Captio"),
+        (["--sample-type", "Captioning"], "there is no sample type 'Captioning'. Did you mean 'Captio"),
         (["--field", "caption"], "--field 'caption': expected FIELD=COLUMN, like caption=description."),
         (["--bytes-per-shard", "much"], "--bytes-per-shard 'much': expected a size like 500M, 1G or 1Gi."),
         (["--media", "/no/where"], "--media /no/where: no such folder."),

@@ -239,7 +239,7 @@ def test_only_two_splits_are_provided(dataset: Path) -> None:
 def test_unknown_arguments_are_refused_with_the_nearest_name(
     dataset: Path, kwargs: dict[str, Any], nearest: str
 ) -> None:
-    with pytest.raises(UnknownArgumentError, match=f"did you mean '{nearest}'"):
+    with pytest.raises(UnknownArgumentError, match=f"Did you mean '{nearest}'"):
         module(dataset, **kwargs)
 
 

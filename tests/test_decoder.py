@@ -175,7 +175,7 @@ def test_optional_codecs(monkeypatch, caplog, part, package, function):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"image_decode": "torchrgb16"}, "image form 'torchrgb16'.*did you mean"),
+        ({"image_decode": "torchrgb16"}, "image form 'torchrgb16'.*Did you mean"),
         ({"av_decode": "av"}, "AVDecoder, pyav"),
     ],
 )

@@ -13,9 +13,11 @@ import pytest
 
 pytest.importorskip("sklearn")
 
+from run_outputs import read_predictions
+
 from energon_bridge import WorkerConfig, get_loader, get_val_dataset
 from energon_bridge.training.digits import SIDE, WORDS, write_digits
-from energon_bridge.training.generation import exact_match, read_predictions
+from energon_bridge.training.generation import exact_match
 
 LONG = os.environ.get("ENERGON_LONG_TESTS") == "1"
 ROOT = Path(__file__).parent.parent

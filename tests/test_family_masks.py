@@ -20,7 +20,7 @@ from energon_bridge.task_encoder.families import (
 )
 from energon_bridge.task_encoder.families.rendering import Segment
 from energon_bridge.task_encoder.families.tokens import stretches_of
-from energon_bridge.training.tiny_models import QWEN_TOKENS, train_tokenizer
+from energon_bridge.training.presets import QWEN_TOKENS, train_tokenizer
 
 # As the models of Qwen2-VL have it: a default system prompt, and numbers of pictures on demand.
 QWEN = (

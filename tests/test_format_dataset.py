@@ -110,7 +110,7 @@ DEFECTS = {
     "no dataset.yaml": ("dataset.yaml", None, MetadataError, r"dataset\.yaml: no such file"),
     "empty info": (".info.json", "", MetadataError, r"\.info\.json: cannot be parsed"),
     "info list": (".info.json", "[]", MetadataError, r"\.info\.json: expected a mapping, found \[\]"),
-    "info key": (".info.json", '{"shard_count": {}}', MetadataError, r"`shard_count`.*Did you mean `shard_counts`"),
+    "info key": (".info.json", '{"shard_count": {}}', MetadataError, r"`shard_count`.*Did you mean 'shard_counts'"),
     "info without counts": (".info.json", "{}", MetadataError, "`shard_counts` is missing"),
     "info count": (".info.json", '{"shard_counts": {"x.tar": "3"}}', MetadataError, r"`shard_counts\.x\.tar`.*'3'"),
     "info huge count": (
@@ -121,7 +121,7 @@ DEFECTS = {
     ),
     "info version": (".info.json", '{"shard_counts": {}, "energon_version": 7}', MetadataError, "`energon_version`"),
     "empty split file": ("split.yaml", "", MetadataError, r"split\.yaml: the file is empty"),
-    "split key": ("split.yaml", "split_part: {}", MetadataError, "Did you mean `split_parts`"),
+    "split key": ("split.yaml", "split_part: {}", MetadataError, "Did you mean 'split_parts'"),
     "split type": ("split.yaml", "split_parts: [a]", MetadataError, "field `split_parts`: expected a mapping"),
     "split entry": ("split.yaml", "split_parts: {train: [1]}", MetadataError, r"field `split_parts\.train\[0\]`"),
     "split braces": ("split.yaml", "split_parts: {train: ['x{']}", MetadataError, r"`split_parts\.train`: unmatched"),
@@ -152,7 +152,7 @@ DEFECTS = {
         "dataset.yaml",
         "sample_type: {__module__: megatron.energon, __class__: TextSample}\nfield_map: {text: txt, txet: txt}\n",
         FieldMapError,
-        r"dataset\.yaml, field_map, field `txet`: TextSample has no such field.*Did you mean `text`",
+        r"dataset\.yaml, field_map, field `txet`: TextSample has no such field.*Did you mean 'text'",
     ),
     "missing required field": (
         "dataset.yaml",
@@ -182,7 +182,7 @@ DEFECTS = {
         "dataset.yaml",
         "__module__: megatron.energon\n__class__: CrudeWebdataset\nsubflavor: web\n",
         MetadataError,
-        "unknown key `subflavor`.*Did you mean `subflavors`",
+        "unknown key `subflavor`.*Did you mean 'subflavors'",
     ),
     "foreign class": (
         "dataset.yaml",

@@ -206,7 +206,7 @@ def test_the_limit_of_a_bomb_is_the_users(monkeypatch):
 
 
 def test_unknown_form_names_the_nearest():
-    with pytest.raises(ConfigurationError, match="'torchrgb9'; did you mean 'torchrgb"):
+    with pytest.raises(ConfigurationError, match=r"'torchrgb9'\. Did you mean 'torchrgb"):
         image_form("torchrgb9")
 
 

@@ -247,7 +247,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], st
         lambda: join(joiner={"__module__": "megatron.energon", "__class__": "TextSimple"}),
         {},
         MetadataError,
-        "did you mean TextSample",
+        "Did you mean 'TextSample'",
     ),
     "a function of one": (lambda: join(joiner=lonely), {}, MetadataError, r"lonely\(first.*2 positional arguments"),
     "other names": (

@@ -193,10 +193,11 @@ def test_gradients_are_those_of_the_tokens_of_real_microbatches(
     """Three ranks on four lanes: of six microbatches two are masked. With this learning rate the weights stay."""
     pytest.importorskip("lightning.pytorch")
     pytest.importorskip("transformers")
+    from run_outputs import read_losses
+
     from energon_bridge.training import run as training
     from energon_bridge.training.config_file import load_config
     from energon_bridge.training.module import VisionLanguageModule
-    from energon_bridge.training.progress import read_losses
 
     overrides = [f"data.path={captions}", f"run_dir={tmp_path / 'run'}", f"data.num_lanes={LANES}"]
     overrides += [f"data.global_batch_size={2 * WORLD * accumulate}", f"train.max_steps={STEPS}", "optimizer.lr=1e-30"]

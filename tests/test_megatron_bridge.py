@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from rank_states import rank_file, write_rank_file
 
 from energon_bridge import ConfigurationError, DefaultTaskEncoder
 from energon_bridge.integrations.bridge import (
@@ -17,7 +18,7 @@ from energon_bridge.integrations.bridge import (
     EnergonDatasetConfig,
     energon_train_valid_test_datasets_provider,
 )
-from energon_bridge.integrations.rank_files import rank_file, read_rank_files, write_rank_file
+from energon_bridge.integrations.rank_files import read_rank_files
 from energon_bridge.integrations.task_encoders import (
     ChatTemplateTaskEncoderConfig,
     MultiModalTaskEncoderConfig,

@@ -17,15 +17,14 @@ pytest.importorskip("megatron.core")
 
 from conversations import conversations_dataset
 from megatron_runs import configuration, train
+from run_outputs import read_losses, read_predictions
 
 from energon_bridge.integrations.context_parallel import zigzag_indices
 from energon_bridge.testing import create_captioning_test_dataset
-from energon_bridge.training.generation import read_predictions
 from energon_bridge.training.megatron.attention import seen_tokens
 from energon_bridge.training.megatron.checkpoints import complete_checkpoints
 from energon_bridge.training.megatron.cpu_backend import cpu_backend
 from energon_bridge.training.megatron.ranks import launched_rank
-from energon_bridge.training.progress import read_losses
 
 # Sharing out ---------------------------------------------------------------------------------------------------------
 

@@ -18,15 +18,14 @@ pytest.importorskip("megatron.core")
 from engine import GroupingEncoder
 from megatron.core import parallel_state
 from megatron.core.rerun_state_machine import RerunDataIterator
+from rank_states import rank_file
 from replicas import digests, module, on_ranks, place, save_files
 
 from energon_bridge import (
     LoaderError,
 )
 from energon_bridge.errors import ConfigurationError, StepMismatchError
-from energon_bridge.integrations.chunks import LIMIT
-from energon_bridge.integrations.megatron_lm import train_valid_test_dataloaders_provider
-from energon_bridge.integrations.rank_files import rank_file
+from energon_bridge.integrations.megatron_lm import LIMIT, train_valid_test_dataloaders_provider
 from energon_bridge.testing import create_captioning_test_dataset
 
 GLOBAL_BATCH, MICRO_BATCH, EVAL_ITERS = 8, 2, 2

@@ -16,14 +16,13 @@ pytest.importorskip("megatron.core")
 pytest.importorskip("transformers")
 
 from megatron_runs import configuration, hexes, train
+from run_outputs import read_losses, read_predictions
 
 from energon_bridge.task_encoder.multimodal import MultiModalBatch
 from energon_bridge.testing import create_captioning_test_dataset
 from energon_bridge.training.config import RunConfig
-from energon_bridge.training.generation import read_predictions
 from energon_bridge.training.megatron import run as run_module
 from energon_bridge.training.megatron.step import Training
-from energon_bridge.training.progress import read_losses
 
 pytestmark = pytest.mark.skipif(
     torch.__version__.startswith("2.6."), reason="megatron-core's optimizer cannot load its state with torch 2.6"

@@ -29,6 +29,7 @@ from energon_bridge.errors import (
     MetadataError,
     ResumeMismatchError,
     StorageError,
+    did_you_mean,
 )
 from energon_bridge.format.field_map import FieldMap, check_fields
 from energon_bridge.format.nvmeta import prepared_by
@@ -355,6 +356,20 @@ def test_an_unknown_command_names_the_nearest(arguments: list[str], hint: str):
     result = energon(*arguments)
     assert result.exit_code == 2
     assert hint in result.output
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("batch_sise", " Did you mean 'batch_size'?"),
+        (7, ""),
+        ("xyzzy", ""),
+        ("", ""),
+        ("path", " Did you mean 'path'?"),
+    ],
+)
+def test_a_hint_names_the_nearest_or_is_empty(name: object, hint: str):
+    assert did_you_mean(name, ("batch_size", "path")) == hint
 
 
 def test_one_is_not_plural():

@@ -46,7 +46,7 @@ def test_an_expression_keeps_what_python_keeps(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("tokns > 1", "did you mean 'tokens'"),
+        ("tokns > 1", "Did you mean 'tokens'"),
         ("__import__('os').system('true')", "not allowed"),
         ("tokens.size > 1", "not allowed"),
         ("tokens[0] > 1", "not allowed"),

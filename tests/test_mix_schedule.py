@@ -57,7 +57,7 @@ def test_values(value, draws, expected):
         (float("inf"), "expected a number"),
         (-1, "must not be negative"),
         ({}, "`schedule` is missing"),
-        ({"schedul": "linear"}, "Did you mean `schedule`"),
+        ({"schedul": "linear"}, "Did you mean 'schedule'"),
         ({"schedule": "lineer", "points": [[0, 1]]}, r"weight\.schedule`: expected one of constant, steps"),
         ({"schedule": "linear"}, "`points` is missing"),
         ({"schedule": "constant", "points": [[0, 1]]}, "unknown key `points`"),

@@ -41,8 +41,7 @@ from energon_bridge.task_encoder.visual import as_pil, concat_visual
 from energon_bridge.training.config import DataConfig
 from energon_bridge.training.encoder import ShuffledImagesTaskEncoder, training_task_encoder
 from energon_bridge.training.generation import prompts_of
-from energon_bridge.training.presets import ModelBundle
-from energon_bridge.training.tiny_models import LLAVA_TOKENS, train_tokenizer
+from energon_bridge.training.presets import LLAVA_TOKENS, ModelBundle, train_tokenizer
 
 
 def test_only_the_caption_carries_loss_and_labels_are_shifted() -> None:

@@ -17,6 +17,7 @@ pytest.importorskip("lightning.pytorch")
 pytest.importorskip("transformers")
 
 from lightning.pytorch import Trainer
+from run_outputs import read_losses, read_predictions
 from torch.utils.data import DataLoader
 
 from energon_bridge.errors import ConfigurationError, OverLongSampleError
@@ -26,11 +27,9 @@ from energon_bridge.training import run as training
 from energon_bridge.training.config import DataConfig, ModelConfig, RunConfig, ValidationConfig
 from energon_bridge.training.config_file import load_config
 from energon_bridge.training.encoder import training_task_encoder
-from energon_bridge.training.generation import read_predictions
 from energon_bridge.training.module import VisionLanguageModule
 from energon_bridge.training.packed import check_packing
 from energon_bridge.training.presets import ModelBundle, load_model, write_preset
-from energon_bridge.training.progress import read_losses
 
 ROOT = Path(__file__).parent.parent
 NUM_TRAIN, NUM_VAL = 40, 7

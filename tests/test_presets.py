@@ -15,9 +15,8 @@ pytest.importorskip("transformers")
 
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.training.config import ModelConfig
-from energon_bridge.training.freezing import freeze
-from energon_bridge.training.presets import ModelBundle, load_model, write_preset
-from energon_bridge.training.tiny_models import PRESETS
+from energon_bridge.training.presets import PRESETS, ModelBundle, load_model, write_preset
+from energon_bridge.training.run import freeze
 
 SIZES: dict[str, Any] = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 300}
 MODEL_TYPES = {
@@ -178,6 +177,6 @@ def test_what_is_named_is_not_trained(
 
 def test_a_part_that_does_not_exist_is_refused_with_the_nearest_match(folders: dict[str, Path]) -> None:
     model = load(folders["tiny-llava"]).model
-    with pytest.raises(ConfigurationError, match=r"no part 'model\.vision_towr'; did you mean 'model\.vision_tower'"):
+    with pytest.raises(ConfigurationError, match=r"no part 'model\.vision_towr'\. Did you mean 'model\.vision_tower'"):
         freeze(model, ["model.vision_towr"])
     assert all(parameter.requires_grad for parameter in model.parameters())

@@ -13,12 +13,13 @@ import torch
 pytest.importorskip("megatron.core")
 
 from megatron.core import parallel_state
+from rank_states import rank_file, write_rank_file
 from replicas import on_ranks, save_files
 
 from energon_bridge import StateError
 from energon_bridge.errors import MissingRankError, StateFormatError, StepMismatchError
 from energon_bridge.integrations import rank_files
-from energon_bridge.integrations.rank_files import rank_file, read_rank_files, write_rank_file
+from energon_bridge.integrations.rank_files import read_rank_files
 from energon_bridge.testing import create_captioning_test_dataset
 
 

@@ -19,16 +19,15 @@ from recipes import ROOT, captions_dataset, crude_conversations, instruct_mix
 pytest.importorskip("lightning.pytorch")
 pytest.importorskip("transformers")
 
+from run_outputs import read_losses, read_predictions
+
 from energon_bridge.errors import UnknownSplitError
 from energon_bridge.training import run as training
 from energon_bridge.training.assemble import assemble_llava
 from energon_bridge.training.config import RunConfig
 from energon_bridge.training.config_file import load_config
-from energon_bridge.training.generation import read_predictions
 from energon_bridge.training.module import VisionLanguageModule
-from energon_bridge.training.presets import load_model
-from energon_bridge.training.progress import read_losses
-from energon_bridge.training.tiny_models import PRESETS
+from energon_bridge.training.presets import PRESETS, load_model
 
 RECIPES = ("llava15_pretrain", "llava15_instruct", "qwen2.5_vl_instruct")
 SMALLER = {

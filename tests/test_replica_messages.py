@@ -16,7 +16,7 @@ from hypothesis import given, strategies as st
 
 from energon_bridge import CaptioningSample, SourceInfo, StageKeys, make_replica
 from energon_bridge.errors import ConfigurationError, UnknownArgumentError
-from energon_bridge.replica.channel import FRAME, Channel
+from energon_bridge.replica.exchange import FRAME, Channel
 from energon_bridge.replica.structure import check_keys, decode, encode, select
 from energon_bridge.samples import CrudeSample
 from energon_bridge.task_encoder.sequences import MultiModalBatch

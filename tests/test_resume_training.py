@@ -18,13 +18,14 @@ from forked import become_rank, free_port, run_forked, start_forked
 pytest.importorskip("lightning.pytorch")
 pytest.importorskip("transformers")
 
+from run_outputs import read_losses
+
 from energon_bridge.testing import create_captioning_test_dataset
 from energon_bridge.training import run as training
 from energon_bridge.training.checkpoints import list_checkpoints
 from energon_bridge.training.config import RunConfig
 from energon_bridge.training.config_file import load_config
 from energon_bridge.training.module import VisionLanguageModule
-from energon_bridge.training.progress import read_losses
 
 ROOT = Path(__file__).parent.parent
 MAX_STEPS = 40

@@ -143,7 +143,7 @@ def test_fields_of_every_kind(tmp_path):
     ("sample", "message"),
     [
         ({"image": picture(0)}, "sample 1 ('000000001'): CaptioningSample requires the field `caption`"),
-        ({"image": picture(0), "captoin": "x"}, "has no field `captoin`; it has image, caption. Did you mean `capt"),
+        ({"image": picture(0), "captoin": "x"}, "has no field `captoin`; it has image, caption. Did you mean 'capt"),
         ({"image": np.zeros((3, 4, 4)), "caption": "x"}, "is a ndarray, expected the encoded file: bytes, or a Path"),
         ({"image": b"what is it", "caption": "x"}, "the format of the bytes is not known"),
         ({"image": b"", "caption": "x"}, "field `image`: is empty"),

@@ -290,10 +290,10 @@ def test_a_table_is_small_whatever_the_batch_is():
 def test_a_field_that_is_not_there_names_the_nearest():
     batch = captions()
     with pytest.raises(
-        KeyError, match=r"CaptioningSample has no field 'imgae'; did you mean 'image'\? It has __key__, "
+        KeyError, match=r"CaptioningSample has no field 'imgae'\. Did you mean 'image'\? It has __key__, "
     ):
         _ = batch["imgae"]
-    with pytest.raises(KeyError, match=r"no field 'xyzzy'; it has __key__, .*, __valid__, image, caption, text"):
+    with pytest.raises(KeyError, match=r"no field 'xyzzy'\. It has __key__, .*, __valid__, image, caption, text"):
         _ = batch["xyzzy"]
     # Python itself says so of attributes; a `__getattr__` of ours would slow each access down.
     code = "from energon_bridge import CaptioningSample as S; S(__key__='k', image=0, caption='t').imgae"

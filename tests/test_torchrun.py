@@ -12,9 +12,9 @@ import pytest
 pytest.importorskip("lightning.pytorch")
 pytest.importorskip("transformers")
 
+from run_outputs import read_losses, read_predictions
+
 from energon_bridge.testing import create_captioning_test_dataset
-from energon_bridge.training.generation import read_predictions
-from energon_bridge.training.progress import read_losses
 
 ROOT = Path(__file__).parent.parent
 

@@ -20,16 +20,17 @@ import torch
 pytest.importorskip("lightning.pytorch")
 pytest.importorskip("transformers")
 
+from run_outputs import read_losses, read_predictions
+
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.testing import create_captioning_test_dataset
 from energon_bridge.training import run as training
-from energon_bridge.training.captions import dataset_captions
 from energon_bridge.training.checkpoints import AtomicCheckpointIO, Checkpointer, list_checkpoints
 from energon_bridge.training.config import RunConfig
 from energon_bridge.training.config_file import load_config
-from energon_bridge.training.generation import Prediction, exact_match, read_predictions, write_predictions
+from energon_bridge.training.generation import Prediction, exact_match, write_predictions
 from energon_bridge.training.module import VisionLanguageModule
-from energon_bridge.training.progress import read_losses
+from energon_bridge.training.run import dataset_captions
 
 ROOT = Path(__file__).parent.parent
 NUM_VAL = 5
@@ -307,7 +308,7 @@ def test_the_script_ends_with_the_share_that_was_read(dataset: Path, tmp_path: P
 def test_the_script_explains_a_mistake_in_one_line(tmp_path: Path) -> None:
     result = script("--config", str(ROOT / "configs" / "smoke.yaml"), "data.paht=x")
     assert result.returncode == 2
-    assert "did you mean 'data.path'?" in result.stderr
+    assert "Did you mean 'data.path'?" in result.stderr
     assert "Traceback" not in result.stderr
 
 

@@ -65,7 +65,7 @@ def test_large_integers_stay_exact() -> None:
     ],
 )
 def test_unknown_keys_are_refused_with_the_nearest_match(override: str, nearest: str) -> None:
-    with pytest.raises(UnknownArgumentError, match=f"did you mean '{nearest}'"):
+    with pytest.raises(UnknownArgumentError, match=f"Did you mean '{nearest}'"):
         load_config(None, [override])
 
 

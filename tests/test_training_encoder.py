@@ -25,8 +25,7 @@ from energon_bridge.training.conversations import cook_conversation
 from energon_bridge.training.encoder import training_task_encoder
 from energon_bridge.training.generation import prompts_of, visible_images
 from energon_bridge.training.module import VisionLanguageModule
-from energon_bridge.training.presets import ModelBundle, load_model, write_preset
-from energon_bridge.training.tiny_models import PRESETS
+from energon_bridge.training.presets import PRESETS, ModelBundle, load_model, write_preset
 
 QWENS = [name for name in PRESETS if name != "tiny-llava"]
 SIZES: dict[str, Any] = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 300, "patch_size": 8}

@@ -30,7 +30,7 @@ from energon_bridge import (
     verify_resume,
 )
 from energon_bridge.testing import create_captioning_test_dataset
-from energon_bridge.verify.fields import differing, fields_of
+from energon_bridge.verify import differing, fields_of
 
 
 @pytest.fixture(scope="module")
@@ -314,7 +314,7 @@ class OpaqueEncoder(Encoder):
 def test_what_cannot_be_compared_is_named(data: Path, caplog: pytest.LogCaptureFixture) -> None:
     report = verify_resume(maker(data, OpaqueEncoder), 6)
     assert report.not_compared == {"extra": ("test_verify.Opaque",)}
-    assert [r.getMessage() for r in caplog.records if r.name == "energon_bridge.verify.resume"] == [
+    assert [r.getMessage() for r in caplog.records if r.name == "energon_bridge.verify"] == [
         "verify_resume: not compared, since these have no bytes of their own: extra (test_verify.Opaque)"
     ]
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, Literal, Self, TypeAl
 
 from energon_bridge.av.audio import AudioReader, as_floats, resample
 from energon_bridge.av.media import AVData, Media, length_of, opened, start_of, tensor_of, ticks
-from energon_bridge.av.metadata import audio_metadata, video_fps, video_metadata
+from energon_bridge.av.packets import Packets
 from energon_bridge.av.video import Pixels, VideoReader, beyond, clip_of, is_over
 from energon_bridge.errors import ConfigurationError, DecodeError, UnfitSampleError
 from energon_bridge.format.media import AVMetadata
@@ -417,3 +417,65 @@ def _samples(begin: float, end: float, unit: str, reader: AudioReader) -> int:
     if unit == "samples":
         return int(end) - int(begin)
     return max(0, round((Fraction(end) - max(Fraction(begin), reader.start)) * reader.rate))
+
+
+# Metadata -------------------------------------------------------------------------------------------------------------
+#
+# Sizes, lengths, frame and sample counts come from the headers where possible. A length is that of the stream itself,
+# wherever it starts on the time axis. What no header says is found by walking the packets; only the samples of
+# compressed sound are counted by decoding, since packets do not tell.
+
+
+_COUNTED = ("pcm_", "flac", "alac", "wavpack")
+"""Codecs whose packets last exactly as long as the samples in them."""
+
+
+def video_fps(media: Media) -> float | None:
+    """Return the frames per second of the video, in the mean."""
+    rate = media.stream("video").average_rate or media.stream("video").guessed_rate
+    return float(rate) if rate else None
+
+
+def video_metadata(
+    media: Media, packets: Packets | None, *, duration: bool = True, frame_count: bool = True, frame_size: bool = True
+) -> AVMetadata:
+    """Return what is asked for of the video of an open file; goes through its packets only for what no header says."""
+    stream = media.stream("video")
+    seconds = length_of(media, stream) if duration else None
+    width, height = (stream.codec_context.width, stream.codec_context.height) if frame_size else (None, None)
+    if frame_size and not (width and height):
+        raise DecodeError(f"{media.name} has video whose size no header says: is it cut off?")
+    rate, frames = video_fps(media), None
+    if frame_count or (duration and seconds is None):
+        packets = packets or Packets(media)
+        frames = packets.count
+        if duration and seconds is None:
+            seconds = packets.length()
+    return AVMetadata(
+        video_duration=None if seconds is None else float(seconds),
+        video_num_frames=frames if frame_count else None,
+        video_fps=rate or (frames / float(seconds) if frames and seconds else None),
+        video_width=width,
+        video_height=height,
+    )
+
+
+def audio_metadata(media: Media, *, duration: bool = True, num_samples: bool = False) -> AVMetadata:
+    """Return what is asked for of the sound of an open file."""
+    stream = media.stream("audio")
+    context = stream.codec_context
+    rate, channels = context.sample_rate, context.channels
+    seconds = length_of(media, stream) if duration or num_samples else None
+    count = None
+    if num_samples or (duration and seconds is None):
+        if seconds is not None and stream.time_base * rate <= 1 and context.name.startswith(_COUNTED):
+            count = round(seconds * rate)
+        else:
+            count = AudioReader(media).count()
+            seconds = Fraction(count, rate) if seconds is None or num_samples else seconds
+    return AVMetadata(
+        audio_duration=float(seconds) if duration and seconds is not None else None,
+        audio_channels=channels,
+        audio_sample_rate=rate,
+        audio_num_samples=count if num_samples else None,
+    )

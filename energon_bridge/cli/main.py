@@ -7,14 +7,13 @@ completion answer at once.
 from __future__ import annotations
 
 import logging
-from difflib import get_close_matches
 from importlib import import_module
 from typing import Any
 
 import click
 
 from energon_bridge import __version__
-from energon_bridge.errors import EnergonError
+from energon_bridge.errors import EnergonError, did_you_mean
 
 _COMMANDS = {
     "bench": "Measure how fast a dataset loads here, and what limits it.",
@@ -39,9 +38,8 @@ class SuggestingGroup(click.Group):
         name = args[0]
         if self.get_command(ctx, name) is None and not name.startswith("-"):
             known = self.list_commands(ctx)
-            near = get_close_matches(name, known, n=1)
-            hint = f"Did you mean {near[0]!r}?" if near else f"Known commands: {', '.join(known)}."
-            ctx.fail(f"No such command {name!r}. {hint}")
+            hint = did_you_mean(name, known) or f" Known commands: {', '.join(known)}."
+            ctx.fail(f"No such command {name!r}.{hint}")
         return super().resolve_command(ctx, args)
 
 

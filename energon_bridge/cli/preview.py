@@ -108,7 +108,7 @@ def command(
         if as_json:
             _print_json(shown)
         elif serve:
-            from energon_bridge.preview.serving import server_of_pages
+            from energon_bridge.preview.pages import server_of_pages
 
             serve_pages = server_of_pages()
             with TemporaryDirectory() as folder:

@@ -10,7 +10,6 @@ and merge keys work, an empty value is None.
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -18,7 +17,7 @@ from typing import Any, ClassVar
 
 import yaml
 
-from energon_bridge.errors import MetadataError
+from energon_bridge.errors import MetadataError, did_you_mean
 from energon_bridge.storage import Store
 
 _MAX_DEPTH = 100
@@ -232,8 +231,7 @@ def expect_keys(
     place = f", field `{field}`" if field else ""
     for key in value:
         if key not in allowed:
-            near = difflib.get_close_matches(key, allowed, n=1)
-            hint = f" Did you mean `{near[0]}`?" if near else ""
+            hint = did_you_mean(key, allowed)
             raise MetadataError(f"{where}{place}: unknown key `{key}`; expected {_names(allowed)}.{hint}")
     for key in required:
         if key not in value:

@@ -8,12 +8,11 @@ Source: reference section 1.8.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from energon_bridge.errors import FieldAccessError, FieldMapError
+from energon_bridge.errors import FieldAccessError, FieldMapError, did_you_mean
 from energon_bridge.format.media_kinds import kind_by_name
 from energon_bridge.samples import META_FIELDS
 
@@ -85,8 +84,7 @@ def check_fields(field_map: FieldMap, sample_type: type, *, where: str) -> None:
     offered = sorted(fields.keys() - {"__key__"})
     for name in field_map.fields:
         if name not in fields:
-            near = difflib.get_close_matches(name, offered, n=1)
-            hint = f" Did you mean `{near[0]}`?" if near else ""
+            hint = did_you_mean(name, offered)
             raise FieldMapError(
                 f"{where}, field `{name}`: {sample_type.__name__} has no such field; it has {', '.join(offered)}.{hint}"
             )

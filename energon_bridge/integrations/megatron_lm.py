@@ -5,27 +5,27 @@
     provider = train_valid_test_dataloaders_provider(lambda: EnergonMultiModalDataModule(...))
     pretrain(provider, model_provider, ModelType.encoder_or_decoder, forward_step, ...)
 
-What the loop wants, and gets: the provider is called on every rank (`is_distributed`), after the checkpoint was
-loaded, once for each model chunk with virtual pipeline parallelism. It returns iterators (nobody calls `iter` on them),
-plain None for what there is none of, and a length that is never 0. `next()` is one microbatch. The loop saves the
-training iterator by its `save_state()`, one file per data-parallel rank (`rank_files`), and restores nothing: that is
-done here, before the first batch, from the files of all ranks, so their number may have changed. It cannot save the
-iterators of virtual pipeline stages; `resume="seek"` is for them.
+The loop's contract: it calls the provider on every rank (`is_distributed`), after loading the checkpoint, and once for
+each model chunk with virtual pipeline parallelism. It expects iterators (nobody calls `iter` on them), None for a split
+without data, and a length that is never 0. `next()` is one microbatch. The loop saves the training iterator by its
+`save_state()`, one file per data-parallel rank (`rank_files`), but restores nothing. The provider does, before the
+first batch and from the files of all ranks, so the number of ranks may have changed. The loop cannot save the iterators
+of virtual pipeline stages; they need `resume="seek"`.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, Protocol, get_args
 
 import torch
 
 from energon_bridge.dataloader import EnergonDataloader
 from energon_bridge.datamodule import EnergonMultiModalDataModule
-from energon_bridge.errors import ConfigurationError, StepMismatchError
-from energon_bridge.integrations.chunks import Chunk, SharedStream
+from energon_bridge.errors import ConfigurationError, LoaderError, StepMismatchError
 from energon_bridge.integrations.rank_files import read_rank_files
 from energon_bridge.loader.document import State
 from energon_bridge.samples.devices import cuda_in_use, normalise_on_device
@@ -37,6 +37,82 @@ logger = logging.getLogger(__name__)
 LoaderRanks = Literal["all", "tp0_pp_edges"]
 
 Resume = Literal["files", "seek"]
+
+# Model chunks ---------------------------------------------------------------------------------------------------------
+#
+# With virtual pipeline parallelism, one process has several model chunks. All must see the same microbatches, and each
+# calls `next()` itself. They share one loader: the chunk that is ahead reads, and its batches wait for the others. A
+# chunk that never asks (its stage needs no data) would let that queue grow forever, so a chunk that falls `LIMIT`
+# microbatches behind is cut off.
+
+
+LIMIT = 256
+"""Microbatches that wait for one chunk. The schedule lets chunks differ by about the number of pipeline stages."""
+
+
+class SharedStream:
+    """Hands the batches of one dataloader to several readers."""
+
+    def __init__(self, dataloader: EnergonDataloader) -> None:
+        self.dataloader = dataloader
+        self._waiting: list[deque[Any] | None] = []
+
+    def reader(self) -> Chunk:
+        """Return a reader that begins with the next batch."""
+        self._waiting.append(deque())
+        return Chunk(self, len(self._waiting) - 1)
+
+    def take(self, number: int) -> Any:
+        """Return the next batch of a reader."""
+        own = self._waiting[number]
+        if own is None:
+            raise LoaderError(
+                f"model chunk {number} asks for a microbatch after the others have had {LIMIT} more than it: every "
+                "chunk that needs data must call next() once for each microbatch"
+            )
+        if own:
+            return own.popleft()
+        batch = next(self.dataloader)
+        for other, waiting in enumerate(self._waiting):
+            if other != number and waiting is not None:
+                waiting.append(batch)
+                if len(waiting) > LIMIT:
+                    self._waiting[other] = None
+        return batch
+
+    def forget(self) -> None:
+        """Drop what waits: the stream goes on elsewhere."""
+        self._waiting = [deque() for _ in self._waiting]
+
+
+class Chunk:
+    """The stream as one model chunk sees it, with the methods of `EnergonDataloader` that Megatron-LM looks for."""
+
+    def __init__(self, stream: SharedStream, number: int) -> None:
+        self._stream = stream
+        self._number = number
+
+    def __iter__(self) -> Iterator[Any]:
+        """Return the chunk itself: passes are those of the shared stream, which begins anew at its end."""
+        return self
+
+    def __next__(self) -> Any:
+        return self._stream.take(self._number)
+
+    def __len__(self) -> int:
+        return len(self._stream.dataloader)
+
+    def save_state(self) -> Any:
+        """Return the state of the shared stream: between steps, when all chunks have had the same batches."""
+        return self._stream.dataloader.save_state()
+
+    def restore_state(self, state: Any) -> None:
+        """Continue all chunks from a state."""
+        self._stream.dataloader.restore_state(state)
+        self._stream.forget()
+
+
+# The provider ---------------------------------------------------------------------------------------------------------
 
 Iterators = EnergonDataloader | Chunk | list[EnergonDataloader] | list[Chunk] | None
 

@@ -16,7 +16,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -26,41 +26,7 @@ from energon_bridge.loader.state_files import read_states
 
 T = TypeVar("T")
 
-Layout = Literal["megatron_lm", "bridge"]
-
 _NAME = re.compile(r"train_dataloader_dprank(\d+)\.pt")
-
-
-def rank_file(
-    root: str | os.PathLike[str],
-    iteration: int,
-    data_parallel_rank: int,
-    *,
-    layout: Layout = "megatron_lm",
-    pipelines: bool = False,
-) -> Path:
-    """Return the path of the file of one data-parallel rank, as the trainer computes it.
-
-    Args:
-        root: `--dataloader-save`.
-        iteration: Of the checkpoint.
-        data_parallel_rank: Pure data-parallel rank.
-        layout: Whose.
-        pipelines: Whether the run has pipeline parallelism, which Megatron-LM writes into the path.
-    """
-    folder = Path(root) / f"iter_{iteration:07d}"
-    if layout == "megatron_lm":
-        folder /= "mp_rank_00_000" if pipelines else "mp_rank_00"
-    return folder / f"train_dataloader_dprank{data_parallel_rank:03d}.pt"
-
-
-def write_rank_file(path: str | os.PathLike[str], state: Any) -> None:
-    """Write the state of a rank, so that a file with this name is never half written."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    torch.save({"dataloader_state_dict": state}, part)
-    part.replace(path)
 
 
 def read_rank_files(root: str | os.PathLike[str], iteration: int, *, group: Any = None) -> list[State]:

@@ -8,14 +8,13 @@ Nothing is ever executed: the tree is walked, so an expression from a file is da
 from __future__ import annotations
 
 import ast
-import difflib
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
 import numpy as np
 
-from energon_bridge.errors import ConfigurationError
+from energon_bridge.errors import ConfigurationError, did_you_mean
 
 _MOST_CHARACTERS = 4000
 _LARGEST = 2.0**62
@@ -116,10 +115,9 @@ class _Evaluation:
     def _column(self, name: str) -> np.ndarray:
         if name in self._columns:
             return self._columns[name]
-        near = difflib.get_close_matches(name, self._columns, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else "."
+        known = ", ".join(sorted(self._columns)) or "none"
         raise ConfigurationError(
-            f"filter {self._text!r}: no column {name!r}{hint} Columns: {', '.join(sorted(self._columns)) or 'none'}."
+            f"filter {self._text!r}: no column {name!r}.{did_you_mean(name, self._columns)} Columns: {known}."
         )
 
     def _truth(self, node: ast.expr) -> np.ndarray:

@@ -24,13 +24,12 @@ one that is asked for.
 
 from __future__ import annotations
 
-import difflib
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field as dataclass_field, replace
 from typing import Any
 
-from energon_bridge.errors import ConfigurationError, MetadataError, UnknownSplitError
+from energon_bridge.errors import ConfigurationError, MetadataError, UnknownSplitError, did_you_mean
 from energon_bridge.format.documents import expect_keys, expect_mapping, wrong_type
 from energon_bridge.mix.expression import column_names
 from energon_bridge.mix.fields import (
@@ -165,8 +164,7 @@ def _is_v2(document: dict[str, Any], *, where: str) -> bool:
         raise wrong_type(module, f"one of {', '.join(_MODULES)}", where=where, field="__module__")
     name = document.get("__class__", _V1)
     if name not in (_V1, _V2):
-        near = difflib.get_close_matches(str(name), (_V1, _V2), n=1)
-        hint = f" Did you mean `{near[0]}`?" if near else ""
+        hint = did_you_mean(name, (_V1, _V2))
         raise MetadataError(f"{where}, field `__class__`: expected {_V1} or {_V2}, found {name!r}.{hint}")
     return name == _V2
 

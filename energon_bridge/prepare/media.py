@@ -7,23 +7,25 @@ changes. Format: `format/media.py`.
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import sqlite3
 import tempfile
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
+from energon_bridge.av import AVDecoder
 from energon_bridge.errors import ConfigurationError, DecodeError, EmptyDatasetError, KeyIndexError, StorageError
 from energon_bridge.format.key_lookup import copy_key_index, sqlite_uri
-from energon_bridge.format.media import MediaMetadata, create_media_tables, note_filter, write_media
-from energon_bridge.format.media_kinds import HEAD_BYTES, MediaFilter
+from energon_bridge.format.media import ImageMetadata, MediaMetadata, create_media_tables, note_filter, write_media
+from energon_bridge.format.media_kinds import HEAD_BYTES, MediaFilter, MediaKind
 from energon_bridge.format.nvmeta import INDEX_SQLITE, INFO_JSON, INFO_YAML, META_FOLDER, meta_path, read_info
 from energon_bridge.format.parallel import Workers, map_shards
-from energon_bridge.prepare.media_files import read_media
 from energon_bridge.prepare.staging import Staging
 from energon_bridge.storage import Store, open_store
 from energon_bridge.storage.ranges import ByteRange
@@ -217,3 +219,45 @@ def _measure(store: Store, media: MediaFilter, files: Iterable[_File]) -> Found:
         except ConfigurationError as error:
             raise ConfigurationError(f"{store.url(file.rel)}: {file.key}: {error}") from error
     return out
+
+
+# Files ----------------------------------------------------------------------------------------------------------------
+#
+# The metadata of one file; neither images nor frames are decoded. Pillow reads images, from as few bytes as it needs;
+# PyAV, which may not be installed, reads videos and sound. Compressed sound is decoded once to count its samples:
+# nothing else gives the exact number.
+
+
+_FIRST_BYTES = 64 << 10  # enough for the header of nearly every image
+
+
+def read_media(kind: MediaKind, content: ByteRange | bytes) -> MediaMetadata:
+    """Return what a file says of itself; of videos and sound nothing is read that is not needed.
+
+    Raises DecodeError if it is no such file, ConfigurationError if PyAV is needed and not installed.
+    """
+    if kind == "av":
+        return AVDecoder(content).get_metadata(get_audio_num_samples=True)
+    if isinstance(content, bytes):
+        return _read_image(content)
+    if content.size > _FIRST_BYTES:
+        try:
+            return _read_image(content.read(_FIRST_BYTES))
+        except DecodeError:
+            pass  # some formats have their header at the end, or a large preview before it
+    return _read_image(content.read())
+
+
+def _read_image(data: bytes) -> ImageMetadata:
+    from PIL import Image  # the command line starts without it
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of images so large that decoding them would be an attack
+            with Image.open(io.BytesIO(data)) as image:
+                width, height = image.size
+                return ImageMetadata(
+                    width=width, height=height, format=image.format or "UNKNOWN", mode=image.mode or "UNKNOWN"
+                )
+    except Exception as error:  # codecs raise whatever they like
+        raise DecodeError(f"no image that Pillow knows: {type(error).__name__}: {error}") from error

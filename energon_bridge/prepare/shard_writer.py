@@ -16,14 +16,13 @@ import io
 import json
 import os
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 
-from energon_bridge.errors import ConfigurationError, SourceError
+from energon_bridge.errors import ConfigurationError, SourceError, did_you_mean
 from energon_bridge.format.media_kinds import HEAD_BYTES, extension_by_head
 from energon_bridge.format.nvmeta import INFO_JSON, INFO_YAML, meta_path
 from energon_bridge.prepare.dataset_yaml import describe_fields
@@ -129,8 +128,7 @@ class ShardWriter:
     def _typed_parts(self, values: dict[str, Any], where: str) -> tuple[list[tuple[str, bytes]], dict[str, str]]:
         for name in values:
             if name not in self._fields:
-                near = get_close_matches(name, self._fields, n=1)
-                hint = f" Did you mean `{near[0]}`?" if near else ""
+                hint = did_you_mean(name, self._fields)
                 raise SourceError(
                     f"{where}: {self._type.__name__} has no field `{name}`; it has {', '.join(self._fields)}.{hint}"
                 )

@@ -49,7 +49,7 @@ from energon_bridge.format.nvmeta import (
 from energon_bridge.format.tar_index import encode_index, index_name
 from energon_bridge.format.tar_scan import ShardScan
 from energon_bridge.prepare.dataset_yaml import render_dataset_yaml
-from energon_bridge.prepare.media_files import read_media
+from energon_bridge.prepare.media import read_media
 from energon_bridge.prepare.staging import Staging
 from energon_bridge.storage import LocalStore, open_store
 

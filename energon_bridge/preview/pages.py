@@ -18,9 +18,11 @@ import json
 import math
 import os
 import shutil
+import socket
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from importlib.resources import files
 from io import BytesIO
@@ -320,3 +322,43 @@ def _log_edges(low: int, high: int) -> Iterator[int]:
         if edge > last:
             yield edge
             last = edge
+
+
+# Serving --------------------------------------------------------------------------------------------------------------
+#
+# The pages over HTTP, for those who cannot open the folder itself; on this machine only. Only the folder is served,
+# with byte ranges, so that videos seek. Requests for another host name are refused, or any web site could read the
+# pages through the browser of someone who visits it.
+
+
+_HOSTS = ("127.0.0.1", "localhost")
+
+
+def server_of_pages() -> Callable[[Path, int, Callable[[str], None]], None]:
+    """Return what serves a folder at a port (0: any) until it is interrupted, and calls back with the address.
+
+    Raises:
+        ConfigurationError: starlette or uvicorn is not installed.
+    """
+    try:
+        import uvicorn
+        from starlette.applications import Starlette
+        from starlette.middleware import Middleware
+        from starlette.middleware.trustedhost import TrustedHostMiddleware
+        from starlette.routing import Mount
+        from starlette.staticfiles import StaticFiles
+    except ImportError as error:
+        raise ConfigurationError("--serve needs starlette and uvicorn: pip install 'energon-bridge[view]'") from error
+
+    def serve(folder: Path, port: int, say: Callable[[str], None]) -> None:
+        own_host: Any = Middleware(TrustedHostMiddleware, allowed_hosts=list(_HOSTS))
+        application = Starlette(routes=[Mount("/", StaticFiles(directory=folder, html=True))], middleware=[own_host])
+        try:
+            listening = socket.create_server((_HOSTS[0], port))
+        except OSError as error:
+            raise ConfigurationError(f"--port {port} cannot be used: {error.strerror}; give another, or 0") from error
+        with closing(listening), suppress(KeyboardInterrupt):  # which is how it ends
+            say(f"http://{_HOSTS[0]}:{listening.getsockname()[1]}/")
+            uvicorn.Server(uvicorn.Config(application, log_level="warning")).run(sockets=[listening])
+
+    return serve

@@ -15,12 +15,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
-from difflib import get_close_matches
 from functools import cache
 from itertools import chain
 from typing import Any, ClassVar, NamedTuple, Self, TypeVar, dataclass_transform
 
-from energon_bridge.errors import ConfigurationError, UnfitSampleError
+from energon_bridge.errors import ConfigurationError, UnfitSampleError, did_you_mean
 from energon_bridge.samples.showing import html_of, text_of
 
 T = TypeVar("T")
@@ -140,9 +139,7 @@ def _no_such_field(cls: Any, name: str) -> str:
     (For attributes Python does so itself. A `__getattr__` here would make each access to a field three times as slow.)
     """
     known = [*field_names(cls), *cls.__aliases__]
-    near = get_close_matches(str(name), known, n=1)
-    hint = f"did you mean {near[0]!r}? It" if near else "it"
-    return f"{cls.__name__} has no field {name!r}; {hint} has {', '.join(known)}"
+    return f"{cls.__name__} has no field {name!r}.{did_you_mean(name, known)} It has {', '.join(known)}"
 
 
 class _Record:

@@ -8,10 +8,9 @@ Fields without a default must come from the dataset. Boxes are tensors of shape 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from energon_bridge.errors import UnknownArgumentError
+from energon_bridge.errors import UnknownArgumentError, did_you_mean
 from energon_bridge.samples.base import CrudeSample, Sample, edataclass
 
 if TYPE_CHECKING:
@@ -175,7 +174,5 @@ def sample_type_by_name(name: str) -> type:
     """
     if name in _BY_NAME:
         return _BY_NAME[name]
-    near = get_close_matches(name, _BY_NAME, n=1)
-    hint = f"; did you mean {near[0]}?" if near else "."
     known = ", ".join((*sample_type_names(), CrudeSample.__name__))
-    raise UnknownArgumentError(f"there is no sample type {name!r}{hint} Known types: {known}")
+    raise UnknownArgumentError(f"there is no sample type {name!r}.{did_you_mean(name, _BY_NAME)} Known types: {known}")

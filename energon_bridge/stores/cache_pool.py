@@ -1,12 +1,13 @@
 """`FileStoreCachePool`: files that are needed later are copied to a folder near by, in the background.
 
-Each process that uses a pool has a folder of its own below the pool's (`own_folder`), so that processes share no file,
+Each process that uses a pool has a folder of its own below the pool's (`disk_cache`), so that processes share no file,
 and a process that is killed leaves nothing for another to read; the next one to come clears it away. The bytes are
-those of the store, decoded when they are got. Limits hold for all processes of the host together (`quota`).
+those of the store, decoded when they are got. Limits hold for all processes of the host together.
 """
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import tempfile
@@ -14,12 +15,14 @@ import threading
 from multiprocessing.util import Finalize
 from typing import Any, Literal
 
+import numpy as np
+import torch
+
 from energon_bridge.errors import ConfigurationError, LoaderError
 from energon_bridge.samples import SourceInfo
 from energon_bridge.stores.base import FileStore
 from energon_bridge.stores.cache import CachePool, Encoded, HeldLazy, Lazy, NoCachePool
 from energon_bridge.stores.disk_cache import DiskCache, KeptFile, own_files
-from energon_bridge.stores.plain_data import from_bytes, to_bytes
 
 _log = logging.getLogger(__name__)
 
@@ -178,3 +181,54 @@ class _DataLazy(_KeptLazy):
                 f"{self._files.quota.folder.path} deleted, or this is another process"
             )
         return from_bytes(data) if self._shell is None else self._shell.with_data(data).when_got(), None
+
+
+# Data as bytes --------------------------------------------------------------------------------------------------------
+#
+# What `to_cache` writes: numbers, strings, bytes, tensors, arrays, and lists, tuples and dicts of them. No pickle that
+# could run code. Format: torch's file format, read with `weights_only=True`; a container is a list that begins with a
+# letter (`l`, `t`, `d`), an array is `["a", npy bytes]`.
+
+
+_PLAIN = (type(None), bool, int, float, str, bytes)
+
+
+def to_bytes(data: Any) -> bytes:
+    """Return data as bytes; raises TypeError, naming the type, for what cannot be written like this."""
+    file = io.BytesIO()
+    torch.save(_tagged(data), file)
+    return file.getvalue()
+
+
+def from_bytes(data: bytes) -> Any:
+    """Return what `to_bytes` was given, made anew."""
+    return _untagged(torch.load(io.BytesIO(data), weights_only=True))
+
+
+def _tagged(data: Any) -> Any:
+    kind = type(data)
+    if kind in _PLAIN:
+        return data
+    if kind is torch.Tensor and data.device.type == "cpu" and not data.requires_grad:
+        return data if data.untyped_storage().nbytes() == data.nbytes else data.clone()
+    if kind is np.ndarray and not data.dtype.hasobject:
+        file = io.BytesIO()
+        np.lib.format.write_array(file, data, allow_pickle=False)
+        return ["a", file.getvalue()]
+    if kind is dict:
+        return ["d", [[_tagged(key), _tagged(value)] for key, value in data.items()]]
+    if kind is list or kind is tuple:
+        return ["l" if kind is list else "t", *(_tagged(item) for item in data)]
+    raise TypeError(f"{kind.__module__}.{kind.__qualname__}")
+
+
+def _untagged(data: Any) -> Any:
+    if type(data) is not list:
+        return data
+    tag, *items = data
+    if tag == "a":
+        return np.lib.format.read_array(io.BytesIO(items[0]), allow_pickle=False)
+    if tag == "d":
+        return {_untagged(key): _untagged(value) for key, value in items[0]}
+    untagged = [_untagged(item) for item in items]
+    return untagged if tag == "l" else tuple(untagged)

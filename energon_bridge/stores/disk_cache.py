@@ -1,9 +1,12 @@
-"""The files that one process keeps in its cache folder, within limits of bytes and number.
+"""The files that one process keeps in its cache folder, within limits on bytes and number.
 
-A file that is asked for waits in a queue; threads read it from its store and write it to the folder, as long as there
-is room (`quota`: the limits are those of all processes of the host). Who needs it earlier, or finds no room, reads the
-store directly. Invariants: no file is in the table before all of it is written; room is taken before it is used and
-given back after the last one who asked for the file has let go of it, which also deletes it.
+Three parts, from the ground up: `OwnFolder`, a folder that disappears with its process; `SharedQuota`, limits that the
+processes of a host share; and `DiskCache`, the files themselves.
+
+A file that is asked for waits in a queue; threads read it from its store and write it to the folder while the quota
+allows. A caller that needs it sooner, or that finds no room, reads the store directly. Invariants: a file counts as
+kept only when all of it is written; room is reserved before it is used, and returned once the last caller has released
+the file, which also deletes it.
 """
 
 from __future__ import annotations
@@ -11,22 +14,315 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import math
 import os
+import re
+import secrets
+import shutil
+import socket
+import struct
 import threading
+import time
 from collections import deque
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
 
 from energon_bridge.errors import StorageError
 from energon_bridge.samples import SourceInfo
 from energon_bridge.stores.base import FileStore
-from energon_bridge.stores.quota import SharedQuota
+
+# Own folder -----------------------------------------------------------------------------------------------------------
+#
+# A folder of one process below a shared one, removed when the process has ended, however it ended.
+#
+# Next to each folder `energon_cache_HOST_PID_RANDOM` is a file of that name plus `.lock`, which its process keeps
+# locked; the kernel releases the lock when the process dies. Before a process makes its folder, it removes those of its
+# own host whose lock is free. The lock file is created first and removed last, so no folder is ever without one.
+
+
+try:
+    import fcntl
+except ImportError:  # not on Windows, where folders of dead processes stay
+    fcntl = None  # type: ignore[assignment]
+
+_PREFIX = "energon_cache_"
+_LOCK = ".lock"
+
+
+class OwnFolder:
+    """A new folder below `parent`; raises StorageError if none can be made there.
+
+    Attributes:
+        path: The folder.
+        prefix: Path with which those of all processes of this host begin.
+        descriptor: Of the lock file, whose content belongs to `SharedQuota`.
+    """
+
+    def __init__(self, parent: str) -> None:
+        self.prefix = os.path.join(parent, f"{_PREFIX}{re.sub('[^A-Za-z0-9.-]', '-', socket.gethostname())}_")
+        try:
+            os.makedirs(parent, exist_ok=True)
+            remove_stale(self.prefix)
+            while True:
+                self.path = f"{self.prefix}{os.getpid()}_{secrets.token_hex(8)}"
+                flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC
+                self.descriptor = os.open(self.path + _LOCK, flags, 0o600)
+                if _lock(self.descriptor) is not False and is_still(self.descriptor, self.path + _LOCK):
+                    break
+                os.close(self.descriptor)  # another process took the new file for that of a dead one
+            os.mkdir(self.path, 0o700)
+        except OSError as error:
+            raise StorageError(f"{parent}: cannot make a folder for cached files: {error}") from error
+
+    def remove(self) -> None:
+        """Remove the folder with all that is in it."""
+        _remove(self.path)
+        os.close(self.descriptor)
+
+    def leave(self) -> None:
+        """Let go of the folder in a child process, which was forked with it; it stays its owner's."""
+        os.close(self.descriptor)
+
+
+def lock_files(prefix: str) -> list[str]:
+    """Return the lock files of this host's processes."""
+    parent, start = os.path.split(prefix)
+    with os.scandir(parent) as entries:
+        return [entry.path for entry in entries if entry.name.startswith(start) and entry.name.endswith(_LOCK)]
+
+
+def remove_stale(prefix: str) -> None:
+    """Remove the folders of this host's dead processes."""
+    for path in lock_files(prefix):
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            continue  # gone meanwhile, or another user's
+        try:
+            if _lock(descriptor) and is_still(descriptor, path):
+                _remove(path[: -len(_LOCK)])
+        finally:
+            os.close(descriptor)
+
+
+def _remove(folder: str) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    if not os.path.exists(folder):
+        with contextlib.suppress(OSError):
+            os.unlink(folder + _LOCK)
+
+
+def _lock(descriptor: int) -> bool | None:
+    """Take the lock of a file: True if it is ours now, False if another has it, None where there are no locks."""
+    if fcntl is not None:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            return False
+        except OSError:
+            pass  # a file system without locks
+    return None
+
+
+@contextlib.contextmanager
+def locked(descriptor: int) -> Iterator[None]:
+    """Hold the lock of a file, once it is free. Raises OSError where the file system has no locks."""
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+
+
+def can_lock(descriptor: int) -> bool:
+    """Whether there are locks on the file system of a file; one that is locked already stays so."""
+    return _lock(descriptor) is not None
+
+
+def is_still(descriptor: int, path: str) -> bool:
+    """Whether the path still names the file that is open."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except OSError:
+        return False
+
+
+# Quota ---------------------------------------------------------------------------------------------------------------
+#
+# Limits that all processes of a host share, for what they keep below one folder.
+#
+# `energon_cache_HOST.USER.total` holds two little-endian integers of 8 bytes: the bytes and the files of all processes.
+# The lock file of each process's own folder holds its share in the same form. Both change only under the lock of the
+# total, which the kernel releases when a process dies. Invariants: a process never keeps more than its share; the total
+# is the sum of the shares. Only a process killed between its two writes breaks the second one, until the shares are
+# added up again: whenever a process starts, ends, or removes the folder of a dead one.
+#
+# The files of a dead process use up room until the next process that starts, or one that finds no room, removes them.
+# On a file system without locks, each process counts only its own files.
+
+
+_SHARE = struct.Struct("<qq")
+_TOTAL = "total"
+_CLEARING_SECONDS = 2.0
+"""So often a process that finds no room looks for the folders of dead ones."""
+
+
+class SharedQuota:
+    """The room that this process has taken, in a new folder of its own below `parent`.
+
+    Methods may be called from any thread, `close` also by the garbage collector in the middle of another.
+
+    Raises:
+        StorageError: The folder cannot be made.
+    """
+
+    def __init__(self, parent: str, *, max_bytes: int, max_count: int) -> None:
+        self.folder = OwnFolder(parent)
+        self._max_bytes = max_bytes
+        self._max_count = max_count
+        self._share = (0, 0)
+        self._lock = threading.RLock()
+        self._inside = self._closing = self._closed = False
+        self._cleared = -math.inf
+        user = os.getuid() if hasattr(os, "getuid") else 0  # files of others can be neither read nor cleared away
+        self._path = f"{self.folder.prefix.removesuffix('_')}.{user}.{_TOTAL}"
+        self._descriptor = -1
+        try:
+            if can_lock(self.folder.descriptor):
+                self._open()
+        except OSError as error:
+            self.folder.remove()
+            raise StorageError(f"{self._path}: cannot share the room of cached files: {error}") from error
+
+    def take(self, size: int) -> bool:
+        """Take room for one file, if there is any."""
+        for attempt in range(2):
+            with self._exclusively():
+                total, count = self._total()
+                if self._closed:
+                    return False
+                if total + size <= self._max_bytes and count < self._max_count:
+                    self._change(size, 1)
+                    return True
+            if attempt or not self._clear():
+                break
+        return False
+
+    def give_back(self, size: int) -> None:
+        """Give back the room of one file."""
+        with self._exclusively():
+            if not self._closed:
+                self._change(-size, -1)
+
+    def has_room(self, files: int) -> bool:
+        """Whether that many files more might fit, as far as their number and the bytes in use tell."""
+        with self._lock:
+            total, count = self._total()
+        return count + files < self._max_count and total < self._max_bytes
+
+    def close(self) -> None:
+        """Give everything back and remove the folder."""
+        with self._lock:
+            if self._inside:  # the garbage collector, in the middle of one of the above
+                self._closing = True
+            if self._inside or self._closed:
+                return
+            self._closed, descriptor = True, self._descriptor
+            if descriptor < 0:
+                self.folder.remove()
+                return
+            with locked(descriptor):
+                self.folder.remove()
+                if not self._add_up():
+                    with contextlib.suppress(OSError):
+                        os.unlink(self._path)
+            self._descriptor = -1
+            os.close(descriptor)
+
+    def leave(self) -> None:
+        """Let go of everything in a child process, which was forked with it; it stays its owner's."""
+        self.folder.leave()
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+
+    def _open(self) -> None:
+        """Open the file of the total; the last process that closes it may just have unlinked it."""
+        while True:
+            descriptor = os.open(self._path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            with locked(descriptor):
+                if is_still(descriptor, self._path):
+                    self._descriptor = descriptor
+                    self._add_up()
+                    return
+            os.close(descriptor)
+
+    @contextlib.contextmanager
+    def _exclusively(self) -> Iterator[None]:
+        with self._lock:
+            self._inside = True
+            try:
+                with locked(self._descriptor) if self._descriptor >= 0 else contextlib.nullcontext():
+                    yield
+            finally:
+                self._inside = False
+                if self._closing:
+                    self.close()
+
+    def _total(self) -> tuple[int, int]:
+        return self._share if self._descriptor < 0 else _read(self._descriptor)
+
+    def _change(self, size: int, count: int) -> None:
+        """Add to this process's share, and then to the total (with the locks held)."""
+        total, files = self._total()
+        self._share = self._share[0] + size, self._share[1] + count
+        if self._descriptor >= 0:
+            os.pwrite(self.folder.descriptor, _SHARE.pack(*self._share), 0)
+            os.pwrite(self._descriptor, _SHARE.pack(total + size, files + count), 0)
+
+    def _add_up(self) -> int:
+        """Make the total that of all shares (with its lock held); return the number of processes."""
+        total = count = processes = 0
+        for path in lock_files(self.folder.prefix):
+            try:
+                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError:
+                continue  # gone meanwhile, or another user's
+            size, files = _read(descriptor)
+            os.close(descriptor)
+            total, count, processes = total + size, count + files, processes + 1
+        os.pwrite(self._descriptor, _SHARE.pack(total, count), 0)
+        return processes
+
+    def _clear(self) -> bool:
+        """Clear away the folders of dead processes, if nobody looked for them lately; say whether it looked."""
+        if self._closed or self._descriptor < 0 or time.monotonic() < self._cleared + _CLEARING_SECONDS:
+            return False
+        self._cleared = time.monotonic()
+        remove_stale(self.folder.prefix)
+        with self._exclusively():
+            if not self._closed:
+                self._add_up()
+        return True
+
+
+def _read(descriptor: int) -> tuple[int, int]:
+    data = os.pread(descriptor, _SHARE.size, 0)
+    if len(data) < _SHARE.size:
+        return 0, 0  # of a process that has just begun
+    size, count = _SHARE.unpack(data)
+    return size, count
+
 
 _THREADS = "energon-cache"
 _PATIENCE_SECONDS = 0.5
 """After so long, who waits for a file looks whether the files were closed meanwhile."""
 
 _log = logging.getLogger(__name__)
+
+
+# Files ----------------------------------------------------------------------------------------------------------------
 
 
 class _State(Enum):

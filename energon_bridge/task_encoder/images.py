@@ -24,7 +24,6 @@ import sys
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from functools import cache, lru_cache
 from importlib.util import find_spec
 from typing import Any, Literal
@@ -34,7 +33,7 @@ import simplejpeg
 import torch
 from PIL import Image, UnidentifiedImageError
 
-from energon_bridge.errors import ConfigurationError, DecodeError
+from energon_bridge.errors import ConfigurationError, DecodeError, did_you_mean
 from energon_bridge.samples import streaming
 from energon_bridge.samples.slabs import UNALIGNED, Slab
 
@@ -106,9 +105,8 @@ def image_form(
     if name in IMAGE_FORMS:
         most = sys.maxsize if max_pixels is None else max_pixels
         return replace(IMAGE_FORMS[name], target=None if target is None else _size(target), max_pixels=most)
-    near = get_close_matches(name, IMAGE_FORMS, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    raise ConfigurationError(f"there is no image form {name!r}; {hint}Known forms: {', '.join(IMAGE_FORMS)}")
+    hint = did_you_mean(name, IMAGE_FORMS)
+    raise ConfigurationError(f"there is no image form {name!r}.{hint} Known forms: {', '.join(IMAGE_FORMS)}")
 
 
 def _size(target: int | tuple[int, int]) -> tuple[int, int]:

@@ -6,7 +6,6 @@ string, and a learning rate must not become one. A key that does not exist is re
 
 from __future__ import annotations
 
-import difflib
 import os
 import typing
 from collections.abc import Mapping, Sequence
@@ -17,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from energon_bridge.errors import ConfigurationError, UnknownArgumentError
+from energon_bridge.errors import ConfigurationError, UnknownArgumentError, did_you_mean
 from energon_bridge.training.config import RunConfig
 
 
@@ -109,11 +108,10 @@ def _build(cls: type, values: Mapping[str, Any], *, prefix: str, where: str) -> 
 
 
 def _unknown(name: str, known: Sequence[str], where: str) -> str:
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    # The right key in the wrong section is as common as a typing error.
-    near = near or [k for k in known if k.rpartition(".")[2] == name.rpartition(".")[2]]
-    hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
-    return f"{where}: there is no configuration key {name!r}; {hint}"
+    # The right key in the wrong section is as common as a typo.
+    elsewhere = next((key for key in known if key.rpartition(".")[2] == name.rpartition(".")[2]), "")
+    hint = did_you_mean(name, known, cutoff=0.5) or did_you_mean(elsewhere, known)
+    return f"{where}: there is no configuration key {name!r}." + (hint or f" Known keys: {', '.join(known)}")
 
 
 def _all_keys(cls: type, prefix: str = "") -> list[str]:

@@ -46,11 +46,6 @@ def write_predictions(predictions: Sequence[Prediction], path: Path) -> None:
     os.replace(temporary, path)
 
 
-def read_predictions(path: Path) -> list[Prediction]:
-    """Read what `write_predictions` wrote."""
-    return [Prediction(**json.loads(line)) for line in path.read_text("utf-8").splitlines()]
-
-
 def prompts_of(batch: MultiModalBatch, pad_id: int) -> tuple[Tensor, Tensor]:
     """Cut the answers off and align the prompts to the right, where generation begins.
 

@@ -27,11 +27,10 @@ from energon_bridge.samples.devices import normalise_on_device
 from energon_bridge.task_encoder.multimodal import MultiModalBatch
 from energon_bridge.task_encoder.packed_sequences import unpack_batch
 from energon_bridge.task_encoder.sequences import PaddingValues
-from energon_bridge.training.config import RunConfig
+from energon_bridge.training.config import RunConfig, learning_rate_factor
 from energon_bridge.training.generation import Prediction, generate_answers, prompts_of, visible_images
 from energon_bridge.training.packed import check_packing, sequence_inputs, takes_mrope
 from energon_bridge.training.presets import ModelBundle
-from energon_bridge.training.schedule import learning_rate_factor
 
 _SEED_BITS = (1 << 63) - 1
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -98,9 +99,7 @@ class ProgressReporter(Callback):
             losses /= trainer.world_size
         self.last_loss = float(losses.mean())
         if trainer.is_global_zero:
-            with self.metrics_path.open("a") as file:
-                for (step, lr, _), loss in zip(self._steps, losses.tolist(), strict=True):
-                    file.write(json.dumps({"step": step, "loss": loss, "lr": lr}) + "\n")
+            append_metrics(self.metrics_path, [(step, lr) for step, lr, _ in self._steps], losses.tolist())
         self._steps.clear()
 
     def _log(self, trainer: Trainer) -> None:
@@ -127,7 +126,8 @@ def _wait_seconds(trainer: Trainer) -> float:
     return loader.wait_seconds if isinstance(loader, EnergonDataloader) else 0.0
 
 
-def read_losses(metrics_path: Path) -> dict[int, float]:
-    """Return the loss of each optimizer step; of a step that was run again after a resume, the later one."""
-    rows = [json.loads(line) for line in metrics_path.read_text().splitlines()]
-    return {row["step"]: row["loss"] for row in rows}
+def append_metrics(path: Path, steps: Sequence[tuple[int, float]], losses: Sequence[float]) -> None:
+    """Append a line to `metrics.jsonl` for each step, given as (number, learning rate), with its loss."""
+    with path.open("a") as file:
+        for (step, lr), loss in zip(steps, losses, strict=True):
+            file.write(json.dumps({"step": step, "loss": loss, "lr": lr}) + "\n")

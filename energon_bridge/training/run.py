@@ -19,9 +19,10 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,16 +32,20 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
 
 from energon_bridge.datamodule import EnergonMultiModalDataModule, Feeding
-from energon_bridge.datasets import get_train_dataset
-from energon_bridge.errors import ConfigurationError, EnergonError
+from energon_bridge.datasets import get_loader, get_train_dataset, get_val_dataset
+from energon_bridge.errors import ConfigurationError, EnergonError, did_you_mean
 from energon_bridge.loader.spec import DatasetSpec
 from energon_bridge.rng import key_of
-from energon_bridge.training.captions import dataset_captions
+from energon_bridge.task_encoder.base import TaskEncoder
+from energon_bridge.task_encoder.decoder import SampleDecoder
+from energon_bridge.task_encoder.families import ChatSample
+from energon_bridge.task_encoder.families.chat import chat_of
+from energon_bridge.topology import WorkerConfig
 from energon_bridge.training.checkpoints import AtomicCheckpointIO, Checkpointer, list_checkpoints
 from energon_bridge.training.config import RunConfig
 from energon_bridge.training.config_file import write_config
+from energon_bridge.training.conversations import COOKERS
 from energon_bridge.training.encoder import ENCODER_SETTINGS, training_task_encoder
-from energon_bridge.training.freezing import freeze
 from energon_bridge.training.generation import exact_match, write_predictions
 from energon_bridge.training.module import VisionLanguageModule
 from energon_bridge.training.presets import ModelBundle, export_model, load_model, write_preset
@@ -306,3 +311,76 @@ def _result(module: VisionLanguageModule, trainer: Trainer, *, stopped: bool) ->
         stopped=stopped,
         main_rank=trainer.is_global_zero,
     )
+
+
+# The texts of a dataset -----------------------------------------------------------------------------------------------
+#
+# Without its images; a preset's tokenizer is trained on them.
+
+
+class _TextOnly(TaskEncoder[Any, list[str], list[str], list[str]]):
+    """Keep what a sample says."""
+
+    decoder = SampleDecoder(defer_images=True)  # images are not looked at
+    cookers = COOKERS
+
+    def encode_sample(self, sample: Any) -> list[str]:
+        texts: list[Any] = []
+        for name in ("caption", "context", "text", "answers", "sequence", "texts"):
+            value = getattr(sample, name, None)
+            texts += value if isinstance(value, list | tuple) else [value]
+        if isinstance(sample, ChatSample):
+            texts += [part.text for message in chat_of(sample).messages for part in message.parts]
+        return [text for text in texts if isinstance(text, str)]
+
+    def batch(self, samples: list[list[str]]) -> list[str]:
+        return [text for texts in samples for text in texts]
+
+
+def dataset_captions(
+    path: str, *, limit: int, split_part: str = "train", trust_remote_code: bool = False
+) -> Iterator[str]:
+    """Give the texts of up to `limit` samples, in the order of the split: captions, questions, answers, documents."""
+    batch_size = 64
+    dataset = get_val_dataset(
+        path,
+        split_part=split_part,
+        worker_config=WorkerConfig(rank=0, world_size=1, num_workers=0),
+        batch_size=batch_size,
+        limit=-(-limit // batch_size),
+        task_encoder=_TextOnly(),
+        trust_remote_code=trust_remote_code,
+    )
+    for texts in get_loader(dataset):
+        yield from texts
+
+
+# Freezing -------------------------------------------------------------------------------------------------------------
+#
+# A pattern is the path of a module (`model.vision_tower`); `*` matches anything, and everything below is frozen too.
+
+
+def freeze(model: Any, patterns: Sequence[str]) -> None:
+    """Turn the gradients of the named parts of a model off.
+
+    Raises:
+        ConfigurationError: A pattern names nothing, or nothing is left to train.
+    """
+    parameters = dict(model.named_parameters())
+    for pattern in patterns:
+        found = [name for name in parameters if fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")]
+        if not found:
+            raise ConfigurationError(_unknown(model, pattern))
+        for name in found:
+            parameters[name].requires_grad_(False)
+    if parameters and not any(parameter.requires_grad for parameter in parameters.values()):
+        raise ConfigurationError(
+            f"model.freeze={list(patterns)} leaves no parameter of {type(model).__name__} to train: take a part out"
+        )
+
+
+def _unknown(model: Any, pattern: str) -> str:
+    names = [name for name, _ in model.named_modules() if name]
+    shallow = [name for name in names if name.count(".") < 2]
+    hint = did_you_mean(pattern, names)
+    return f"model.freeze: {type(model).__name__} has no part {pattern!r}.{hint} Top-level parts: {', '.join(shallow)}"

@@ -35,11 +35,6 @@ class Ranks:
         """Whether this is the process that writes and logs."""
         return dist.get_rank() == 0
 
-    @property
-    def last_stage(self) -> bool:
-        """Whether this process has the last pipeline stage: there the losses and logits are."""
-        return bool(self.groups.pp.rank() == self.groups.pp.size() - 1)
-
     def from_last_stage(self, values: torch.Tensor) -> torch.Tensor:
         """Return the last stage's values on all stages; the others pass a tensor of the same shape and type."""
         if self.groups.pp.size() > 1:

@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain, islice, zip_longest
@@ -19,15 +20,27 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.rerun_state_machine import RerunDataIterator
+from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+from torch import Tensor
 
+from energon_bridge.dataloader import EnergonDataloader
 from energon_bridge.datamodule import EnergonMultiModalDataModule
 from energon_bridge.errors import ConfigurationError
+from energon_bridge.samples.devices import normalise_on_device
 from energon_bridge.task_encoder.multimodal import MultiModalBatch
+from energon_bridge.task_encoder.packed_sequences import unpack_batch
+from energon_bridge.task_encoder.sequences import PaddingValues
 from energon_bridge.training.config import RunConfig
-from energon_bridge.training.generation import Prediction, exact_match, write_predictions
+from energon_bridge.training.generation import (
+    Prediction,
+    exact_match,
+    prompt_lengths,
+    visible_images,
+    write_predictions,
+)
 from energon_bridge.training.megatron.checkpoints import complete_checkpoints, load_checkpoint, save_checkpoint
+from energon_bridge.training.megatron.inputs import Inputs, own_tokens, writing_inputs
 from energon_bridge.training.megatron.model import build_model
-from energon_bridge.training.megatron.progress import Progress
 from energon_bridge.training.megatron.ranks import Ranks, connected_ranks
 from energon_bridge.training.megatron.step import (
     Training,
@@ -35,13 +48,72 @@ from energon_bridge.training.megatron.step import (
     over_replicas,
     prepare_training,
     run_schedule,
+    run_stages,
     train_step,
 )
-from energon_bridge.training.megatron.writing import write_answers
 from energon_bridge.training.presets import ModelBundle
+from energon_bridge.training.progress import append_metrics
 from energon_bridge.training.run import RunResult, build_data_module, load_bundle, prepare_run_dir
 
 logger = logging.getLogger(__name__)
+
+
+class Progress:
+    """Keep the losses of the steps; all ranks report at the same steps.
+
+    Losses stay on the device until they are reported: until then only the last stages have them.
+    """
+
+    def __init__(self, metrics_path: Path, ranks: Ranks, data: EnergonDataloader, *, max_steps: int) -> None:
+        self.metrics_path = metrics_path
+        self.ranks = ranks
+        self.data = data
+        self.max_steps = max_steps
+        self._steps: list[tuple[int, float, Tensor]] = []
+        self.restart_clock()
+
+    def add(self, step: int, lr: float, sums: Tensor, *, samples: int) -> None:
+        """Keep what `train_step` returned for a step, and how many samples this replica had in it."""
+        self._steps.append((step, lr, sums))
+        self._samples += samples
+        self._timed += 1
+
+    def restart_clock(self) -> None:
+        """Leave out of the speed what happened since the last report."""
+        self._started = time.perf_counter()
+        self._waited = self.data.wait_seconds
+        self._samples = self._timed = 0
+
+    def write(self) -> float | None:
+        """Append the steps that are not written yet; return their mean loss, None if there are none."""
+        if not self._steps:
+            return None
+        sums = over_replicas(torch.stack([sums for _, _, sums in self._steps]), self.ranks)
+        losses: list[float] = (sums[:, 0] / sums[:, 1].clamp(min=1.0)).tolist()
+        if self.ranks.main:
+            append_metrics(self.metrics_path, [(step, lr) for step, lr, _ in self._steps], losses)
+        self._steps.clear()
+        return sum(losses) / len(losses)
+
+    def log(self, step: int, lr: float, loss: float, norm: float) -> None:
+        """Write a log line about the steps since the last one."""
+        samples = torch.tensor(float(self._samples), device=self.ranks.device)
+        dist.all_reduce(samples, group=self.ranks.groups.dp)
+        if self.ranks.main:
+            elapsed = max(1e-9, time.perf_counter() - self._started)
+            logger.info(
+                "step %d/%d  loss %.4f  lr %.2e  grad norm %.2f  %.0f samples/s  %.0f ms/step  "
+                "waiting for data %.1f %%",
+                step,
+                self.max_steps,
+                loss,
+                lr,
+                norm,
+                float(samples) / elapsed,
+                1000 * elapsed / max(1, self._timed),
+                100 * (self.data.wait_seconds - self._waited) / elapsed,
+            )
+        self.restart_clock()
 
 
 def run(config: RunConfig, *, resume: bool = False, overwrite: bool = False) -> RunResult:
@@ -189,3 +261,58 @@ def _agree(asked: bool, ranks: Ranks) -> bool:
     flag = torch.tensor(float(asked), device=ranks.device)
     dist.all_reduce(flag, op=dist.ReduceOp.MAX)
     return bool(flag)
+
+
+# Writing answers ------------------------------------------------------------------------------------------------------
+#
+# Greedy generation by a model whose parts are on several ranks; the whole sequence is run again for each token.
+
+
+@torch.no_grad()
+def write_answers(training: Training, bundle: ModelBundle, batch: MultiModalBatch) -> list[Prediction]:
+    """Continue the prompts of a batch with the most likely tokens; all ranks of a replica return the same.
+
+    Rows that are not valid are left out.
+    """
+    tokenizer, longest = bundle.tokenizer, training.config.validation.max_new_tokens
+    if batch.cu_seqlens is not None:
+        batch = unpack_batch(batch, PaddingValues(pad_id=tokenizer.pad_token_id, ignore=-100))
+    batch = normalise_on_device(batch, training.ranks.device)
+    lengths = prompt_lengths(batch)
+    width = int(lengths.max())
+    prompts = batch.tokens[:, :width].clone()
+    prompts[torch.arange(width) >= lengths[:, None]] = tokenizer.pad_token_id
+    pixels = {} if batch.pixel_values is None else {"pixel_values": batch.pixel_values}
+    pixels = visible_images(pixels, batch, prompts, image_token_id=bundle.image_token_id, per_image=bundle.image_tokens)
+    device = training.ranks.device
+    tokens = torch.nn.functional.pad(prompts, (0, longest), value=tokenizer.pad_token_id).to(device)
+    lengths = lengths.to(device)
+    ends, rows = lengths.clone(), torch.arange(len(tokens), device=device)
+    ended = torch.zeros_like(ends, dtype=torch.bool)
+    while not ended.all() and int((ends - lengths).max()) < longest:
+        inputs = writing_inputs(tokens[:, : int(ends.max())], pixels.get("pixel_values"), training.ranks)
+        chosen = _most_likely(training, inputs, ends - 1, len(tokenizer))
+        ended |= torch.eq(chosen, tokenizer.eos_token_id)
+        tokens[rows[~ended], ends[~ended]] = chosen[~ended]
+        ends += (~ended).long()
+    written = [row[start:end] for row, start, end in zip(tokens.tolist(), lengths.tolist(), ends.tolist(), strict=True)]
+    texts: list[str] = tokenizer.batch_decode(written, skip_special_tokens=True)
+    valid = [True] * len(texts) if batch.__valid__ is None else batch.__valid__.tolist()
+    rows_of_batch = zip(batch.__key__, batch.answers, texts, valid, strict=True)
+    return [Prediction(key=k, expected=e, generated=g) for k, e, g, real in rows_of_batch if real]
+
+
+def _most_likely(training: Training, inputs: Inputs, places: Tensor, vocab_size: int) -> Tensor:
+    """Return the most likely token behind one place of each row, int64 (B,), on all ranks of a replica."""
+    ranks = training.ranks
+    logits = run_stages(training, inputs)
+    chosen = torch.zeros_like(places)
+    if logits is not None:
+        # The place is on one of the context-parallel ranks.
+        here = torch.eq(own_tokens(inputs.tokens, ranks), places[:, None])
+        of_place = (logits.float() * here.unsqueeze(-1)).sum(dim=1)
+        if ranks.groups.cp.size() > 1:
+            dist.all_reduce(of_place, group=ranks.groups.cp)
+        whole = gather_from_tensor_model_parallel_region(of_place, group=ranks.groups.tp)
+        chosen = whole[:, :vocab_size].argmax(dim=1)
+    return ranks.from_last_stage(chosen)

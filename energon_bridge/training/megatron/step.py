@@ -21,12 +21,10 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from energon_bridge.task_encoder.multimodal import MultiModalBatch
-from energon_bridge.training.config import RunConfig
+from energon_bridge.training.config import RunConfig, learning_rate_factor
 from energon_bridge.training.megatron.inputs import Inputs, training_inputs
 from energon_bridge.training.megatron.model import Llava
 from energon_bridge.training.megatron.ranks import Ranks
-from energon_bridge.training.megatron.torch_adam import complete_torch_state
-from energon_bridge.training.schedule import learning_rate_factor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,3 +148,40 @@ def _loss(mask: Tensor, output: Tensor, non_loss_data: bool = False) -> Any:
     losses, tokens = output.float() * mask, mask.sum()
     report = torch.stack([losses.detach().double().sum(), tokens.double()])
     return losses.sum(), tokens.to(torch.int), {"loss": report}
+
+
+# torch's AdamW --------------------------------------------------------------------------------------------------------
+#
+# Without Apex and TransformerEngine, megatron-core's distributed optimizer falls back to torch's AdamW, whose state
+# counts the steps of each parameter. megatron-core saves and restores these counts separately. But it can do neither
+# before the first step, it looks for the counts among the tensors of a checkpoint, and it gives all parameters the same
+# count object.
+
+
+def complete_torch_state(optimizer: MegatronOptimizer) -> None:
+    """Make an optimizer fit to be saved and restored from the start; a fused one is left as it is."""
+    for distributed in optimizer.chained_optimizers:
+        inner = distributed.optimizer
+        if not isinstance(inner, torch.optim.Adam):  # AdamW is one
+            continue
+        for group in inner.param_groups:
+            for parameter in group["params"]:
+                inner.state[parameter] = {
+                    "step": torch.tensor(0.0),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }
+        _restore_with_steps(distributed)
+
+
+def _restore_with_steps(distributed: Any) -> None:
+    restore = distributed._set_main_param_and_optimizer_states
+
+    def restore_with_steps(model_param: Tensor, tensors: dict[str, Tensor]) -> None:
+        group, order = distributed.model_param_group_index_map[model_param]
+        state = distributed.optimizer.state[distributed.optimizer.param_groups[group]["params"][order]]
+        step = state.pop("step")
+        restore(model_param, tensors)
+        state["step"] = step.clone()
+
+    distributed._set_main_param_and_optimizer_states = restore_with_steps
