@@ -14,7 +14,7 @@ import pytest
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 README = REPOSITORY / "README.md"
-DOCUMENTS = [README, *sorted((REPOSITORY / "docs").glob("*.md"))]
+DOCUMENTS = [README, *sorted((REPOSITORY / "docs").rglob("*.md"))]
 DATA, MORE, VIDEOS = "/data/captions", "/data/more", "/data/videos"  # the paths of datasets in the documents
 
 
@@ -53,7 +53,7 @@ def videos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("document", "line", "code"),
     [
-        pytest.param(path, *block, id=f"{path.name} line {block[0]}")
+        pytest.param(path, *block, id=f"{path.relative_to(REPOSITORY)} line {block[0]}")
         for path in DOCUMENTS
         for block in blocks("python", path)
     ],
@@ -74,7 +74,7 @@ def test_python_block(document, line, code, dataset, tmp_path, monkeypatch, requ
 
 
 def test_energon_lines(tmp_path):
-    documents = (README, *(REPOSITORY / "docs" / f"{name}.md" for name in ("prepare", "inspect")))
+    documents = (README, *(REPOSITORY / "docs" / "how-to" / f"{name}.md" for name in ("prepare", "inspect")))
     shell = [block for document in documents for _, block in blocks("shell", document)]
     lines = [line for block in shell for line in block.splitlines() if line.startswith("energon ")]
     lines = list(dict.fromkeys(lines))
@@ -95,7 +95,7 @@ def anchors(document: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("document", [*DOCUMENTS, REPOSITORY / "CONTRIBUTING.md"], ids=lambda path: path.name)
+@pytest.mark.parametrize("document", [*DOCUMENTS, REPOSITORY / "CONTRIBUTING.md"], ids=lambda path: str(path.relative_to(REPOSITORY)))
 def test_links_lead_somewhere(document):
     lost = []
     for link in re.findall(r"\]\(([^)\s]+)\)", document.read_text()):
