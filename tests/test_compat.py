@@ -112,7 +112,7 @@ def test_no_name_is_missing() -> None:
 
 def test_the_documented_table_is_the_real_one() -> None:
     text = DOCUMENT.read_text()
-    assert table.render() in text, "write the table of docs/reference/compat.md anew: energon_bridge.compat.table.render()"
+    assert table.render() in text, f"write the table of {DOCUMENT} anew: energon_bridge.compat.table.render()"
 
 
 def test_what_is_ours_is_ours() -> None:

@@ -18,6 +18,10 @@ DOCUMENTS = [README, *sorted((REPOSITORY / "docs").rglob("*.md"))]
 DATA, MORE, VIDEOS = "/data/captions", "/data/more", "/data/videos"  # the paths of datasets in the documents
 
 
+def name_of(document: Path) -> str:
+    return str(document.relative_to(REPOSITORY))
+
+
 def blocks(language: str, document: Path = README) -> list[tuple[int, str]]:
     """Return the fenced blocks of a language with the line each one starts at."""
     text = document.read_text()
@@ -53,7 +57,7 @@ def videos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("document", "line", "code"),
     [
-        pytest.param(path, *block, id=f"{path.relative_to(REPOSITORY)} line {block[0]}")
+        pytest.param(path, *block, id=f"{name_of(path)} line {block[0]}")
         for path in DOCUMENTS
         for block in blocks("python", path)
     ],
@@ -95,7 +99,7 @@ def anchors(document: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("document", [*DOCUMENTS, REPOSITORY / "CONTRIBUTING.md"], ids=lambda path: str(path.relative_to(REPOSITORY)))
+@pytest.mark.parametrize("document", [*DOCUMENTS, REPOSITORY / "CONTRIBUTING.md"], ids=name_of)
 def test_links_lead_somewhere(document):
     lost = []
     for link in re.findall(r"\]\(([^)\s]+)\)", document.read_text()):
