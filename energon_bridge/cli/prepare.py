@@ -25,7 +25,7 @@ _DEFAULT_WORKERS = min(16, os.cpu_count() or 1)
 
 
 @click.command("prepare")
-@click.argument("path")
+@click.argument("path", type=click.Path())
 @click.option("--progress/--no-progress", default=True, help="Show a progress bar.")
 @click.option("--split-ratio", default=None, help="Shares of train, val and test: 8,1,1 or 0.8,0.1,0.1.")
 @click.option(
@@ -38,7 +38,11 @@ _DEFAULT_WORKERS = min(16, os.cpu_count() or 1)
 @click.option("--sample-type", default=None, help="Class name: CaptioningSample, CrudeWebdataset, ...")
 @click.option("--field-map", default=None, metavar="JSON", help='Parts of the fields: \'{"image": "jpg,png"}\'.')
 @click.option(
-    "--num-workers", default=_DEFAULT_WORKERS, show_default=True, type=click.IntRange(min=1), help="Processes."
+    "--num-workers",
+    default=_DEFAULT_WORKERS,
+    show_default="one per core, 16 at most",
+    type=click.IntRange(min=1),
+    help="Processes.",
 )
 @click.option("--shuffle-tars", is_flag=True, help="Shuffle the tars (always alike) before splitting by ratio.")
 @click.option("--tar-index-only", is_flag=True, help="Only write the indexes of a prepared dataset again.")
@@ -77,6 +81,12 @@ def command(
 
     Of a .jsonl file, its index is written beside it. Of a mix (a .yaml), the joins of all splits are looked up once,
     and kept in PATH.cache.
+
+    \b
+    energon prepare /data/captions                      asks what it needs to know
+    energon prepare /data/captions --non-interactive --split-ratio 8,1,1
+            --sample-type CaptioningSample --field-map '{"image": "jpg", "caption": "txt"}'
+    energon prepare mix.yaml
     """
     media = media_filter(media_metadata_by_glob, media_metadata_by_header, media_metadata_by_extension)
     if is_jsonl(path) or path.endswith(".yaml"):
