@@ -93,7 +93,8 @@ def get_train_dataset(
             without an end.
         task_encoder: Default: `DefaultTaskEncoder()`.
         image_decode: Form of decoded images, such as "torchrgb8" or "pilrgb"; overrides the encoder's decoder.
-        dataset_config, split_config: Names of the files in `.nv-meta`.
+        dataset_config: Name of the file in `.nv-meta` that says what a sample is.
+        split_config: Name of the file in `.nv-meta` that says which shards belong to which split part.
         error_policy: What becomes of samples that cannot be read, decoded or encoded; default: `ErrorPolicy()`.
         handler: Decides on each failed sample in the convention of webdataset, given the exception: True leaves the
             sample out, False or raising stops the run. The same as `ErrorPolicy(on_error=handler)`.
