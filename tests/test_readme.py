@@ -59,6 +59,7 @@ def videos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         pytest.param(path, *block, id=f"{name_of(path)} line {block[0]}")
         for path in DOCUMENTS
+        if path.name != "start.md"  # its programs and commands belong together: tests/test_docs.py
         for block in blocks("python", path)
     ],
 )
