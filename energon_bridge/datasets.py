@@ -332,4 +332,6 @@ def _refuse_unknown(function: Callable[..., Any], kwargs: dict[str, Any]) -> Non
         known = [p for p in inspect.signature(function).parameters if p not in ("kwargs", "path", "dataset")]
         near = difflib.get_close_matches(name, known, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else f"; it takes {', '.join(known)}"
+        if name in WorkerConfig.__dataclass_fields__:
+            hint = f"; it is one of WorkerConfig: worker_config=WorkerConfig({name}=…)"
         raise UnknownArgumentError(f"{function.__name__} takes no argument {name!r}{hint}")

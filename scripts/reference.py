@@ -13,6 +13,7 @@ import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, get_type_hints
 
 import click
 
@@ -25,7 +26,10 @@ NOTE = "<!-- Written by scripts/reference.py: change the code, and run it again.
 
 # The pages of the API, in the order of a first program; each is made of entries of `energon_bridge._EXPORTS`.
 API = {
-    "datasets": ("Datasets and loaders", ("datasets", "topology", "loader.savable", "dataloader", "datamodule", "replica")),
+    "datasets": (
+        "Datasets and loaders",
+        ("datasets", "topology", "loader.savable", "dataloader", "datamodule", "replica"),
+    ),
     "mixes": ("Mixes", ("mix",)),
     "samples": ("Samples and batches", ("samples", "samples.devices")),
     "encoders": ("Task encoders", ("task_encoder", "verify")),
@@ -66,7 +70,14 @@ def cli_page() -> str:
         context = click.Context(
             command, info_name=" ".join(names), terminal_width=100, help_option_names=["-h", "--help"]
         )
-        lines += ["", f"## {' '.join(names)}", "", "```text", command.get_help(context).replace("\b", "").rstrip(), "```"]
+        lines += [
+            "",
+            f"## {' '.join(names)}",
+            "",
+            "```text",
+            command.get_help(context).replace("\b", "").rstrip(),
+            "```",
+        ]
     return "\n".join(lines) + "\n"
 
 
@@ -85,20 +96,19 @@ def configuration_page() -> str:
     """Return the keys of a run's configuration by section, with defaults and what they mean."""
     lines = ["# Configuration", "", NOTE, ""]
     lines += [
-        "`scripts/pretrain_vlm.py --config FILE.yaml [section.key=value ...]` reads these keys. The command line wins over",
-        "the file, and the file over the defaults. `--dry-run` prints the result. An unknown key is an error that names the",
-        "nearest one. `configs/` has examples, and [recipes](../how-to/recipes.md) explains those of real models.",
+        "`scripts/pretrain_vlm.py --config FILE.yaml [section.key=value ...]` reads these keys. The command line wins",
+        "over the file, and the file over the defaults. `--dry-run` prints the result. An unknown key is an error that",
+        "names the nearest one. `configs/` has examples; those of real models are [recipes](../how-to/recipes.md).",
     ]
     lines += ["", "## The run", "", *section(RunConfig, "")]
-    for field in dataclasses.fields(RunConfig):
-        if isinstance(field.default_factory, type) and dataclasses.is_dataclass(field.default_factory):
-            config = field.default_factory
-            summary = inspect.getdoc(config).split("\n\n")[0]  # type: ignore[union-attr]
-            lines += ["", f"## {field.name}", "", " ".join(summary.split()), "", *section(config, f"{field.name}.")]
+    for name, config in get_type_hints(RunConfig).items():
+        if dataclasses.is_dataclass(config):
+            summary = " ".join((inspect.getdoc(config) or "").split("\n\n")[0].split())
+            lines += ["", f"## {name}", "", summary, "", *section(config, f"{name}.")]
     return "\n".join(lines) + "\n"
 
 
-def section(config: type, prefix: str) -> list[str]:
+def section(config: Any, prefix: str) -> list[str]:
     """Return the table of one section."""
     described = arguments_of(config)
     lines = ["| key | default | what it says |", "|---|---|---|"]
@@ -115,7 +125,7 @@ def as_yaml(value: object) -> str:
     return "[]" if value == () else f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def arguments_of(described: type) -> dict[str, str]:
+def arguments_of(described: Any) -> dict[str, str]:
     """Return what a docstring says of each argument."""
     text = (inspect.getdoc(described) or "").split("Args:\n", 1)[1]
     entries = re.split(r"^    (\w+): ", text, flags=re.MULTILINE)[1:]
@@ -135,7 +145,14 @@ def api_pages() -> dict[str, str]:
         pages[name] = "\n".join(lines).rstrip() + "\n"
     lines = ["# Integrations", "", NOTE, ""]
     for title, module in INTEGRATIONS.items():
-        lines += [f"## {title}", "", f"::: energon_bridge.integrations.{module}", "    options:", "      heading_level: 3", ""]
+        lines += [
+            f"## {title}",
+            "",
+            f"::: energon_bridge.integrations.{module}",
+            "    options:",
+            "      heading_level: 3",
+            "",
+        ]
     pages["integrations"] = "\n".join(lines).rstrip() + "\n"
     overview += ["## [Integrations](integrations.md)", ""]
     overview += [", ".join(f"`energon_bridge.integrations.{module}`" for module in INTEGRATIONS.values()), ""]

@@ -13,7 +13,10 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-SHELL_SCRIPTS = [".ci/run", *(f"scripts/{name}" for name in ("bench", "check", "docs", "quickstart", "rival-env", "test"))]
+SHELL_SCRIPTS = [
+    ".ci/run",
+    *(f"scripts/{name}" for name in ("bench", "check", "docs", "quickstart", "rival-env", "test")),
+]
 
 
 def project() -> dict:
