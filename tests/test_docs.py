@@ -13,10 +13,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
+import click
 import pytest
 import yaml
 
 import energon_bridge
+from energon_bridge.cli.main import main
+from energon_bridge.training.config import RunConfig
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 DOCS = REPOSITORY / "docs"
@@ -184,3 +187,44 @@ DIALECT = {
 def test_pages_are_in_plain_english(page):
     text = page.read_text()
     assert [f"{found.group()}: {word}" for odd, word in DIALECT.items() for found in re.finditer(odd, text)] == []
+
+
+def commands_of(page: Path) -> Iterator[list[str]]:
+    """Yield the words of each command in the blocks of a page, lines that end in a backslash joined."""
+    for block in re.findall(r"^```(?:shell|console|)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL):
+        for line in block.replace("\\\n", " ").splitlines():
+            line = line.removeprefix("$ ")
+            if re.match(r"(energon|python|torchrun|sbatch|scripts/launch/torchrun.sh|NPROC=\S+|\./scripts/\w+) ", line):
+                yield shlex.split(line, comments=True)
+
+
+ALL_COMMANDS = [
+    pytest.param(words, id=f"{page.relative_to(REPOSITORY)}: {' '.join(words)[:60]}")
+    for page in [REPOSITORY / "README.md", *PAGES]
+    for words in commands_of(page)
+]
+
+
+@pytest.mark.parametrize("words", [case for case in ALL_COMMANDS if case.values[0][0] == "energon"])
+def test_commands_and_options_in_the_pages_exist(words):
+    command, rest = main, words[1:]
+    while isinstance(command, click.Group) and rest and not rest[0].startswith("-"):
+        found = command.get_command(click.Context(command), rest.pop(0))
+        assert found is not None
+        command = found
+    known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+    assert {word.split("=")[0] for word in rest if word.startswith("--")} <= known | {"--help", "--version"}
+
+
+def test_files_and_keys_in_the_commands_of_the_pages_exist():
+    lost = []
+    for case in ALL_COMMANDS:
+        for word in case.values[0]:
+            name = word.removeprefix("./")
+            if re.match(r"(scripts|configs|examples|tests|benchmarks)/", name) and not (REPOSITORY / name).exists():
+                lost.append(name)
+            if key := re.match(r"(data|model|optimizer|train|validation|checkpoint|parallel)\.\w+(?==)", word):
+                section, _, field = key.group().partition(".")
+                if field not in vars(getattr(RunConfig(), section).__class__):
+                    lost.append(word)
+    assert sorted(set(lost)) == []
