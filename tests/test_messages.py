@@ -469,3 +469,20 @@ def test_a_part_of_the_split_that_gets_no_sample_is_named(tmp_path: Path):
     assert "val: no samples, there are too few for its share." in output
     assert "test: no" not in output
     assert "no samples" not in energon("convert", source, tmp_path / "all", "--split-ratio", "1,0,0").output
+
+
+def test_a_part_of_the_split_that_gets_no_shard_is_named(tmp_path: Path):
+    for number in range(4):
+        write_shard(tmp_path / f"{number}.tar", {str(number): {"txt": b"a text"}})
+    command = [
+        "prepare",
+        tmp_path,
+        "--non-interactive",
+        "--sample-type",
+        "TextSample",
+        "--field-map",
+        '{"text": "txt"}',
+    ]
+    few = energon(*command, "--split-ratio", "8,1,1").output
+    assert "val: empty, its share of 4 shards is less than one." in few
+    assert "empty" not in energon(*command, "--split-ratio", "3,1,0", "--force-overwrite").output

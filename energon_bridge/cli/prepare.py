@@ -139,6 +139,12 @@ def command(
     if prepared.media is not None:
         report_media(prepared.media)
     _report(store, prepared, dataset_yaml_name)
+    for part, share in rule.ratios:
+        if share and not prepared.split_parts.get(part):
+            click.echo(
+                f"{part}: empty, its share of {count_of(len(shards), 'shard')} is less than one. Prepare again with a larger "
+                "share (--split-ratio … --force-overwrite), or let `energon convert` split by sample."
+            )
 
 
 def _prepare_mix(path: str, *, num_workers: int, trust: bool, progress: bool) -> None:
