@@ -142,8 +142,8 @@ def command(
     for part, share in rule.ratios:
         if share and not prepared.split_parts.get(part):
             click.echo(
-                f"{part}: empty, its share of {count_of(len(shards), 'shard')} is less than one. Prepare again with a larger "
-                "share (--split-ratio … --force-overwrite), or let `energon convert` split by sample."
+                f"{part}: empty, its share of {count_of(len(shards), 'shard')} is less than one. Prepare again with a "
+                "larger share (--split-ratio … --force-overwrite), or let `energon convert` split by sample."
             )
 
 
