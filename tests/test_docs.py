@@ -83,7 +83,11 @@ def test_the_first_page_works(tmp_path):
     for command, shown in commands():
         if "runs/whole" in command:
             continue  # tests/test_resume_training.py compares runs
-        short = command.replace("step-0000150", "step-0000006").replace("--step 160", "--step 7")
+        short = (
+            command.replace("step-0000150", "step-0000006")
+            .replace("--step 160", "--step 7")
+            .replace("--step 320", "--step 14")
+        )
         output = run(short, tmp_path, kill_after="step 4/8" if shown[-1:] == ["Killed"] else None)
         if "preview" in command and "--samples" in command:
             assert "  a red circle\n" in run("python load.py", tmp_path) + output
@@ -93,7 +97,7 @@ def test_the_first_page_works(tmp_path):
             elif "step" not in line and line != "Killed":
                 assert plain(line) in plain(output), command
         done.append(command.split()[0])
-    assert done == ["python", *["energon"] * 4, "python", "torchrun", "energon"]
+    assert done == ["python", *["energon"] * 4, "python", "torchrun", *["energon"] * 2]
     assert sorted(path.name for path in (tmp_path / "runs/shapes/checkpoints").iterdir())[-1] == "step-0000008.ckpt"
 
 
