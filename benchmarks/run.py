@@ -88,7 +88,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--cache", type=Path, default=REPOSITORY / ".cache" / "bench")
     parser.add_argument("--rival-python", help="an interpreter with megatron-energon and webdataset; made if not given")
     parser.add_argument("--json", type=Path, help="write all measurements here")
-    parser.add_argument("--write-docs", action="store_true", help="write the tables to docs/benchmarks-DATE.md")
+    parser.add_argument("--write-docs", action="store_true", help="write the tables to docs/measured/")
     options = parser.parse_args()
     options.systems = options.systems or list(SYSTEMS)
     return options
@@ -255,7 +255,7 @@ def main() -> None:
     text = report.document(results)
     print(text)
     if options.write_docs:
-        path = REPOSITORY / "docs" / f"benchmarks-{results['date']}.md"
+        path = REPOSITORY / "docs" / "measured" / f"benchmarks-{results['date']}.md"
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
 

@@ -93,7 +93,8 @@ def get_train_dataset(
             without an end.
         task_encoder: Default: `DefaultTaskEncoder()`.
         image_decode: Form of decoded images, such as "torchrgb8" or "pilrgb"; overrides the encoder's decoder.
-        dataset_config, split_config: Names of the files in `.nv-meta`.
+        dataset_config: Name of the file in `.nv-meta` that says what a sample is.
+        split_config: Name of the file in `.nv-meta` that says which shards belong to which split part.
         filter: Expression over columns, such as `tokens < 4096 and language == "en"`; only samples that fulfil it are
             read. Every dataset of a mix needs the columns (`energon columns add`).
         error_policy: What becomes of samples that cannot be read, decoded or encoded; default: `ErrorPolicy()`.
@@ -337,4 +338,6 @@ def _refuse_unknown(function: Callable[..., Any], kwargs: dict[str, Any]) -> Non
     for name in kwargs:
         known = [p for p in inspect.signature(function).parameters if p not in ("kwargs", "path", "dataset")]
         hint = did_you_mean(name, known) or f" It takes {', '.join(known)}."
+        if name in WorkerConfig.__dataclass_fields__:
+            hint = f" It is one of WorkerConfig: worker_config=WorkerConfig({name}=…)."
         raise UnknownArgumentError(f"{function.__name__} takes no argument {name!r}.{hint}")

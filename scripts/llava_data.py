@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Bring the data that LLaVA-1.5 was published with into forms that are read here; see docs/recipes.md.
+"""Bring the data that LLaVA-1.5 was published with into forms that are read here; see docs/how-to/recipes.md.
 
 scripts/llava_data.py captions blip_laion_cc_sbu_558k.json images data/llava_pretrain_558k
 scripts/llava_data.py conversations llava_v1_5_mix665k.json data/llava15

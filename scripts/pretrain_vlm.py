@@ -4,7 +4,8 @@
 scripts/pretrain_vlm.py --config configs/digits_tiny_llava.yaml train.max_steps=200 optimizer.lr=1e-3
 torchrun --nproc-per-node=2 scripts/pretrain_vlm.py --config configs/digits_tiny_llava.yaml --resume
 
-Recipes for LLaVA-1.5 and Qwen2.5-VL are in configs/, their tiny twins in configs/tiny/; docs/recipes.md explains them.
+Recipes for LLaVA-1.5 and Qwen2.5-VL are in configs/, their tiny twins in configs/tiny/;
+docs/how-to/recipes.md explains them.
 """
 
 from __future__ import annotations

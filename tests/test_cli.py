@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import pytest
 import yaml
 from click.testing import CliRunner, Result
@@ -46,6 +49,41 @@ def meta(root: Path, name: str) -> dict[str, object]:
 
 
 # --- the group ----------------------------------------------------------------------------------------------------
+
+
+def every_command(command: click.Command, names: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yield the words that call each command, and its help."""
+    yield names, energon(*names, "--help").output
+    if isinstance(command, click.Group):
+        for name in command.list_commands(click.Context(command)):
+            yield from every_command(command.get_command(click.Context(command), name), (*names, name))
+
+
+def test_the_help_of_every_command_has_an_example():
+    helps = dict(every_command(main))
+    assert len(helps) >= 15
+    assert [
+        names for names, text in helps.items() if f"energon {' '.join(names)}".rstrip() + " " not in usage_cut(text)
+    ] == []
+
+
+def usage_cut(text: str) -> str:
+    return text.split("\n\n", 1)[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [
+        ("energon prev", "plain,preview"),
+        ("energon preview --wor", "plain,--world-size"),
+        ("energon info da", "file,da"),
+    ],
+)
+def test_the_shell_completes(words: str, completed: str):
+    given = {"_ENERGON_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1)}
+    call = [sys.executable, "-c", "from energon_bridge.cli.main import main; main(prog_name='energon')"]
+    result = subprocess.run(call, env=os.environ | given, capture_output=True, text=True, check=True)
+    assert result.stdout.split() == [completed]
 
 
 def test_version_and_help():

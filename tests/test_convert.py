@@ -405,7 +405,7 @@ def test_it_trains_by_the_line_that_is_shown(tmp_path, name):
 
 def test_the_lines_of_the_documentation_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    text = (ROOT / "docs" / "data-in.md").read_text()
+    text = (ROOT / "docs" / "how-to" / "convert.md").read_text()
     shown, _, _ = text.partition("## On many machines")  # of which test_engines.py has the lines
     lines = [line for line in shown.splitlines() if line.startswith("energon ")]
     assert len(lines) == 6

@@ -24,7 +24,7 @@ def run(*arguments: str) -> None:
 
 def test_the_documented_line_converts_captions(tmp_path: Path) -> None:
     (tmp_path / "list.json").write_text(json.dumps(entries(25, tmp_path / "images")))
-    documented = (ROOT / "docs" / "recipes.md").read_text().splitlines()
+    documented = (ROOT / "docs" / "how-to" / "recipes.md").read_text().splitlines()
     line = next(line for line in documented if line.startswith("energon convert blip_laion_cc_sbu_558k.json"))
     names = {"blip_laion_cc_sbu_558k.json": "list.json", "data/llava_pretrain_558k": "data", "images": "images"}
     words = [str(tmp_path / names[word]) if word in names else word for word in shlex.split(line)[1:]]

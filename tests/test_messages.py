@@ -15,8 +15,17 @@ import pytest
 from click.testing import CliRunner, Result
 from engine import text_dataset, train_dataset
 from fsspec.spec import AbstractFileSystem
+from PIL import Image
 
-from energon_bridge import DefaultTaskEncoder, SampleDecoder, __version__, get_loader, read_quarantine, verify_resume
+from energon_bridge import (
+    DefaultTaskEncoder,
+    SampleDecoder,
+    __version__,
+    get_loader,
+    get_train_dataset,
+    read_quarantine,
+    verify_resume,
+)
 from energon_bridge.cli.main import main
 from energon_bridge.cli.output import count_of, epochs
 from energon_bridge.errors import (
@@ -29,6 +38,7 @@ from energon_bridge.errors import (
     MetadataError,
     ResumeMismatchError,
     StorageError,
+    UnknownArgumentError,
     did_you_mean,
 )
 from energon_bridge.format.field_map import FieldMap, check_fields
@@ -349,7 +359,7 @@ def test_errors_of_a_file_system_are_named(tmp_path: Path):
         (["inof"], "No such command 'inof'. Did you mean 'info'?"),
         (["quarantine", "shwo"], "No such command 'shwo'. Did you mean 'show'?"),
         (["checkpoint", "dif"], "No such command 'dif'. Did you mean 'diff'?"),
-        (["xyzzy"], "No such command 'xyzzy'. Known commands: bench, checkpoint, convert"),
+        (["xyzzy"], "No such command 'xyzzy'. Known commands: bench, checkpoint, columns, convert"),
     ],
 )
 def test_an_unknown_command_names_the_nearest(arguments: list[str], hint: str):
@@ -444,3 +454,50 @@ def test_restore_keys_are_described(whole: Path):
         with pytest.raises(LookupError, match="no restore key of this package: expected"):
             loader.restore_sample(wrong)
     loader.close()
+
+
+# What newcomers do ---------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_of_pictures_is_pointed_to_convert(tmp_path: Path):
+    (tmp_path / "photo.png").write_bytes(b"")
+    for command in ("info", "lint", "preview"):
+        result = energon(command, tmp_path)
+        assert result.exit_code == 1
+        assert (
+            f"Run `energon prepare {tmp_path}` if it holds tars, or `energon convert {tmp_path} OUT`" in result.output
+        )
+
+
+def test_arguments_of_the_worker_config_are_pointed_there(texts: Path):
+    with pytest.raises(UnknownArgumentError, match=r"worker_config=WorkerConfig\(num_workers=…\)"):
+        get_train_dataset(texts, batch_size=2, num_workers=2)
+
+
+def test_a_part_of_the_split_that_gets_no_sample_is_named(tmp_path: Path):
+    source = tmp_path / "photos"
+    source.mkdir()
+    for number in range(3):
+        (source / f"{number}.txt").write_text("a caption")
+        Image.new("RGB", (8, 8)).save(source / f"{number}.png")
+    output = energon("convert", source, tmp_path / "few", "--split-ratio", "9,1,0").output
+    assert "val: no samples, there are too few for its share." in output
+    assert "test: no" not in output
+    assert "no samples" not in energon("convert", source, tmp_path / "all", "--split-ratio", "1,0,0").output
+
+
+def test_a_part_of_the_split_that_gets_no_shard_is_named(tmp_path: Path):
+    for number in range(4):
+        write_shard(tmp_path / f"{number}.tar", {str(number): {"txt": b"a text"}})
+    command = [
+        "prepare",
+        tmp_path,
+        "--non-interactive",
+        "--sample-type",
+        "TextSample",
+        "--field-map",
+        '{"text": "txt"}',
+    ]
+    few = energon(*command, "--split-ratio", "8,1,1").output
+    assert "val: empty, its share of 4 shards is less than one." in few
+    assert "empty" not in energon(*command, "--split-ratio", "3,1,0", "--force-overwrite").output

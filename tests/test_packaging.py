@@ -13,7 +13,10 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-SHELL_SCRIPTS = [".ci/run", *(f"scripts/{name}" for name in ("bench", "check", "quickstart", "rival-env", "test"))]
+SHELL_SCRIPTS = [
+    ".ci/run",
+    *(f"scripts/{name}" for name in ("bench", "check", "docs", "quickstart", "rival-env", "test")),
+]
 
 
 def project() -> dict:
@@ -39,11 +42,11 @@ def test_the_tested_version_is_in_the_declared_range(line):
     assert requirement.specifier.contains(version), f"{line} does not allow {pin}"
 
 
-def test_all_names_every_extra_but_dev_and_msc():
+def test_all_names_every_extra_but_dev_docs_and_msc():
     """The client of `msc://` brings thirty packages of its own."""
     extras = project()["optional-dependencies"]
     (line,) = extras["all"]
-    assert Requirement(line).extras == set(extras) - {"all", "dev", "msc"}
+    assert Requirement(line).extras == set(extras) - {"all", "dev", "docs", "msc"}
 
 
 def test_torchvision_is_nowhere():

@@ -80,7 +80,7 @@ def test_a_twin_differs_from_its_recipe_in_size_only(name: str) -> None:
 
 
 def test_the_lines_of_the_documentation_name_what_there_is() -> None:
-    text = (ROOT / "docs" / "recipes.md").read_text()
+    text = (ROOT / "docs" / "how-to" / "recipes.md").read_text()
     lines = [line for block in re.findall(r"^```shell\n(.*?)^```$", text, re.M | re.S) for line in block.splitlines()]
     for line in lines:
         words = shlex.split(line)

@@ -263,7 +263,7 @@ def test_a_dry_run_says_what_is_missing_and_how_it_is_made(
 def test_a_configuration_says_where_its_data_and_model_come_from(path: Path) -> None:
     head = re.match(r"(#.*\n)+", path.read_text()).group()  # type: ignore[union-attr]
     if path.parent.name == "data":
-        assert "docs/recipes.md" in head
+        assert "docs/how-to/recipes.md" in head
         return
     assert "\n# Data" in head
     assert re.search(r"(Model|Data and model): ", head)

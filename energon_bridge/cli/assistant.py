@@ -24,7 +24,7 @@ _MAX_ITEMS = 3
 def ask_ratio(*, shuffle: bool) -> SplitRule:
     """Ask for the shares of train, val and test until the answer makes sense."""
     while True:
-        text = click.prompt('Shares of train, val and test, like "8,1,1" or "0.8, 0.1, 0.1"', type=str)
+        text = click.prompt('Shares of train, val and test, like "8,1,1" or "0.8, 0.1, 0.1"', default="8,1,1")
         try:
             return parse_ratio(text, shuffle=shuffle)
         except ConfigurationError as error:

@@ -63,7 +63,7 @@ class Found:
 
 
 @click.command("bench")
-@click.argument("mix")
+@click.argument("mix", type=click.Path())
 @click.option("--seconds", type=click.FloatRange(min=0.2), default=5.0, show_default=True, help="Time for each run.")
 @click.option("--encoder", help="Task encoder: MODULE:NAME of an object, or of what makes it.  [default: none]")
 @run_options

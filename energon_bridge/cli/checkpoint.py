@@ -36,14 +36,19 @@ def command() -> None:
     """Show what saved states say, and how two of them differ.
 
     A file may be JSON, one of torch.save, or a checkpoint of Megatron or Lightning with the state inside.
+
+    Example:  energon checkpoint show step-0000150.ckpt
     """
 
 
 @command.command("show")
-@click.argument("files", nargs=-1, required=True, metavar="FILE...")
+@click.argument("files", nargs=-1, required=True, metavar="FILE...", type=click.Path())
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def show(files: tuple[str, ...], as_json: bool) -> None:
-    """Show where a run stands and what it has counted per dataset; several FILEs are those of its ranks."""
+    """Show where a run stands and what it has counted per dataset; several FILEs are those of its ranks.
+
+    Example:  energon checkpoint show rank0.pt rank1.pt
+    """
     states = read_states(files)
     summary = summarize(merge(states))
     ranks = [rank for rank in map(rank_of, states) if rank is not None]
@@ -110,11 +115,14 @@ def _facts(summary: State, states: int, ranks: list[tuple[int, int]]) -> Iterato
 
 
 @command.command("diff")
-@click.argument("first", metavar="A")
-@click.argument("second", metavar="B")
+@click.argument("first", metavar="A", type=click.Path())
+@click.argument("second", metavar="B", type=click.Path())
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def diff(first: str, second: str, as_json: bool) -> None:
-    """Show how state B differs from state A: settings, the mix, and what lies between their positions."""
+    """Show how state B differs from state A: settings, the mix, and what lies between their positions.
+
+    Example:  energon checkpoint diff step-0000150.ckpt step-0000200.ckpt
+    """
     then, now = (merge(read_states([path])) for path in (first, second))
     found = difference(then, now)
     if as_json:

@@ -140,7 +140,7 @@ def command(
             click.echo(f"Task {share}: {count_of(count, 'shard')} done. When all tasks are, run this with --finish.")
             return
         done = convert(opened, out, options, num_workers=doing, overwrite=overwrite, finish=finish, progress=advance)
-    _report(out, done, layout)
+    _report(out, done, options)
 
 
 def _is_terminal() -> bool:
@@ -255,11 +255,14 @@ def _show(source: Source, options: ConvertOptions) -> None:
             click.echo("  " + str(shorten(values)))
 
 
-def _report(out: Path, done: Converted, layout: Layout) -> None:
+def _report(out: Path, done: Converted, options: ConvertOptions) -> None:
     for part, shards in done.split_parts.items():
         if shards:
             count = sum(done.shard_counts[shard] for shard in shards)
             click.echo(f"{part}: {count_of(count, 'sample')} in {count_of(len(shards), 'shard')}")
+    for part, share in options.split.ratios if options.split is not None else ():
+        if share and not done.split_parts.get(part):
+            click.echo(f"{part}: no samples, there are too few for its share. Give it a larger one with --split-ratio.")
     if done.num_reused:
         click.echo(f"Left as they were: {count_of(done.num_reused, 'shard')}.")
     if done.skipped:
@@ -268,6 +271,7 @@ def _report(out: Path, done: Converted, layout: Layout) -> None:
             click.echo(f"  {message}")
     total = count_of(sum(done.shard_counts.values()), "sample")
     click.echo(f"Done: {total} in {count_of(len(done.shard_counts), 'shard')} in {out}.")
+    layout = options.layout
     if layout.is_crude or layout.sample_type in _TRAINED:
         click.echo(f"Try it with a tiny model: {train_line(out)}")
 

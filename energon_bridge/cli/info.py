@@ -12,11 +12,14 @@ from energon_bridge.prepare.summary import DatasetSummary, summarize_dataset
 
 
 @click.command("info")
-@click.argument("path")
+@click.argument("path", type=click.Path())
 @click.option("--split-config", default="split.yaml", show_default=True, help="Split file in .nv-meta.")
 @click.option("--dataset-config", default="dataset.yaml", show_default=True, help="Dataset file in .nv-meta.")
 def command(path: str, split_config: str, dataset_config: str) -> None:
-    """Show samples, shards, size, sample type and splits of the dataset at PATH (a folder, a .jsonl file, or a URL)."""
+    """Show samples, shards, size, sample type and splits of the dataset at PATH (a folder, a .jsonl file, or a URL).
+
+    Example:  energon info /data/captions
+    """
     summary = summarize_dataset(path, split_config=split_config, dataset_config=dataset_config)
     for name, value in _rows(summary):
         click.echo(f"{name + ':':<14}{value}")

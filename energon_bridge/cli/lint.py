@@ -15,7 +15,7 @@ _MAX_SHOWN = 100
 
 
 @click.command("lint")
-@click.argument("path")
+@click.argument("path", type=click.Path())
 @click.option("--split-parts", default=None, help="Parts to check, separated by commas. Default: all.")
 @click.option("--dataset-config", default="dataset.yaml", show_default=True, help="Dataset file in .nv-meta.")
 @click.option("--split-config", default="split.yaml", show_default=True, help="Split file in .nv-meta.")
@@ -38,6 +38,8 @@ def command(
 
     Every index is compared with .info.json, every sample is read and decoded as in training; excluded samples are left
     out. Whatever does not load is named with dataset, split part, shard, key and part, and the exit code is 1.
+
+    Example:  energon lint /data/captions --split-parts train,val --parallel 8
     """
     datasets, empty = lint_parts(
         path,

@@ -83,7 +83,13 @@ def _say_version(context: click.Context, _: click.Parameter, asked: bool) -> Non
 )
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 def main(debug: bool) -> None:
-    """Prepare, inspect and check datasets for energon_bridge and Megatron Energon."""
+    """Prepare, inspect and check datasets for energon_bridge and Megatron Energon.
+
+    \b
+    energon convert photos data/photos --split-ratio 9,1,0
+    energon preview data/photos
+    energon COMMAND --help                              shows examples of a command
+    """
     logging.basicConfig(level=logging.DEBUG if debug else logging.WARNING, format="%(levelname)s: %(message)s")
 
 

@@ -18,7 +18,7 @@ _POOR = 0.8
 
 
 @click.command("plan")
-@click.argument("mix")
+@click.argument("mix", type=click.Path())
 @click.option(
     "--steps", type=click.IntRange(min=0), required=True, help="Steps (microbatches of each rank) of the run."
 )
@@ -28,6 +28,8 @@ def command(mix: str, steps: int, as_json: bool, **options: Any) -> None:
 
     Numbers are exact where each sample that is drawn gives one row: none is skipped, packed or made several of. Nothing
     is read but the metadata of the datasets.
+
+    Example:  energon plan mix.yaml --steps 10000 --batch-size 8 --world-size 64
     """
     # They bring torch, which no help text needs.
     from energon_bridge.forecast.epochs import forecast

@@ -26,7 +26,7 @@ _DEFAULT_WORKERS = min(16, os.cpu_count() or 1)
 
 
 @click.command("prepare")
-@click.argument("path")
+@click.argument("path", type=click.Path())
 @click.option("--progress/--no-progress", default=True, help="Show a progress bar.")
 @click.option("--split-ratio", default=None, help="Shares of train, val and test: 8,1,1 or 0.8,0.1,0.1.")
 @click.option(
@@ -39,7 +39,11 @@ _DEFAULT_WORKERS = min(16, os.cpu_count() or 1)
 @click.option("--sample-type", default=None, help="Class name: CaptioningSample, CrudeWebdataset, ...")
 @click.option("--field-map", default=None, metavar="JSON", help='Parts of the fields: \'{"image": "jpg,png"}\'.')
 @click.option(
-    "--num-workers", default=_DEFAULT_WORKERS, show_default=True, type=click.IntRange(min=1), help="Processes."
+    "--num-workers",
+    default=_DEFAULT_WORKERS,
+    show_default="one per core, 16 at most",
+    type=click.IntRange(min=1),
+    help="Processes.",
 )
 @engine_options
 @task_options
@@ -88,10 +92,11 @@ def command(
     and kept in PATH.cache.
 
     \b
-    energon prepare data/tars
-    energon prepare data/tars --split-ratio 98,1,1 --sample-type CrudeWebdataset
-    energon prepare data/tars --task $SLURM_ARRAY_TASK_ID/16       # 16 of these, then:
-    energon prepare data/tars --finish --split-ratio 98,1,1 --sample-type CrudeWebdataset
+    energon prepare /data/captions                      asks what it needs to know
+    energon prepare /data/captions --non-interactive --split-ratio 8,1,1
+            --sample-type CaptioningSample --field-map '{"image": "jpg", "caption": "txt"}'
+    energon prepare mix.yaml
+    energon prepare /data/captions --task 3/16          a share of the tars, then once --finish
     """
     share = task_of(task, finish=finish)
     media = media_filter(media_metadata_by_glob, media_metadata_by_header, media_metadata_by_extension)
@@ -156,6 +161,12 @@ def command(
     if prepared.media is not None:
         report_media(prepared.media)
     _report(store, prepared, dataset_yaml_name)
+    for part, portion in rule.ratios:
+        if portion and not prepared.split_parts.get(part):
+            click.echo(
+                f"{part}: empty, its share of {count_of(len(shards), 'shard')} is less than one. Prepare again with a "
+                "larger share (--split-ratio … --force-overwrite), or let `energon convert` split by sample."
+            )
 
 
 def _prepare_mix(path: str, *, num_workers: int, trust: bool, progress: bool) -> None:

@@ -60,10 +60,14 @@ def report_media(found: IndexedMedia) -> None:
 
 
 @click.command("prepare-media")
-@click.argument("path")
+@click.argument("path", type=click.Path())
 @click.option("--progress/--no-progress", default=True, help="Show a progress bar.")
 @click.option(
-    "--num-workers", default=_DEFAULT_WORKERS, show_default=True, type=click.IntRange(min=1), help="Processes."
+    "--num-workers",
+    default=_DEFAULT_WORKERS,
+    show_default="one per core, 16 at most",
+    type=click.IntRange(min=1),
+    help="Processes.",
 )
 @engine_options
 @media_options
@@ -81,6 +85,8 @@ def command(
 
     PATH is a prepared dataset, whose key index the metadata is added to, or any folder of files, which can then be an
     auxiliary store of a crude dataset. One of the three filters says which files are media.
+
+    Example:  energon prepare-media /data/videos --media-metadata-by-extension
     """
     media = media_filter(media_metadata_by_glob, media_metadata_by_header, media_metadata_by_extension)
     if media is None:

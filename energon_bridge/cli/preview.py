@@ -64,17 +64,25 @@ class _Shown:
 
 
 @click.command("preview")
-@click.argument("source", nargs=-1, metavar="[SOURCE]...")
+@click.argument("source", nargs=-1, metavar="[SOURCE]...", type=click.Path())
 @click.option("--html", type=click.Path(path_type=Path), help="Write pages to this folder: open its index.html.")
 @click.option("--samples", type=_Count(), help="Samples to show.  [default: 4; on pages 1,000]")
 @click.option("--step", type=click.IntRange(min=0), help="Show what a run delivers in this step.")
 @click.option("--steps", type=_Steps(), help="Show what it delivers in steps A to B, B not among them.")
 @click.option("--rank", type=click.IntRange(min=0), help="Only what this rank delivers.")
-@click.option("--config", help="A configuration of scripts/pretrain_vlm.py: show batches as its model gets them.")
+@click.option(
+    "--config",
+    type=click.Path(),
+    help="A configuration of scripts/pretrain_vlm.py: show batches as its model gets them.",
+)
 @click.option("--batches", type=click.IntRange(min=1), help="Steps to show of it.  [default: 2]")
 @click.option("--encoder", help="Show batches of your task encoder: MODULE:NAME of an object, or of what makes it.")
 @click.option("--packing-buffer-size", type=click.IntRange(min=1), help="With --encoder: pack, as training does.")
-@click.option("--mix", help="With a state: what the run was started with, where the state alone does not say it.")
+@click.option(
+    "--mix",
+    type=click.Path(),
+    help="With a state: what the run was started with, where the state alone does not say it.",
+)
 @click.option("--columns", type=click.IntRange(min=0), help="Width of pictures in a terminal; 0: none.  [default: 40]")
 @click.option("--serve", is_flag=True, help="Serve the pages on this machine, until Ctrl-C (extra view).")
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="Of --serve; 0: any.")

@@ -16,11 +16,14 @@ from energon_bridge.stream.quarantine import QuarantinedSample, quarantine_exclu
 
 @click.group("quarantine", cls=SuggestingGroup)
 def command() -> None:
-    """Show the samples that failed, from the quarantine files of runs (`ErrorPolicy(quarantine=FILE)`)."""
+    """Show the samples that failed, from the quarantine files of runs (`ErrorPolicy(quarantine=FILE)`).
+
+    Example:  energon quarantine show bad.jsonl
+    """
 
 
 @command.command("show")
-@click.argument("files", nargs=-1, required=True, metavar="FILE...")
+@click.argument("files", nargs=-1, required=True, metavar="FILE...", type=click.Path())
 @click.option("--limit", default=50, show_default=True, type=click.IntRange(min=0), help="Failures to name.")
 @click.option("--excludes", is_flag=True, help="Print entries for `exclude` of each dataset's split.yaml instead.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, all of it.")
@@ -28,6 +31,8 @@ def show(files: tuple[str, ...], limit: int, excludes: bool, as_json: bool) -> N
     """Count failures by dataset, hook and error, and name the samples.
 
     Each FILE stands for those of its ranks too. A failure of a pack or microbatch is named by its first sample.
+
+    Example:  energon quarantine show bad.jsonl
     """
     found = _read(files)
     if excludes:

@@ -24,14 +24,20 @@ _AT_A_TIME = 10_000
 
 
 @click.command("which")
-@click.argument("source", nargs=-1, metavar="STATE_OR_MIX...")
-@click.option("--checkpoint", multiple=True, help="A checkpoint or state of a run: the same as STATE_OR_MIX.")
+@click.argument("source", nargs=-1, metavar="STATE_OR_MIX...", type=click.Path())
+@click.option(
+    "--checkpoint", type=click.Path(), multiple=True, help="A checkpoint or state of a run: the same as STATE_OR_MIX."
+)
 @click.option("--step", type=click.IntRange(min=0), help="Steps before it, from the beginning of the run.")
 @click.option("--until", type=click.IntRange(min=1), help="All steps from --step (default: the first) to before this.")
 @click.option("--microbatch", type=click.IntRange(min=0), help="Number of a microbatch of the run, instead of a step.")
 @click.option("--rank", type=click.IntRange(min=0), help="Only what this rank delivers.")
 @click.option("--row", type=click.IntRange(min=0), help="Only this row of each microbatch.")
-@click.option("--mix", help="With a state: what the run was started with, where the state alone does not say it.")
+@click.option(
+    "--mix",
+    type=click.Path(),
+    help="With a state: what the run was started with, where the state alone does not say it.",
+)
 @click.option("--out", type=click.Path(path_type=Path), help="Write a row per sample to this .parquet or .json file.")
 @run_options
 def command(

@@ -3,7 +3,8 @@
 `install()` puts an import hook in place (`finder`); from then on `import megatron.energon` and its modules give the
 objects of this package (`table` says for each name which), small adapters where arguments differ (`loading`, `worker`,
 `preparing`, `records`, `epath`), or names that refuse to be used and say what takes their place (`refused`).
-`python -m energon_bridge.compat SCRIPT` does it for a program that is not to be touched. docs/compat.md is the list.
+`python -m energon_bridge.compat SCRIPT` does it for a program that is not to be touched. The list is
+docs/reference/compat.md.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ class _Maker(Loader):
             setattr(module, attribute, value)
             return value
 
-        module.__doc__ = f"`{module.__name__}` as energon_bridge provides it: see docs/compat.md."
+        module.__doc__ = f"`{module.__name__}` as energon_bridge provides it: see docs/reference/compat.md."
         module.__dict__["__all__"] = sorted(public)
         module.__dict__["__getattr__"] = look_up
         module.__dict__["__dir__"] = lambda: sorted({*module.__dict__, *known, *children})

@@ -1,7 +1,7 @@
 """What each public name of megatron-energon is here: ours, a small adapter, a name that refuses, or of no need.
 
-`describe` says it for a name of a module, `resolve` gives the object, and `render` the table of docs/compat.md. Each
-name of `surface` has exactly one entry; a test fails where one is missing.
+`describe` says it for a name of a module, `resolve` gives the object, and `render` the table of
+docs/reference/compat.md. Each name of `surface` has exactly one entry; a test fails where one is missing.
 """
 
 from __future__ import annotations

@@ -119,8 +119,14 @@ def read_info(store: Store) -> DatasetInfo:
             if type(count) is not int or not 0 <= count < _MAX_COUNT:
                 raise wrong_type(count, "a number of samples", where=where, field=f"shard_counts.{shard}")
         return DatasetInfo(shard_counts=counts, energon_version=version)
-    raise NotPreparedError(
-        f"{store.root}: not prepared, there is no {meta_path(INFO_JSON)}. Run `energon prepare {store.root}`."
+    raise not_prepared(store.root)
+
+
+def not_prepared(root: str) -> NotPreparedError:
+    """Return the error for a folder without `.nv-meta`, which may hold tars or what is still to become some."""
+    return NotPreparedError(
+        f"{root}: not prepared, there is no {meta_path(INFO_JSON)}. Run `energon prepare {root}` if it holds tars, or "
+        f"`energon convert {root} OUT` if it holds pictures, JSON, CSV or parquet files."
     )
 
 

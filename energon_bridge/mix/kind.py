@@ -10,7 +10,7 @@ from __future__ import annotations
 from enum import StrEnum
 
 from energon_bridge.errors import DatasetNotFoundError, MetadataError, NotPreparedError
-from energon_bridge.format.nvmeta import INDEX_SQLITE, INFO_JSON, INFO_YAML, meta_path
+from energon_bridge.format.nvmeta import INDEX_SQLITE, INFO_JSON, INFO_YAML, meta_path, not_prepared
 from energon_bridge.mix.paths import split_path
 from energon_bridge.storage import open_store
 
@@ -66,7 +66,7 @@ def kind_of_source(path: str) -> DatasetKind:
             f"{path}: a folder of files with a media index, which can only be the `aux` of a dataset. To train on its "
             f"tars, run `energon prepare {path}`."
         )
-    raise NotPreparedError(f"{path}: not prepared, there is no {meta_path(INFO_JSON)}. Run `energon prepare {path}`.")
+    raise not_prepared(path)
 
 
 def _refuse_yml(path: str, *, where: str) -> None:

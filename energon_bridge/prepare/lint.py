@@ -17,7 +17,7 @@ from energon_bridge.errors import DecodeError, EmptyDatasetError, EnergonError, 
 from energon_bridge.format.dataset import PreparedDataset, open_dataset, read_index
 from energon_bridge.format.dataset_config import DatasetConfigs
 from energon_bridge.format.jsonl import PART, JsonlDataset, is_jsonl, open_jsonl, parse_line
-from energon_bridge.format.nvmeta import DEFAULT_DATASET_CONFIG, DEFAULT_SPLIT_CONFIG, read_splits
+from energon_bridge.format.nvmeta import DEFAULT_DATASET_CONFIG, DEFAULT_SPLIT_CONFIG, read_info, read_splits
 from energon_bridge.format.parallel import Workers, map_shards
 from energon_bridge.format.tar import parse_sample
 from energon_bridge.storage import open_store
@@ -70,6 +70,7 @@ def lint_parts(
         return [open_jsonl(path)], []
     store = open_store(path)
     store.check_root()
+    read_info(store)  # what is not prepared at all is said first
     config = DatasetConfigs(trust_remote_code=trust_remote_code).read(store, dataset_config)
     known = read_splits(store, config.split_config or split_config)
     datasets: list[PreparedDataset] = []

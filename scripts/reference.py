@@ -1,0 +1,171 @@
+#!/usr/bin/env python
+"""Write the pages of docs/reference that follow from the code: the command line, the configuration, the Python API.
+
+    python scripts/reference.py
+
+A test compares the pages with what this gives. `scripts/docs` fills in the docstrings where the pages have `:::`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import click
+
+from energon_bridge import _EXPORTS
+from energon_bridge.cli.main import main as energon
+from energon_bridge.training.config import RunConfig
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+NOTE = "<!-- Written by scripts/reference.py: change the code, and run it again. -->"
+
+# The pages of the API, in the order of a first program; each is made of entries of `energon_bridge._EXPORTS`.
+API = {
+    "datasets": (
+        "Datasets and loaders",
+        ("datasets", "topology", "loader.savable", "dataloader", "datamodule", "replica"),
+    ),
+    "mixes": ("Mixes", ("mix",)),
+    "samples": ("Samples and batches", ("samples", "samples.devices")),
+    "encoders": ("Task encoders", ("task_encoder", "verify")),
+    "families": ("Encoders for Hugging Face models", ("task_encoder.families",)),
+    "media": ("Video, sound and metadata of media", ("av", "format.media")),
+    "stores": ("Stores and caches", ("stores", "storage.node_cache")),
+    "preparing": ("Writing datasets", ("prepare.shard_writer",)),
+    "errors": ("Errors and policies", ("stream.policy", "stream.quarantine", "errors")),
+}
+COMPLETION = """
+## Shell completion
+
+For bash, zsh and fish, add the line of your shell to its start-up file (`~/.bashrc`, `~/.zshrc`,
+`~/.config/fish/completions/energon.fish`). It completes commands, options and their values. Bash needs version 4.4.
+
+```text
+eval "$(_ENERGON_COMPLETE=bash_source energon)"
+eval "$(_ENERGON_COMPLETE=zsh_source energon)"
+_ENERGON_COMPLETE=fish_source energon | source
+```
+
+For `energon-bridge`, the variable is `_ENERGON_BRIDGE_COMPLETE`.""".splitlines()
+INTEGRATIONS = {
+    "Lightning": "lightning",
+    "transformers": "huggingface",
+    "Megatron-LM": "megatron_lm",
+    "Megatron-Bridge": "bridge",
+    "Context parallelism": "context_parallel",
+    "torchft": "torchft",
+}
+
+
+def cli_page() -> str:
+    """Return the help of every command."""
+    lines = ["# Command line", "", NOTE, "", "Every command prints its part of this page with `--help`."]
+    lines += ["If megatron-energon is installed too, the command is `energon-bridge`.", *COMPLETION]
+    for names, command in commands(energon, ("energon",)):
+        context = click.Context(
+            command, info_name=" ".join(names), terminal_width=100, help_option_names=["-h", "--help"]
+        )
+        lines += [
+            "",
+            f"## {' '.join(names)}",
+            "",
+            "```text",
+            command.get_help(context).replace("\b", "").rstrip(),
+            "```",
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def commands(command: click.Command, names: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], click.Command]]:
+    """Yield a command and those below it, each with the words that call it."""
+    yield names, command
+    if isinstance(command, click.Group):
+        context = click.Context(command)
+        for name in command.list_commands(context):
+            inner = command.get_command(context, name)
+            assert inner is not None
+            yield from commands(inner, (*names, name))
+
+
+def configuration_page() -> str:
+    """Return the keys of a run's configuration by section, with defaults and what they mean."""
+    lines = ["# Configuration", "", NOTE, ""]
+    lines += [
+        "`scripts/pretrain_vlm.py --config FILE.yaml [section.key=value ...]` reads these keys. The command line wins",
+        "over the file, and the file over the defaults. `--dry-run` prints the result. An unknown key is an error that",
+        "names the nearest one. `configs/` has examples; those of real models are [recipes](../how-to/recipes.md).",
+    ]
+    lines += ["", "## The run", "", *section(RunConfig, "")]
+    for name, config in get_type_hints(RunConfig).items():
+        if dataclasses.is_dataclass(config):
+            summary = " ".join((inspect.getdoc(config) or "").split("\n\n")[0].split())
+            lines += ["", f"## {name}", "", summary, "", *section(config, f"{name}.")]
+    return "\n".join(lines) + "\n"
+
+
+def section(config: Any, prefix: str) -> list[str]:
+    """Return the table of one section."""
+    described = arguments_of(config)
+    lines = ["| key | default | what it says |", "|---|---|---|"]
+    for field in dataclasses.fields(config):
+        if field.default is not dataclasses.MISSING:
+            lines.append(f"| `{prefix}{field.name}` | `{as_yaml(field.default)}` | {described[field.name]} |")
+    return lines
+
+
+def as_yaml(value: object) -> str:
+    """Return a default as the file would have it."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return "[]" if value == () else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def arguments_of(described: Any) -> dict[str, str]:
+    """Return what a docstring says of each argument."""
+    text = (inspect.getdoc(described) or "").split("Args:\n", 1)[1]
+    entries = re.split(r"^    (\w+): ", text, flags=re.MULTILINE)[1:]
+    return {name: " ".join(words.split()) for name, words in zip(entries[::2], entries[1::2], strict=True)}
+
+
+def api_pages() -> dict[str, str]:
+    """Return the pages of the API by name, the overview among them."""
+    overview = ["# Python API", "", NOTE, "", "`from energon_bridge import NAME` imports each of these names.", ""]
+    pages = {}
+    for name, (title, modules) in API.items():
+        exported = [public for module in modules for public in _EXPORTS[module]]
+        overview += [f"## [{title}]({name}.md)", "", ", ".join(f"`{public}`" for public in exported), ""]
+        lines = [f"# {title}", "", NOTE, ""]
+        for public in exported:
+            lines += [f"::: energon_bridge.{public}", ""]
+        pages[name] = "\n".join(lines).rstrip() + "\n"
+    lines = ["# Integrations", "", NOTE, ""]
+    for title, module in INTEGRATIONS.items():
+        lines += [
+            f"## {title}",
+            "",
+            f"::: energon_bridge.integrations.{module}",
+            "    options:",
+            "      heading_level: 3",
+            "",
+        ]
+    pages["integrations"] = "\n".join(lines).rstrip() + "\n"
+    overview += ["## [Integrations](integrations.md)", ""]
+    overview += [", ".join(f"`energon_bridge.integrations.{module}`" for module in INTEGRATIONS.values()), ""]
+    pages["index"] = "\n".join(overview).rstrip() + "\n"
+    return pages
+
+
+def pages() -> dict[Path, str]:
+    """Return all pages that are written here."""
+    made = {DOCS / "reference/cli.md": cli_page(), DOCS / "reference/configuration.md": configuration_page()}
+    return made | {DOCS / "reference/api" / f"{name}.md": text for name, text in api_pages().items()}
+
+
+if __name__ == "__main__":
+    for path, text in pages().items():
+        path.write_text(text)
