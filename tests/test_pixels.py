@@ -154,6 +154,19 @@ def test_the_torch_profile_has_the_values_of_torch_alone(size: tuple[int, int]) 
     torch.testing.assert_close(found["pixel_values"], expected, rtol=2e-7, atol=0)
 
 
+@pytest.mark.parametrize("compiled", [True, False], ids=["C", "torch"])
+def test_torch_resizes_images_of_one_pixel_and_of_many(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "COMPILED", native.COMPILED and compiled)
+    native._as_torch.cache_clear()
+    assert native._as_torch() is native.COMPILED  # the installed torch is one whose bytes are known
+    for size, new in (((1, 1), (5, 1)), ((1, 9), (1, 1)), ((200, 1), (30, 40)), ((31, 47), (60, 20)), ((9, 9), (9, 9))):
+        pixels = np.array(noise(*size[::-1], seed=7))
+        image = torch.from_numpy(pixels).permute(2, 0, 1)[:, None].contiguous()
+        expected = interpolate(image, new, mode="bicubic", antialias=True)[:, 0].permute(1, 2, 0)
+        np.testing.assert_array_equal(native.resample_as_torch(pixels, new, "bicubic"), expected.numpy())
+    native._as_torch.cache_clear()
+
+
 def test_crops_of_small_images_are_padded_as_each_profile_pads() -> None:
     image = Image.new("RGB", (5, 7), "white")
     for profile, top in (("pillow", 5), ("torch", 4)):  # 9 rows are missing
@@ -312,7 +325,8 @@ def test_arrays_that_do_not_fit_are_refused() -> None:
             native.look_up(pixels, table, native.Layout(patch=patch), np.empty(out, np.float32))
     with pytest.raises(ValueError, match="do not fit"):
         native.look_up(pixels, table, native.Layout(patch=(4, 4), merge=3), np.empty(192, np.float32))
-    where, coefficients = native.coefficients(8, 4, "bicubic")
+    made = native.coefficients(8, 4, "bicubic")
+    where, coefficients = made.where, made.parts
     good = [
         pixels,
         8,
@@ -323,9 +337,13 @@ def test_arrays_that_do_not_fit_are_refused() -> None:
         coefficients,
         where,
         coefficients,
+        2,
+        made.bits,
+        made.bits,
     ]
     native._compiled.resample(*good)
-    for place, wrong in ((1, 9), (3, np.empty(47, np.uint8)), (4, np.empty(9, np.uint8)), (5, where + 5), (6, where)):
+    wrongs = [(1, 9), (3, np.empty(47, np.uint8)), (4, np.empty(9, np.uint8)), (5, where + 5), (6, where)]
+    for place, wrong in (*wrongs, (9, 3), (10, 0)):
         with pytest.raises(ValueError, match="do not fit"):
             native._compiled.resample(*good[:place], wrong, *good[place + 1 :])
 

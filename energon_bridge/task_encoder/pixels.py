@@ -30,7 +30,7 @@ from PIL import Image
 from torch import Tensor
 
 from energon_bridge.errors import ConfigurationError
-from energon_bridge.samples.pixels import FILTERS, Filter, Layout, look_up, resample
+from energon_bridge.samples.pixels import FILTERS, Filter, Layout, bits_of, look_up, resample, resample_as_torch
 from energon_bridge.task_encoder.resize import smart_resize
 from energon_bridge.task_encoder.visual import as_pil, as_rgb
 
@@ -115,9 +115,7 @@ class PixelPath:
             return pixels
         if self.profile == "pillow":
             return resample(pixels, size, self.by)
-        image = torch.from_numpy(pixels).permute(2, 0, 1)[None]
-        made = torch.nn.functional.interpolate(image, size, mode=self.by, antialias=True)
-        return np.ascontiguousarray(made[0].permute(1, 2, 0).numpy())
+        return resample_as_torch(pixels, size, cast(Literal["bilinear", "bicubic"], self.by))
 
     def grid(self, height: int, width: int) -> tuple[int, int, int]:
         """Return the patches of an image along time, height and width."""
@@ -229,11 +227,6 @@ def profile_of(image_processor: Any) -> Literal["torch", "pillow"]:
     """Return whose values a processor of transformers gives: by torchvision or by Pillow."""
     names = [kind.__name__ for kind in type(image_processor).__mro__]
     return "torch" if "TorchvisionBackend" in names or "BaseImageProcessorFast" in names else "pillow"
-
-
-def bits_of(values: Tensor) -> np.ndarray:
-    """Return the memory of values as an array, of integers where numpy has no such type."""
-    return (values.view(torch.int16) if values.dtype == torch.bfloat16 else values).numpy()
 
 
 _MODELS = "transformers.models."
