@@ -389,6 +389,36 @@ def test_the_encoder_of_any_processor_has_the_choice_too(profile: Any) -> None:
     assert math.isclose(made._path.norm[0, 0].item(), processor.image_mean[0] * 255, rel_tol=1e-6)  # type: ignore[union-attr]
 
 
+class OwnDecoder(MultiModalTaskEncoder):
+    decoder = SampleDecoder(image_decode="rgb8")
+
+
+def test_the_encoder_of_any_processor_decodes_for_the_path_it_takes(tmp_path: Path) -> None:
+    """Bytes for the native path, Pillow's images for a processor; one order, the same tokens, values and state."""
+    data = create_captioning_test_dataset(tmp_path, num_val=0, image_size=40, image_format="jpg")
+    tokenizer, processor = encoder_of("llava").tokenizer, image_processor_of("llava")
+    config = WorkerConfig(rank=0, world_size=1, num_workers=0)
+    found: dict[Any, tuple[list[Any], Any]] = {}
+    for kind, pixels, form in (
+        (MultiModalTaskEncoder, None, "fastrgb"),
+        (MultiModalTaskEncoder, "processor", "pilrgb"),
+        (OwnDecoder, None, "rgb8"),
+    ):
+        task_encoder = kind(tokenizer, processor, pixels=pixels)
+        assert task_encoder.decoder.image_decode == form
+        loader = get_savable_loader(
+            get_train_dataset(data, batch_size=3, task_encoder=task_encoder, worker_config=config)
+        )
+        found[form] = list(islice(loader, 4)), loader.save_state_rank()
+    batches, state = found["fastrgb"]
+    for form in ("pilrgb", "rgb8"):
+        assert found[form][1] == state
+        for one, other in zip(batches, found[form][0], strict=True):
+            assert one.__key__ == other.__key__
+            assert torch.equal(one.tokens, other.tokens)
+            assert torch.equal(one.pixel_values, other.pixel_values)
+
+
 def test_threads_do_not_share_memory() -> None:
     """Also where all of them run in one context, as executors may."""
     images = [noise(150 + number, 120, seed=number) for number in range(8)]

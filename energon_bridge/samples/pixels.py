@@ -12,8 +12,8 @@ Pillow, torch and numpy give the same values.
 Invariants: both resize in integers, along each row and then along each column, both times rounded to bytes; a side that
 stays as long is left out. Pillow's coefficients have 22 bits behind the point, torch's as many as leave the largest one
 below 2^15. Which side comes first depends on the release of Pillow, so it is tried out once; where no order gives the
-bytes of the Pillow that is installed, Pillow itself resizes, and likewise torch. A value is a function of a byte and its channel, so a table of
-256 values for each channel is all that rescaling and normalising are, whatever the type of the values.
+bytes of the Pillow that is installed, Pillow itself resizes, and likewise torch. A value is a function of a byte and
+its channel, so a table of 256 values for each channel is all that rescaling and normalising are, whatever their type.
 """
 
 from __future__ import annotations
