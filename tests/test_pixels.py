@@ -41,6 +41,7 @@ from energon_bridge.task_encoder import pixels as paths
 from energon_bridge.task_encoder.families import ChatConfig, VideoFrames
 from energon_bridge.task_encoder.multimodal import MultiModalTaskEncoder
 from energon_bridge.task_encoder.pixels import pixel_path, process_image
+from energon_bridge.task_encoder.visual import concat_visual
 from energon_bridge.testing import create_captioning_test_dataset
 
 LONG = os.environ.get("ENERGON_LONG_TESTS") == "1"
@@ -54,6 +55,16 @@ PROCESSORS: dict[str, Any] = {
     "qwen2-vl": lambda: Qwen2VLImageProcessorPil(**SMALL),
     "qwen3-vl": lambda: Qwen2VLImageProcessorPil(patch_size=16, image_mean=[0.5] * 3, image_std=[0.5] * 3, **SMALL),
     "llava": lambda: LlavaImageProcessorPil(do_pad=True, **CLIP),
+    "llava-next": lambda: LlavaNextImageProcessorPil(
+        size={"shortest_edge": 24},
+        crop_size={"height": 24, "width": 24},
+        image_grid_pinpoints=[[24, 48], [48, 24], [48, 48], [72, 24], [24, 72]],
+    ),
+    "llava-next, cut tiles": lambda: LlavaNextImageProcessorPil(
+        size={"height": 20, "width": 28},
+        crop_size={"height": 17, "width": 16},
+        image_grid_pinpoints=[[40, 30], [30, 50]],
+    ),
     "vit": lambda: ViTImageProcessorPil(size={"height": 40, "width": 30}),
     "no resize": lambda: CLIPImageProcessorPil(do_resize=False, crop_size={"height": 33, "width": 20}),
     "no crop": lambda: CLIPImageProcessorPil(do_center_crop=False, size={"shortest_edge": 20}, resample=1),
@@ -62,6 +73,9 @@ PROCESSORS: dict[str, Any] = {
 }
 if LONG:
     PROCESSORS |= {
+        "llava-next 336": lambda: LlavaNextImageProcessorPil(
+            size={"shortest_edge": 336}, crop_size={"height": 336, "width": 336}
+        ),
         "clip 336": lambda: CLIPImageProcessorPil(size={"shortest_edge": 336}, crop_size={"height": 336, "width": 336}),
         "siglip 384": lambda: SiglipImageProcessorPil(size={"height": 384, "width": 384}),
         "qwen2.5-vl": Qwen2VLImageProcessorPil,
@@ -154,6 +168,62 @@ def test_the_torch_profile_has_the_values_of_torch_alone(size: tuple[int, int]) 
     torch.testing.assert_close(found["pixel_values"], expected, rtol=2e-7, atol=0)
 
 
+def test_tiles_have_the_values_of_torch_alone(images: list[bytes]) -> None:
+    side, grids = 24, [(24, 48), (48, 24), (48, 48), (72, 24), (24, 72)]
+    processor = PROCESSORS["llava-next"]()
+    path = pixel_path(processor, "torch")
+    assert path is not None
+    decoder = SampleDecoder(image_decode="pilrgb", guess_content=True)
+
+    def scaled(pixels: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:  # channel by channel, for sides of 1
+        same = tuple(pixels.shape[-2:]) == size
+        return pixels if same else interpolate(pixels[:, None], size, mode="bicubic", antialias=True)[:, 0]
+
+    counts = set()
+    for data in images:
+        image = decoder.decode("", data)
+        pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()
+        if image.info.get("transparency") is not None:
+            continue  # white where it is transparent, which is not torch's to say
+        _, height, width = pixels.shape
+
+        def room_left(grid: tuple[int, int], height: int = height, width: int = width) -> tuple[int, int]:
+            scale = min(grid[1] / width, grid[0] / height)
+            kept = min(int(width * scale) * int(height * scale), width * height)
+            return kept, kept - grid[0] * grid[1]
+
+        rows, columns = max(grids, key=room_left)
+        scale = min(columns / width, rows / height)
+        if columns / width < rows / height:
+            size = min(math.ceil(height * scale), rows), columns
+        else:
+            size = rows, min(math.ceil(width * scale), columns)
+        whole = torch.zeros(3, rows, columns, dtype=torch.uint8)
+        top, left = (rows - size[0]) // 2, (columns - size[1]) // 2
+        whole[:, top : top + size[0], left : left + size[1]] = scaled(pixels, size)
+        tiles = whole.unflatten(1, (-1, side)).unflatten(3, (-1, side)).permute(1, 3, 0, 2, 4).flatten(0, 1)
+        bytes_ = torch.cat([scaled(pixels, (side, side))[None], tiles]).float()
+        mean, std = (torch.tensor(v)[:, None, None] * 255.0 for v in (processor.image_mean, processor.image_std))
+        found = path.image(image)
+        torch.testing.assert_close(found["pixel_values"], ((bytes_ - mean) / std)[None], rtol=2e-7, atol=0)
+        assert found["image_sizes"].tolist() == [[height, width]]
+        counts.add(len(bytes_))
+    assert counts == {3, 4, 5}
+
+
+def test_images_of_different_tiles_are_padded_as_the_processor_pads() -> None:
+    processor, tokenizer = PROCESSORS["llava-next"](), encoder_of("llava").tokenizer
+    images = [noise(90, 20, seed=1), noise(50, 50, seed=2)]
+    path = pixel_path(processor)
+    assert path is not None
+    expected = processor(images=images, return_tensors="pt")
+    made = concat_visual([path.image(image) for image in images])
+    assert made.keys() == set(expected.keys())
+    assert all(torch.equal(made[name], expected[name]) for name in made)
+    with pytest.raises(ConfigurationError, match=r"'uint8' is not available for LlavaNext.*padded with zeros"):
+        MultiModalTaskEncoder(tokenizer, processor, pixels_dtype="uint8")
+
+
 @pytest.mark.parametrize("compiled", [True, False], ids=["C", "torch"])
 def test_torch_resizes_images_of_one_pixel_and_of_many(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "COMPILED", native.COMPILED and compiled)
@@ -213,7 +283,7 @@ def test_other_processors_are_called_and_the_log_says_so_once(caplog: pytest.Log
         for _ in range(3):
             darker = Darker(**CLIP)
             assert pixel_path(darker) is None
-        assert pixel_path(LlavaNextImageProcessorPil()) is None
+        assert pixel_path(LlavaNextImageProcessorPil(do_center_crop=False)) is None
         assert pixel_path(lambda images: {}) is None
         assert pixel_path(CLIPImageProcessorPil(do_pad=True, pad_size={"height": 400, "width": 400})) is None
     said = [record.getMessage() for record in caplog.records]
