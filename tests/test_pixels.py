@@ -385,6 +385,39 @@ def test_an_encoder_with_its_path_can_be_sent_to_a_process() -> None:
         assert torch.equal(again.image(image)["pixel_values"], path.image(image)["pixel_values"])
 
 
+@pytest.mark.skipif(not native.COMPILED, reason="needs the compiled part")
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.float32])
+@pytest.mark.parametrize(
+    ("size", "frames", "layout"),
+    [
+        ((56, 84), 1, native.Layout(patch=(14, 14), merge=2, times=2)),
+        ((56, 84), 2, native.Layout(patch=(14, 14), merge=2, times=2)),  # frames of a video
+        ((392, 392), 1, native.Layout(patch=(14, 14), merge=2, times=2)),  # large enough to go past the caches
+        ((64, 48), 1, native.Layout(patch=(16, 16))),
+        ((6, 10), 1, native.Layout(patch=(3, 5), times=3)),
+        ((300, 700), 1, native.Layout()),  # row by row
+        ((1, 1), 1, native.Layout()),
+        ((2, 5000), 1, native.Layout()),  # rows that are too long for it
+    ],
+)
+def test_values_lie_where_numpy_puts_them(
+    size: tuple[int, int], frames: int, layout: native.Layout, dtype: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(3)
+    pixels = rng.integers(0, 256, (*((frames,) if frames > 1 else ()), *size, 3), np.uint8)
+    tables = [rng.integers(0, 256, (3, 256)).astype(dtype)]
+    if dtype == np.uint8:
+        tables.append(np.tile(np.arange(256, dtype=np.uint8), (3, 1)))  # bytes as they are
+    for table in tables:
+        behind = 16  # bytes that must stay as they are
+        made, expected = (np.full(3 * math.prod(size) * layout.times + behind, 77, dtype) for _ in range(2))
+        native.look_up(pixels, table, layout, made[:-behind])
+        with monkeypatch.context() as patch:
+            patch.setattr(native, "COMPILED", False)
+            native.look_up(pixels, table, layout, expected[:-behind])
+        np.testing.assert_array_equal(made, expected)
+
+
 def test_arrays_that_do_not_fit_are_refused() -> None:
     if not native.COMPILED:
         pytest.skip("needs the compiled part")

@@ -110,8 +110,12 @@ INSIDE void rows_in_parts(const uint8_t *const rows[ROWS], uint8_t *const outs[R
         uint64_t low_lane = (uint64_t)_mm_cvtsi128_si64(_mm256_castsi256_si128(even));
         uint64_t high_lane = (uint64_t)_mm_cvtsi128_si64(_mm256_extracti128_si256(even, 1));
         const uint32_t pixels[ROWS] = {(uint32_t)low_lane, (uint32_t)high_lane, low_lane >> 32, high_lane >> 32};
-        for (int row = 0; row < ROWS; row++)
-            memcpy(outs[row] + x * CHANNELS, &pixels[row], x + 1 < side->outputs ? 4 : CHANNELS);
+        if (x + 1 < side->outputs)
+            for (int row = 0; row < ROWS; row++)
+                memcpy(outs[row] + x * CHANNELS, &pixels[row], 4); /* the fourth byte is the next pixel's */
+        else
+            for (int row = 0; row < ROWS; row++)
+                memcpy(outs[row] + x * CHANNELS, &pixels[row], CHANNELS);
     }
 }
 
@@ -318,6 +322,116 @@ LOOK_UP(uint8_t)
 LOOK_UP(uint16_t)
 LOOK_UP(uint32_t)
 
+#define LARGE (1 << 20) /* bytes from which on writing past the caches is faster */
+
+static int identical(const uint8_t *table) {
+    for (int i = 0; i < 256 * CHANNELS; i++)
+        if (table[i] != i % 256)
+            return 0;
+    return 1;
+}
+
+#if WIDE
+#define MOST 4096 /* pixels of a block: a patch, or a row of a larger image */
+
+INSIDE void apart_16(const uint8_t *from, uint8_t *red, uint8_t *green, uint8_t *blue) {
+    const __m128i a = _mm_loadu_si128((const __m128i *)from), b = _mm_loadu_si128((const __m128i *)(from + 16)),
+                  c = _mm_loadu_si128((const __m128i *)(from + 32));
+#define PICK(A, B, C) _mm_or_si128(_mm_or_si128(_mm_shuffle_epi8(a, A), _mm_shuffle_epi8(b, B)), _mm_shuffle_epi8(c, C))
+    const __m128i r = PICK(_mm_setr_epi8(0, 3, 6, 9, 12, 15, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1),
+                           _mm_setr_epi8(-1, -1, -1, -1, -1, -1, 2, 5, 8, 11, 14, -1, -1, -1, -1, -1),
+                           _mm_setr_epi8(-1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, 1, 4, 7, 10, 13));
+    const __m128i g = PICK(_mm_setr_epi8(1, 4, 7, 10, 13, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1),
+                           _mm_setr_epi8(-1, -1, -1, -1, -1, 0, 3, 6, 9, 12, 15, -1, -1, -1, -1, -1),
+                           _mm_setr_epi8(-1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, 2, 5, 8, 11, 14));
+    const __m128i l = PICK(_mm_setr_epi8(2, 5, 8, 11, 14, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1),
+                           _mm_setr_epi8(-1, -1, -1, -1, -1, 1, 4, 7, 10, 13, -1, -1, -1, -1, -1, -1),
+                           _mm_setr_epi8(-1, -1, -1, -1, -1, -1, -1, -1, -1, -1, 0, 3, 6, 9, 12, 15));
+#undef PICK
+    _mm_storeu_si128((__m128i *)red, r);
+    _mm_storeu_si128((__m128i *)green, g);
+    _mm_storeu_si128((__m128i *)blue, l);
+}
+
+#define VALUES(TYPE)                                                                                                   \
+    static inline void values_##TYPE(const uint8_t *restrict from, TYPE *restrict to, const TYPE *restrict table,      \
+                                     Py_ssize_t count) {                                                               \
+        Py_ssize_t i = 0;                                                                                              \
+        for (; i + 8 <= count; i += 8) {                                                                               \
+            uint64_t eight;                                                                                            \
+            memcpy(&eight, from + i, 8);                                                                               \
+            for (int k = 0; k < 8; k++)                                                                                \
+                to[i + k] = table[eight >> 8 * k & 255];                                                               \
+        }                                                                                                              \
+        for (; i < count; i++)                                                                                         \
+            to[i] = table[from[i]];                                                                                    \
+    }
+
+VALUES(uint16_t)
+VALUES(uint32_t)
+
+/* Copy, past the caches where what is written is large. `loose`: what is behind it is written later. */
+INSIDE void write_out(const void *from, void *to, Py_ssize_t bytes, int stream, int loose) {
+    if (loose)
+        for (Py_ssize_t i = 0; i < bytes; i += 16)
+            _mm_storeu_si128((__m128i *)((char *)to + i), _mm_loadu_si128((const __m128i *)((const char *)from + i)));
+    else if (stream && (uintptr_t)to % 16 == 0 && bytes % 16 == 0)
+        for (Py_ssize_t i = 0; i < bytes; i += 16)
+            _mm_stream_si128((__m128i *)((char *)to + i), _mm_loadu_si128((const __m128i *)((const char *)from + i)));
+    else
+        memcpy(to, from, bytes);
+}
+
+/* As look_up, block by block: the bytes of each channel next to each other, then their values, then where they go. */
+WITH_AVX2 static void look_up_wide(const uint8_t *source, const uint8_t *end, char *out, const char *table,
+                                   const Layout *l, Py_ssize_t item, int stream) {
+    uint8_t bytes[CHANNELS][MOST + 16];
+    uint32_t values[MOST];
+    const Py_ssize_t patches = l->rows * l->columns;
+    const Py_ssize_t plane = l->height * l->width, m = l->merge, high = plane > MOST ? 1 : l->height;
+    const Py_ssize_t block = high * l->width, frames = l->frame ? l->times : 1, copies = l->times / frames;
+    for (Py_ssize_t patch = 0; patch < patches; patch++, out += CHANNELS * l->times * plane * item) {
+        Py_ssize_t group = patch / (m * m), inside = patch % (m * m);
+        Py_ssize_t y = group / (l->columns / m) * m + inside / m, x = group % (l->columns / m) * m + inside % m;
+        const uint8_t *corner = source + y * l->height * l->row + x * l->width * CHANNELS;
+        int loose = item < 4 && frames == 1 && high == l->height && patch + 1 < patches;
+        for (Py_ssize_t part = 0; part < frames * (l->height / high); part++) {
+            Py_ssize_t time = part / (l->height / high), top = part % (l->height / high) * high;
+            for (Py_ssize_t i = 0; i < high; i++) {
+                const uint8_t *pixels = corner + time * l->frame + (top + i) * l->row;
+                for (Py_ssize_t j = 0; j < l->width; j += 16, pixels += 16 * CHANNELS) {
+                    Py_ssize_t at = i * l->width + j; /* what is too much is overwritten, or behind the block */
+                    if (pixels + 16 * CHANNELS <= end)
+                        apart_16(pixels, bytes[0] + at, bytes[1] + at, bytes[2] + at);
+                    else
+                        for (Py_ssize_t k = 0; k < l->width - j && k < 16; k++)
+                            for (int channel = 0; channel < CHANNELS; channel++)
+                                bytes[channel][at + k] = pixels[k * CHANNELS + channel];
+                }
+            }
+            for (int channel = 0; channel < CHANNELS; channel++) {
+                const void *made = values;
+                if (item == 1)
+                    made = bytes[channel];
+                else if (item == 2)
+                    values_uint16_t(bytes[channel], (uint16_t *)values, (const uint16_t *)table + 256 * channel, block);
+                else
+                    values_uint32_t(bytes[channel], values, (const uint32_t *)table + 256 * channel, block);
+                char *to = out + ((channel * l->times + time) * plane + top * l->width) * item;
+                for (Py_ssize_t copy = 0; copy < copies; copy++)
+                    write_out(made, to + copy * plane * item, block * item, stream, loose);
+            }
+        }
+    }
+    if (stream)
+        _mm_sfence(); /* before anybody is told that it is there */
+}
+#else
+#define MOST 0
+static void look_up_wide(const uint8_t *source, const uint8_t *end, char *out, const char *table, const Layout *l,
+                         Py_ssize_t item, int stream) {}
+#endif
+
 /* look_up(pixels, out, table, frames, height, width, patch height, patch width, merge, times) */
 static PyObject *look_up(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
     Py_ssize_t n[7];
@@ -341,7 +455,9 @@ static PyObject *look_up(PyObject *module, PyObject *const *args, Py_ssize_t nar
     if (fits) {
         Py_BEGIN_ALLOW_THREADS
         const uint8_t *source = b[0].buf;
-        if (item == 1)
+        if (wide_enough() && l.width <= MOST && (item > 1 || identical(b[2].buf)))
+            look_up_wide(source, source + b[0].len, b[1].buf, b[2].buf, &l, item, b[1].len >= LARGE);
+        else if (item == 1)
             look_up_uint8_t(source, b[1].buf, b[2].buf, &l);
         else if (item == 2)
             look_up_uint16_t(source, b[1].buf, b[2].buf, &l);
