@@ -322,7 +322,7 @@ LOOK_UP(uint8_t)
 LOOK_UP(uint16_t)
 LOOK_UP(uint32_t)
 
-#define LARGE (1 << 20) /* bytes from which on writing past the caches is faster */
+#define LARGE (1 << 21) /* bytes from which on writing past the caches is faster */
 
 static int identical(const uint8_t *table) {
     for (int i = 0; i < 256 * CHANNELS; i++)
@@ -410,14 +410,18 @@ WITH_AVX2 static void look_up_wide(const uint8_t *source, const uint8_t *end, ch
                 }
             }
             for (int channel = 0; channel < CHANNELS; channel++) {
-                const void *made = values;
-                if (item == 1)
-                    made = bytes[channel];
-                else if (item == 2)
-                    values_uint16_t(bytes[channel], (uint16_t *)values, (const uint16_t *)table + 256 * channel, block);
-                else
-                    values_uint32_t(bytes[channel], values, (const uint32_t *)table + 256 * channel, block);
                 char *to = out + ((channel * l->times + time) * plane + top * l->width) * item;
+                const void *made = bytes[channel];
+                if (item > 1) {
+                    void *here = copies == 1 && !stream ? (void *)to : values;
+                    if (item == 2)
+                        values_uint16_t(bytes[channel], here, (const uint16_t *)table + 256 * channel, block);
+                    else
+                        values_uint32_t(bytes[channel], here, (const uint32_t *)table + 256 * channel, block);
+                    if (here == to)
+                        continue;
+                    made = values;
+                }
                 for (Py_ssize_t copy = 0; copy < copies; copy++)
                     write_out(made, to + copy * plane * item, block * item, stream, loose);
             }
