@@ -22,6 +22,7 @@ LAYERS = (
     "rng",
     "topology",
     "samples",
+    "transforms",
     "storage",
     "format",
     "av",

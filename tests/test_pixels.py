@@ -41,6 +41,7 @@ from energon_bridge.task_encoder import pixels as paths
 from energon_bridge.task_encoder.families import ChatConfig, VideoFrames
 from energon_bridge.task_encoder.multimodal import MultiModalTaskEncoder
 from energon_bridge.task_encoder.pixels import pixel_path, process_image
+from energon_bridge.task_encoder.visual import concat_visual
 from energon_bridge.testing import create_captioning_test_dataset
 
 LONG = os.environ.get("ENERGON_LONG_TESTS") == "1"
@@ -54,6 +55,16 @@ PROCESSORS: dict[str, Any] = {
     "qwen2-vl": lambda: Qwen2VLImageProcessorPil(**SMALL),
     "qwen3-vl": lambda: Qwen2VLImageProcessorPil(patch_size=16, image_mean=[0.5] * 3, image_std=[0.5] * 3, **SMALL),
     "llava": lambda: LlavaImageProcessorPil(do_pad=True, **CLIP),
+    "llava-next": lambda: LlavaNextImageProcessorPil(
+        size={"shortest_edge": 24},
+        crop_size={"height": 24, "width": 24},
+        image_grid_pinpoints=[[24, 48], [48, 24], [48, 48], [72, 24], [24, 72]],
+    ),
+    "llava-next, cut tiles": lambda: LlavaNextImageProcessorPil(
+        size={"height": 20, "width": 28},
+        crop_size={"height": 17, "width": 16},
+        image_grid_pinpoints=[[40, 30], [30, 50]],
+    ),
     "vit": lambda: ViTImageProcessorPil(size={"height": 40, "width": 30}),
     "no resize": lambda: CLIPImageProcessorPil(do_resize=False, crop_size={"height": 33, "width": 20}),
     "no crop": lambda: CLIPImageProcessorPil(do_center_crop=False, size={"shortest_edge": 20}, resample=1),
@@ -62,6 +73,9 @@ PROCESSORS: dict[str, Any] = {
 }
 if LONG:
     PROCESSORS |= {
+        "llava-next 336": lambda: LlavaNextImageProcessorPil(
+            size={"shortest_edge": 336}, crop_size={"height": 336, "width": 336}
+        ),
         "clip 336": lambda: CLIPImageProcessorPil(size={"shortest_edge": 336}, crop_size={"height": 336, "width": 336}),
         "siglip 384": lambda: SiglipImageProcessorPil(size={"height": 384, "width": 384}),
         "qwen2.5-vl": Qwen2VLImageProcessorPil,
@@ -154,6 +168,75 @@ def test_the_torch_profile_has_the_values_of_torch_alone(size: tuple[int, int]) 
     torch.testing.assert_close(found["pixel_values"], expected, rtol=2e-7, atol=0)
 
 
+def test_tiles_have_the_values_of_torch_alone(images: list[bytes]) -> None:
+    side, grids = 24, [(24, 48), (48, 24), (48, 48), (72, 24), (24, 72)]
+    processor = PROCESSORS["llava-next"]()
+    path = pixel_path(processor, "torch")
+    assert path is not None
+    decoder = SampleDecoder(image_decode="pilrgb", guess_content=True)
+
+    def scaled(pixels: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:  # channel by channel, for sides of 1
+        same = tuple(pixels.shape[-2:]) == size
+        return pixels if same else interpolate(pixels[:, None], size, mode="bicubic", antialias=True)[:, 0]
+
+    counts = set()
+    for data in images:
+        image = decoder.decode("", data)
+        pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()
+        if image.info.get("transparency") is not None:
+            continue  # white where it is transparent, which is not torch's to say
+        _, height, width = pixels.shape
+
+        def room_left(grid: tuple[int, int], height: int = height, width: int = width) -> tuple[int, int]:
+            scale = min(grid[1] / width, grid[0] / height)
+            kept = min(int(width * scale) * int(height * scale), width * height)
+            return kept, kept - grid[0] * grid[1]
+
+        rows, columns = max(grids, key=room_left)
+        scale = min(columns / width, rows / height)
+        if columns / width < rows / height:
+            size = min(math.ceil(height * scale), rows), columns
+        else:
+            size = rows, min(math.ceil(width * scale), columns)
+        whole = torch.zeros(3, rows, columns, dtype=torch.uint8)
+        top, left = (rows - size[0]) // 2, (columns - size[1]) // 2
+        whole[:, top : top + size[0], left : left + size[1]] = scaled(pixels, size)
+        tiles = whole.unflatten(1, (-1, side)).unflatten(3, (-1, side)).permute(1, 3, 0, 2, 4).flatten(0, 1)
+        bytes_ = torch.cat([scaled(pixels, (side, side))[None], tiles]).float()
+        mean, std = (torch.tensor(v)[:, None, None] * 255.0 for v in (processor.image_mean, processor.image_std))
+        found = path.image(image)
+        torch.testing.assert_close(found["pixel_values"], ((bytes_ - mean) / std)[None], rtol=2e-7, atol=0)
+        assert found["image_sizes"].tolist() == [[height, width]]
+        counts.add(len(bytes_))
+    assert counts == {3, 4, 5}
+
+
+def test_images_of_different_tiles_are_padded_as_the_processor_pads() -> None:
+    processor, tokenizer = PROCESSORS["llava-next"](), encoder_of("llava").tokenizer
+    images = [noise(90, 20, seed=1), noise(50, 50, seed=2)]
+    path = pixel_path(processor)
+    assert path is not None
+    expected = processor(images=images, return_tensors="pt")
+    made = concat_visual([path.image(image) for image in images])
+    assert made.keys() == set(expected.keys())
+    assert all(torch.equal(made[name], expected[name]) for name in made)
+    with pytest.raises(ConfigurationError, match=r"'uint8' is not available for LlavaNext.*padded with zeros"):
+        MultiModalTaskEncoder(tokenizer, processor, pixels_dtype="uint8")
+
+
+@pytest.mark.parametrize("compiled", [True, False], ids=["C", "torch"])
+def test_torch_resizes_images_of_one_pixel_and_of_many(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "COMPILED", native.COMPILED and compiled)
+    native._as_torch.cache_clear()
+    assert native._as_torch() is native.COMPILED  # the installed torch is one whose bytes are known
+    for size, new in (((1, 1), (5, 1)), ((1, 9), (1, 1)), ((200, 1), (30, 40)), ((31, 47), (60, 20)), ((9, 9), (9, 9))):
+        pixels = np.array(noise(*size[::-1], seed=7))
+        image = torch.from_numpy(pixels).permute(2, 0, 1)[:, None].contiguous()
+        expected = interpolate(image, new, mode="bicubic", antialias=True)[:, 0].permute(1, 2, 0)
+        np.testing.assert_array_equal(native.resample_as_torch(pixels, new, "bicubic"), expected.numpy())
+    native._as_torch.cache_clear()
+
+
 def test_crops_of_small_images_are_padded_as_each_profile_pads() -> None:
     image = Image.new("RGB", (5, 7), "white")
     for profile, top in (("pillow", 5), ("torch", 4)):  # 9 rows are missing
@@ -200,7 +283,7 @@ def test_other_processors_are_called_and_the_log_says_so_once(caplog: pytest.Log
         for _ in range(3):
             darker = Darker(**CLIP)
             assert pixel_path(darker) is None
-        assert pixel_path(LlavaNextImageProcessorPil()) is None
+        assert pixel_path(LlavaNextImageProcessorPil(do_center_crop=False)) is None
         assert pixel_path(lambda images: {}) is None
         assert pixel_path(CLIPImageProcessorPil(do_pad=True, pad_size={"height": 400, "width": 400})) is None
     said = [record.getMessage() for record in caplog.records]
@@ -302,6 +385,39 @@ def test_an_encoder_with_its_path_can_be_sent_to_a_process() -> None:
         assert torch.equal(again.image(image)["pixel_values"], path.image(image)["pixel_values"])
 
 
+@pytest.mark.skipif(not native.COMPILED, reason="needs the compiled part")
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.float32])
+@pytest.mark.parametrize(
+    ("size", "frames", "layout"),
+    [
+        ((56, 84), 1, native.Layout(patch=(14, 14), merge=2, times=2)),
+        ((56, 84), 2, native.Layout(patch=(14, 14), merge=2, times=2)),  # frames of a video
+        ((392, 392), 1, native.Layout(patch=(14, 14), merge=2, times=2)),  # large enough to go past the caches
+        ((64, 48), 1, native.Layout(patch=(16, 16))),
+        ((6, 10), 1, native.Layout(patch=(3, 5), times=3)),
+        ((300, 700), 1, native.Layout()),  # row by row
+        ((1, 1), 1, native.Layout()),
+        ((2, 5000), 1, native.Layout()),  # rows that are too long for it
+    ],
+)
+def test_values_lie_where_numpy_puts_them(
+    size: tuple[int, int], frames: int, layout: native.Layout, dtype: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(3)
+    pixels = rng.integers(0, 256, (*((frames,) if frames > 1 else ()), *size, 3), np.uint8)
+    tables = [rng.integers(0, 256, (3, 256)).astype(dtype)]
+    if dtype == np.uint8:
+        tables.append(np.tile(np.arange(256, dtype=np.uint8), (3, 1)))  # bytes as they are
+    for table in tables:
+        behind = 16  # bytes that must stay as they are
+        made, expected = (np.full(3 * math.prod(size) * layout.times + behind, 77, dtype) for _ in range(2))
+        native.look_up(pixels, table, layout, made[:-behind])
+        with monkeypatch.context() as patch:
+            patch.setattr(native, "COMPILED", False)
+            native.look_up(pixels, table, layout, expected[:-behind])
+        np.testing.assert_array_equal(made, expected)
+
+
 def test_arrays_that_do_not_fit_are_refused() -> None:
     if not native.COMPILED:
         pytest.skip("needs the compiled part")
@@ -312,7 +428,8 @@ def test_arrays_that_do_not_fit_are_refused() -> None:
             native.look_up(pixels, table, native.Layout(patch=patch), np.empty(out, np.float32))
     with pytest.raises(ValueError, match="do not fit"):
         native.look_up(pixels, table, native.Layout(patch=(4, 4), merge=3), np.empty(192, np.float32))
-    where, coefficients = native.coefficients(8, 4, "bicubic")
+    made = native.coefficients(8, 4, "bicubic")
+    where, coefficients = made.where, made.parts
     good = [
         pixels,
         8,
@@ -323,9 +440,13 @@ def test_arrays_that_do_not_fit_are_refused() -> None:
         coefficients,
         where,
         coefficients,
+        2,
+        made.bits,
+        made.bits,
     ]
     native._compiled.resample(*good)
-    for place, wrong in ((1, 9), (3, np.empty(47, np.uint8)), (4, np.empty(9, np.uint8)), (5, where + 5), (6, where)):
+    wrongs = [(1, 9), (3, np.empty(47, np.uint8)), (4, np.empty(9, np.uint8)), (5, where + 5), (6, where)]
+    for place, wrong in (*wrongs, (9, 3), (10, 0)):
         with pytest.raises(ValueError, match="do not fit"):
             native._compiled.resample(*good[:place], wrong, *good[place + 1 :])
 
@@ -369,6 +490,36 @@ def test_the_encoder_of_any_processor_has_the_choice_too(profile: Any) -> None:
     made = MultiModalTaskEncoder(encoder.tokenizer, processor, pixels=profile)
     assert made.pixel_settings == ({} if profile == "pillow" else {"pixels": "torch"})
     assert math.isclose(made._path.norm[0, 0].item(), processor.image_mean[0] * 255, rel_tol=1e-6)  # type: ignore[union-attr]
+
+
+class OwnDecoder(MultiModalTaskEncoder):
+    decoder = SampleDecoder(image_decode="rgb8")
+
+
+def test_the_encoder_of_any_processor_decodes_for_the_path_it_takes(tmp_path: Path) -> None:
+    """Bytes for the native path, Pillow's images for a processor; one order, the same tokens, values and state."""
+    data = create_captioning_test_dataset(tmp_path, num_val=0, image_size=40, image_format="jpg")
+    tokenizer, processor = encoder_of("llava").tokenizer, image_processor_of("llava")
+    config = WorkerConfig(rank=0, world_size=1, num_workers=0)
+    found: dict[Any, tuple[list[Any], Any]] = {}
+    for kind, pixels, form in (
+        (MultiModalTaskEncoder, None, "fastrgb"),
+        (MultiModalTaskEncoder, "processor", "pilrgb"),
+        (OwnDecoder, None, "rgb8"),
+    ):
+        task_encoder = kind(tokenizer, processor, pixels=pixels)
+        assert task_encoder.decoder.image_decode == form
+        loader = get_savable_loader(
+            get_train_dataset(data, batch_size=3, task_encoder=task_encoder, worker_config=config)
+        )
+        found[form] = list(islice(loader, 4)), loader.save_state_rank()
+    batches, state = found["fastrgb"]
+    for form in ("pilrgb", "rgb8"):
+        assert found[form][1] == state
+        for one, other in zip(batches, found[form][0], strict=True):
+            assert one.__key__ == other.__key__
+            assert torch.equal(one.tokens, other.tokens)
+            assert torch.equal(one.pixel_values, other.pixel_values)
 
 
 def test_threads_do_not_share_memory() -> None:

@@ -1,7 +1,8 @@
-/* Pixels for models: Pillow's resampling, and bytes to values in the layout of a model. See pixels.py.
+/* Pixels for models: resampling as Pillow and torch do it, and bytes to values in the layout of a model. See pixels.py.
 
    Both release the interpreter lock, and give the same values on every processor: the first is integer arithmetic, the
-   second looks values up. With AVX2, eight sums are made at a time; a compiler does not find that by itself. */
+   second looks values up. With AVX2, products of 16 bits are made and added in pairs, of which a processor makes four
+   times as many as of 32 bits; a compiler does not find that by itself. */
 
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030b0000
@@ -17,109 +18,167 @@
 #endif
 
 #define CHANNELS 3
-#define BITS 22 /* of the fraction of a coefficient, as in Pillow */
-#define ROWS 4  /* that are resampled side by side */
-#define SPARE 8 /* bytes behind a row that may be read with its last pixel */
+#define ROWS 4     /* that are resampled side by side */
+#define TAPS 4     /* coefficients that are read at once: behind the last one of an output there are zeros */
+#define LOW_BITS 15 /* of a coefficient of two parts */
+#define SPARE 16   /* bytes behind a row that may be read with its last pixel */
 
-static inline uint8_t clipped(int32_t sum) {
-    sum >>= BITS;
-    return sum < 0 ? 0 : sum > 255 ? 255 : (uint8_t)sum;
-}
-
-/* How each output along one side is made: of which inputs, and with which coefficients. */
+/* How each output along one side is made: of which inputs, and with which coefficients. A coefficient has one part, or
+   two where 16 bits are not enough: its low bits and the rest. The products of the parts are summed on their own. */
 typedef struct {
     Py_ssize_t outputs, most;    /* most: coefficients that each output has room for */
     const int32_t *first, *count; /* of each output */
-    const int32_t *coefficients;
+    const int16_t *low, *high;    /* high: NULL where there is one part */
+    int bits;                     /* of the fraction of a coefficient */
 } Side;
+
+static inline int32_t coefficient(const Side *side, Py_ssize_t at) {
+    return side->low[at] + (side->high ? side->high[at] * (1 << LOW_BITS) : 0);
+}
+
+static inline uint8_t clipped(int32_t sum, int bits) {
+    sum >>= bits;
+    return sum < 0 ? 0 : sum > 255 ? 255 : (uint8_t)sum;
+}
 
 static void resample_rows(const uint8_t *const rows[ROWS], uint8_t *const outs[ROWS], const Side *side) {
     for (int row = 0; row < ROWS; row++)
         for (Py_ssize_t x = 0; x < side->outputs; x++) {
-            const int32_t *k = side->coefficients + x * side->most;
             const uint8_t *from = rows[row] + (Py_ssize_t)side->first[x] * CHANNELS;
-            int32_t red = 1 << (BITS - 1), green = red, blue = red;
+            int32_t red = 1 << (side->bits - 1), green = red, blue = red;
             for (int32_t i = 0; i < side->count[x]; i++, from += CHANNELS) {
-                red += k[i] * from[0];
-                green += k[i] * from[1];
-                blue += k[i] * from[2];
+                int32_t k = coefficient(side, x * side->most + i);
+                red += k * from[0];
+                green += k * from[1];
+                blue += k * from[2];
             }
             uint8_t *to = outs[row] + x * CHANNELS;
-            to[0] = clipped(red), to[1] = clipped(green), to[2] = clipped(blue);
+            to[0] = clipped(red, side->bits), to[1] = clipped(green, side->bits), to[2] = clipped(blue, side->bits);
         }
 }
 
 static void resample_column(const uint8_t *first, Py_ssize_t row, Py_ssize_t from, Py_ssize_t to, uint8_t *out,
-                            const int32_t *k, int32_t count) {
+                            const Side *side, Py_ssize_t y) {
     for (Py_ssize_t x = from; x < to; x++) {
-        int32_t sum = 1 << (BITS - 1);
-        for (int32_t i = 0; i < count; i++)
-            sum += k[i] * first[i * row + x];
-        out[x] = clipped(sum);
+        int32_t sum = 1 << (side->bits - 1);
+        for (int32_t i = 0; i < side->count[y]; i++)
+            sum += coefficient(side, y * side->most + i) * first[i * row + x];
+        out[x] = clipped(sum, side->bits);
     }
 }
 
 #if WIDE
 #define WITH_AVX2 __attribute__((target("avx2")))
+#define INSIDE WITH_AVX2 __attribute__((always_inline)) static inline
 
-/* Two pixels at a time: of an odd number, the last coefficient is 0. */
-WITH_AVX2 static void resample_rows_wide(const uint8_t *const rows[ROWS], uint8_t *const outs[ROWS], const Side *side) {
-    const __m128i apart = _mm_setr_epi8(0, 1, 2, -1, 3, 4, 5, -1, -1, -1, -1, -1, -1, -1, -1, -1);
+/* Four pixels at a time, in pairs: a pair of bytes of a channel is multiplied and added in one step. */
+INSIDE void rows_in_parts(const uint8_t *const rows[ROWS], uint8_t *const outs[ROWS], const Side *side, int parts) {
+    const __m256i pairs = _mm256_setr_epi8(0, -1, 3, -1, 1, -1, 4, -1, 2, -1, 5, -1, -1, -1, -1, -1,
+                                           6, -1, 9, -1, 7, -1, 10, -1, 8, -1, 11, -1, -1, -1, -1, -1);
     const __m256i both = _mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1);
-    const __m256i half = _mm256_setr_epi32(1 << (BITS - 1), 1 << (BITS - 1), 1 << (BITS - 1), 0, 0, 0, 0, 0);
+    const __m256i half = _mm256_zextsi128_si256(_mm_set1_epi32(1 << (side->bits - 1)));
+    const __m128i bits = _mm_cvtsi32_si128(side->bits);
     for (Py_ssize_t x = 0; x < side->outputs; x++) {
-        const int32_t *k = side->coefficients + x * side->most;
+        const int16_t *low = side->low + x * side->most, *high = parts > 1 ? side->high + x * side->most : NULL;
         Py_ssize_t at = (Py_ssize_t)side->first[x] * CHANNELS;
-        __m256i sums[ROWS] = {half, half, half, half};
-        for (int32_t i = 0; i < side->count[x]; i += 2, at += 2 * CHANNELS) {
-            __m256i by = _mm256_castsi128_si256(_mm_loadl_epi64((const __m128i *)(k + i)));
+        __m256i sums[ROWS], more[ROWS];
+        for (int row = 0; row < ROWS; row++)
+            sums[row] = half, more[row] = _mm256_setzero_si256();
+        for (int32_t i = 0; i < side->count[x]; i += TAPS, at += TAPS * CHANNELS) {
+            __m256i by = _mm256_castsi128_si256(_mm_loadl_epi64((const __m128i *)(low + i))), by_high;
             by = _mm256_permutevar8x32_epi32(by, both);
+            if (parts > 1) {
+                by_high = _mm256_castsi128_si256(_mm_loadl_epi64((const __m128i *)(high + i)));
+                by_high = _mm256_permutevar8x32_epi32(by_high, both);
+            }
             for (int row = 0; row < ROWS; row++) {
-                __m128i bytes = _mm_shuffle_epi8(_mm_loadl_epi64((const __m128i *)(rows[row] + at)), apart);
-                sums[row] = _mm256_add_epi32(sums[row], _mm256_mullo_epi32(_mm256_cvtepu8_epi32(bytes), by));
+                __m256i bytes = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)(rows[row] + at)));
+                bytes = _mm256_shuffle_epi8(bytes, pairs);
+                sums[row] = _mm256_add_epi32(sums[row], _mm256_madd_epi16(bytes, by));
+                if (parts > 1)
+                    more[row] = _mm256_add_epi32(more[row], _mm256_madd_epi16(bytes, by_high));
             }
         }
-        for (int row = 0; row < ROWS; row++) {
-            __m128i sum = _mm_add_epi32(_mm256_castsi256_si128(sums[row]), _mm256_extracti128_si256(sums[row], 1));
-            sum = _mm_srai_epi32(sum, BITS);
-            sum = _mm_packus_epi16(_mm_packs_epi32(sum, sum), sum);
-            uint32_t pixel = (uint32_t)_mm_cvtsi128_si32(sum);
-            memcpy(outs[row] + x * CHANNELS, &pixel, x + 1 < side->outputs ? 4 : CHANNELS);
-        }
+        for (int row = 0; parts > 1 && row < ROWS; row++)
+            sums[row] = _mm256_add_epi32(sums[row], _mm256_slli_epi32(more[row], LOW_BITS));
+        __m256i even = _mm256_add_epi32(_mm256_permute2x128_si256(sums[0], sums[1], 0x20), /* rows 0 and 1 */
+                                        _mm256_permute2x128_si256(sums[0], sums[1], 0x31));
+        __m256i odd = _mm256_add_epi32(_mm256_permute2x128_si256(sums[2], sums[3], 0x20),
+                                       _mm256_permute2x128_si256(sums[2], sums[3], 0x31));
+        even = _mm256_packs_epi32(_mm256_sra_epi32(even, bits), _mm256_sra_epi32(odd, bits));
+        even = _mm256_packus_epi16(even, even);
+        uint64_t low_lane = (uint64_t)_mm_cvtsi128_si64(_mm256_castsi256_si128(even));
+        uint64_t high_lane = (uint64_t)_mm_cvtsi128_si64(_mm256_extracti128_si256(even, 1));
+        const uint32_t pixels[ROWS] = {(uint32_t)low_lane, (uint32_t)high_lane, low_lane >> 32, high_lane >> 32};
+        if (x + 1 < side->outputs)
+            for (int row = 0; row < ROWS; row++)
+                memcpy(outs[row] + x * CHANNELS, &pixels[row], 4); /* the fourth byte is the next pixel's */
+        else
+            for (int row = 0; row < ROWS; row++)
+                memcpy(outs[row] + x * CHANNELS, &pixels[row], CHANNELS);
     }
 }
 
-WITH_AVX2 static inline __m256i eight(const uint8_t *from) {
-    return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)from));
+WITH_AVX2 static void resample_rows_wide(const uint8_t *const rows[ROWS], uint8_t *const outs[ROWS], const Side *side) {
+    if (side->high)
+        rows_in_parts(rows, outs, side, 2);
+    else
+        rows_in_parts(rows, outs, side, 1);
 }
 
-WITH_AVX2 static Py_ssize_t resample_column_wide(const uint8_t *first, Py_ssize_t row, uint8_t *out, const int32_t *k,
-                                                 int32_t count) {
-    const __m256i half = _mm256_set1_epi32(1 << (BITS - 1));
+WITH_AVX2 static inline __m256i pair_of(const int16_t *coefficients) {
+    int32_t both;
+    memcpy(&both, coefficients, sizeof both);
+    return _mm256_set1_epi32(both);
+}
+
+/* Two rows at a time, 32 bytes of each. */
+INSIDE Py_ssize_t column_in_parts(const uint8_t *first, Py_ssize_t row, uint8_t *out, const Side *side, Py_ssize_t y,
+                                  int parts) {
+    const __m256i zero = _mm256_setzero_si256(), half = _mm256_set1_epi32(1 << (side->bits - 1));
+    const __m128i bits = _mm_cvtsi32_si128(side->bits);
+    const int16_t *low = side->low + y * side->most, *high = parts > 1 ? side->high + y * side->most : NULL;
+    const int32_t count = side->count[y];
     Py_ssize_t x = 0;
     for (; x + 32 <= row; x += 32) {
-        __m256i a = half, b = half, c = half, d = half;
+        __m256i sums[4] = {half, half, half, half}, more[4] = {zero, zero, zero, zero};
         const uint8_t *from = first + x;
-        for (int32_t i = 0; i < count; i++, from += row) {
-            __m256i by = _mm256_set1_epi32(k[i]);
-            a = _mm256_add_epi32(a, _mm256_mullo_epi32(eight(from), by));
-            b = _mm256_add_epi32(b, _mm256_mullo_epi32(eight(from + 8), by));
-            c = _mm256_add_epi32(c, _mm256_mullo_epi32(eight(from + 16), by));
-            d = _mm256_add_epi32(d, _mm256_mullo_epi32(eight(from + 24), by));
+        for (int32_t i = 0; i < count; i += 2, from += 2 * row) {
+            __m256i a = _mm256_loadu_si256((const __m256i *)from); /* the second of an odd number counts nothing */
+            __m256i b = i + 1 < count ? _mm256_loadu_si256((const __m256i *)(from + row)) : zero;
+            __m256i left = _mm256_unpacklo_epi8(a, b), right = _mm256_unpackhi_epi8(a, b);
+            __m256i words[4] = {_mm256_unpacklo_epi8(left, zero), _mm256_unpackhi_epi8(left, zero),
+                                _mm256_unpacklo_epi8(right, zero), _mm256_unpackhi_epi8(right, zero)};
+            __m256i by = pair_of(low + i);
+            for (int j = 0; j < 4; j++)
+                sums[j] = _mm256_add_epi32(sums[j], _mm256_madd_epi16(words[j], by));
+            if (parts > 1) {
+                by = pair_of(high + i);
+                for (int j = 0; j < 4; j++)
+                    more[j] = _mm256_add_epi32(more[j], _mm256_madd_epi16(words[j], by));
+            }
         }
-        a = _mm256_packs_epi32(_mm256_srai_epi32(a, BITS), _mm256_srai_epi32(b, BITS));
-        c = _mm256_packs_epi32(_mm256_srai_epi32(c, BITS), _mm256_srai_epi32(d, BITS));
-        a = _mm256_permutevar8x32_epi32(_mm256_packus_epi16(a, c), _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
-        _mm256_storeu_si256((__m256i *)(out + x), a);
+        for (int j = 0; j < 4; j++) {
+            if (parts > 1)
+                sums[j] = _mm256_add_epi32(sums[j], _mm256_slli_epi32(more[j], LOW_BITS));
+            sums[j] = _mm256_sra_epi32(sums[j], bits);
+        }
+        __m256i made = _mm256_packus_epi16(_mm256_packs_epi32(sums[0], sums[1]), _mm256_packs_epi32(sums[2], sums[3]));
+        _mm256_storeu_si256((__m256i *)(out + x), made);
     }
     return x;
+}
+
+WITH_AVX2 static Py_ssize_t resample_column_wide(const uint8_t *first, Py_ssize_t row, uint8_t *out, const Side *side,
+                                                 Py_ssize_t y) {
+    return side->high ? column_in_parts(first, row, out, side, y, 2) : column_in_parts(first, row, out, side, y, 1);
 }
 
 static int wide_enough(void) { return __builtin_cpu_supports("avx2"); }
 #else
 #define resample_rows_wide resample_rows
-static Py_ssize_t resample_column_wide(const uint8_t *first, Py_ssize_t row, uint8_t *out, const int32_t *k,
-                                       int32_t count) {
+static Py_ssize_t resample_column_wide(const uint8_t *first, Py_ssize_t row, uint8_t *out, const Side *side,
+                                       Py_ssize_t y) {
     return 0;
 }
 static int wide_enough(void) { return 0; }
@@ -146,24 +205,26 @@ static void resample_width(const uint8_t *source, Py_ssize_t height, Py_ssize_t 
 
 static void resample_height(const uint8_t *source, Py_ssize_t row, uint8_t *out, const Side *side, int wide) {
     for (Py_ssize_t y = 0; y < side->outputs; y++, out += row) {
-        const int32_t *k = side->coefficients + y * side->most;
         const uint8_t *first = source + (Py_ssize_t)side->first[y] * row;
-        Py_ssize_t done = wide ? resample_column_wide(first, row, out, k, side->count[y]) : 0;
-        resample_column(first, row, done, row, out, k, side->count[y]);
+        Py_ssize_t done = wide ? resample_column_wide(first, row, out, side, y) : 0;
+        resample_column(first, row, done, row, out, side, y);
     }
 }
 
-static int side_of(const Py_buffer *where, const Py_buffer *coefficients, Py_ssize_t inputs, Side *side) {
-    Py_ssize_t outputs = where->len / (2 * (Py_ssize_t)sizeof(int32_t));
-    if (outputs == 0 || coefficients->len % (outputs * (Py_ssize_t)sizeof(int32_t)))
+static int side_of(const Py_buffer *where, const Py_buffer *coefficients, Py_ssize_t parts, Py_ssize_t bits,
+                   Py_ssize_t inputs, Side *side) {
+    Py_ssize_t outputs = where->len / (2 * (Py_ssize_t)sizeof(int32_t)), item = parts * (Py_ssize_t)sizeof(int16_t);
+    if (outputs == 0 || parts < 1 || parts > 2 || bits < 1 || bits > 22 || coefficients->len % (outputs * item))
         return 0;
     side->outputs = outputs;
-    side->most = coefficients->len / (outputs * (Py_ssize_t)sizeof(int32_t));
-    if (side->most % 2) /* they are read in pairs */
+    side->most = coefficients->len / (outputs * item);
+    side->bits = (int)bits;
+    if (side->most % TAPS)
         return 0;
     side->first = where->buf;
     side->count = side->first + outputs;
-    side->coefficients = coefficients->buf;
+    side->low = coefficients->buf;
+    side->high = parts > 1 ? side->low + outputs * side->most : NULL;
     for (Py_ssize_t i = 0; i < outputs; i++)
         if (side->first[i] < 0 || side->count[i] < 0 || side->count[i] > side->most ||
             side->first[i] + (Py_ssize_t)side->count[i] > inputs)
@@ -181,20 +242,25 @@ static int buffers_of(PyObject *const *args, Py_buffer *buffers, int count, unsi
     return 1;
 }
 
-/* resample(source, height, width, out, scratch, where_x, coefficients_x, where_y, coefficients_y) */
+/* resample(source, height, width, out, scratch, where_x, coefficients_x, where_y, coefficients_y, parts, bits_x,
+   bits_y) */
 static PyObject *resample(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
-    if (nargs != 9)
-        return PyErr_Format(PyExc_TypeError, "expected 9 arguments, got %zd", nargs);
-    Py_ssize_t height = PyLong_AsSsize_t(args[1]), width = PyLong_AsSsize_t(args[2]);
+    Py_ssize_t n[5];
+    if (nargs != 12)
+        return PyErr_Format(PyExc_TypeError, "expected 12 arguments, got %zd", nargs);
+    for (int i = 0; i < 5; i++)
+        n[i] = PyLong_AsSsize_t(args[i < 2 ? 1 + i : 7 + i]);
     if (PyErr_Occurred())
         return NULL;
+    Py_ssize_t height = n[0], width = n[1];
     PyObject *const given[] = {args[0], args[3], args[4], args[5], args[6], args[7], args[8]};
     Py_buffer b[7];
     if (!buffers_of(given, b, 7, 6))
         return NULL;
     Side across, down;
     int fits = height > 0 && width > 0 && b[0].len / height / width == CHANNELS && b[0].len == height * width * CHANNELS &&
-               side_of(&b[3], &b[4], width, &across) && side_of(&b[5], &b[6], height, &down) &&
+               side_of(&b[3], &b[4], n[2], n[3], width, &across) &&
+               side_of(&b[5], &b[6], n[2], n[4], height, &down) &&
                b[1].len == across.outputs * down.outputs * CHANNELS;
     int wider = fits && across.outputs != width, higher = fits && down.outputs != height;
     Py_ssize_t between = wider && higher ? height * across.outputs * CHANNELS : 0;
@@ -256,6 +322,120 @@ LOOK_UP(uint8_t)
 LOOK_UP(uint16_t)
 LOOK_UP(uint32_t)
 
+#define LARGE (1 << 21) /* bytes from which on writing past the caches is faster */
+
+static int identical(const uint8_t *table) {
+    for (int i = 0; i < 256 * CHANNELS; i++)
+        if (table[i] != i % 256)
+            return 0;
+    return 1;
+}
+
+#if WIDE
+#define MOST 4096 /* pixels of a block: a patch, or a row of a larger image */
+
+INSIDE void apart_16(const uint8_t *from, uint8_t *red, uint8_t *green, uint8_t *blue) {
+    const __m128i a = _mm_loadu_si128((const __m128i *)from), b = _mm_loadu_si128((const __m128i *)(from + 16)),
+                  c = _mm_loadu_si128((const __m128i *)(from + 32));
+#define PICK(A, B, C) _mm_or_si128(_mm_or_si128(_mm_shuffle_epi8(a, A), _mm_shuffle_epi8(b, B)), _mm_shuffle_epi8(c, C))
+    const __m128i r = PICK(_mm_setr_epi8(0, 3, 6, 9, 12, 15, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1),
+                           _mm_setr_epi8(-1, -1, -1, -1, -1, -1, 2, 5, 8, 11, 14, -1, -1, -1, -1, -1),
+                           _mm_setr_epi8(-1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, 1, 4, 7, 10, 13));
+    const __m128i g = PICK(_mm_setr_epi8(1, 4, 7, 10, 13, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1),
+                           _mm_setr_epi8(-1, -1, -1, -1, -1, 0, 3, 6, 9, 12, 15, -1, -1, -1, -1, -1),
+                           _mm_setr_epi8(-1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, 2, 5, 8, 11, 14));
+    const __m128i l = PICK(_mm_setr_epi8(2, 5, 8, 11, 14, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1),
+                           _mm_setr_epi8(-1, -1, -1, -1, -1, 1, 4, 7, 10, 13, -1, -1, -1, -1, -1, -1),
+                           _mm_setr_epi8(-1, -1, -1, -1, -1, -1, -1, -1, -1, -1, 0, 3, 6, 9, 12, 15));
+#undef PICK
+    _mm_storeu_si128((__m128i *)red, r);
+    _mm_storeu_si128((__m128i *)green, g);
+    _mm_storeu_si128((__m128i *)blue, l);
+}
+
+#define VALUES(TYPE)                                                                                                   \
+    static inline void values_##TYPE(const uint8_t *restrict from, TYPE *restrict to, const TYPE *restrict table,      \
+                                     Py_ssize_t count) {                                                               \
+        Py_ssize_t i = 0;                                                                                              \
+        for (; i + 8 <= count; i += 8) {                                                                               \
+            uint64_t eight;                                                                                            \
+            memcpy(&eight, from + i, 8);                                                                               \
+            for (int k = 0; k < 8; k++)                                                                                \
+                to[i + k] = table[eight >> 8 * k & 255];                                                               \
+        }                                                                                                              \
+        for (; i < count; i++)                                                                                         \
+            to[i] = table[from[i]];                                                                                    \
+    }
+
+VALUES(uint16_t)
+VALUES(uint32_t)
+
+/* Copy, past the caches where what is written is large. `loose`: what is behind it is written later. */
+INSIDE void write_out(const void *from, void *to, Py_ssize_t bytes, int stream, int loose) {
+    if (loose)
+        for (Py_ssize_t i = 0; i < bytes; i += 16)
+            _mm_storeu_si128((__m128i *)((char *)to + i), _mm_loadu_si128((const __m128i *)((const char *)from + i)));
+    else if (stream && (uintptr_t)to % 16 == 0 && bytes % 16 == 0)
+        for (Py_ssize_t i = 0; i < bytes; i += 16)
+            _mm_stream_si128((__m128i *)((char *)to + i), _mm_loadu_si128((const __m128i *)((const char *)from + i)));
+    else
+        memcpy(to, from, bytes);
+}
+
+/* As look_up, block by block: the bytes of each channel next to each other, then their values, then where they go. */
+WITH_AVX2 static void look_up_wide(const uint8_t *source, const uint8_t *end, char *out, const char *table,
+                                   const Layout *l, Py_ssize_t item, int stream) {
+    uint8_t bytes[CHANNELS][MOST + 16];
+    uint32_t values[MOST];
+    const Py_ssize_t patches = l->rows * l->columns;
+    const Py_ssize_t plane = l->height * l->width, m = l->merge, high = plane > MOST ? 1 : l->height;
+    const Py_ssize_t block = high * l->width, frames = l->frame ? l->times : 1, copies = l->times / frames;
+    for (Py_ssize_t patch = 0; patch < patches; patch++, out += CHANNELS * l->times * plane * item) {
+        Py_ssize_t group = patch / (m * m), inside = patch % (m * m);
+        Py_ssize_t y = group / (l->columns / m) * m + inside / m, x = group % (l->columns / m) * m + inside % m;
+        const uint8_t *corner = source + y * l->height * l->row + x * l->width * CHANNELS;
+        int loose = item < 4 && frames == 1 && high == l->height && patch + 1 < patches;
+        for (Py_ssize_t part = 0; part < frames * (l->height / high); part++) {
+            Py_ssize_t time = part / (l->height / high), top = part % (l->height / high) * high;
+            for (Py_ssize_t i = 0; i < high; i++) {
+                const uint8_t *pixels = corner + time * l->frame + (top + i) * l->row;
+                for (Py_ssize_t j = 0; j < l->width; j += 16, pixels += 16 * CHANNELS) {
+                    Py_ssize_t at = i * l->width + j; /* what is too much is overwritten, or behind the block */
+                    if (pixels + 16 * CHANNELS <= end)
+                        apart_16(pixels, bytes[0] + at, bytes[1] + at, bytes[2] + at);
+                    else
+                        for (Py_ssize_t k = 0; k < l->width - j && k < 16; k++)
+                            for (int channel = 0; channel < CHANNELS; channel++)
+                                bytes[channel][at + k] = pixels[k * CHANNELS + channel];
+                }
+            }
+            for (int channel = 0; channel < CHANNELS; channel++) {
+                char *to = out + ((channel * l->times + time) * plane + top * l->width) * item;
+                const void *made = bytes[channel];
+                if (item > 1) {
+                    void *here = copies == 1 && !stream ? (void *)to : values;
+                    if (item == 2)
+                        values_uint16_t(bytes[channel], here, (const uint16_t *)table + 256 * channel, block);
+                    else
+                        values_uint32_t(bytes[channel], here, (const uint32_t *)table + 256 * channel, block);
+                    if (here == to)
+                        continue;
+                    made = values;
+                }
+                for (Py_ssize_t copy = 0; copy < copies; copy++)
+                    write_out(made, to + copy * plane * item, block * item, stream, loose);
+            }
+        }
+    }
+    if (stream)
+        _mm_sfence(); /* before anybody is told that it is there */
+}
+#else
+#define MOST 0
+static void look_up_wide(const uint8_t *source, const uint8_t *end, char *out, const char *table, const Layout *l,
+                         Py_ssize_t item, int stream) {}
+#endif
+
 /* look_up(pixels, out, table, frames, height, width, patch height, patch width, merge, times) */
 static PyObject *look_up(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
     Py_ssize_t n[7];
@@ -279,7 +459,9 @@ static PyObject *look_up(PyObject *module, PyObject *const *args, Py_ssize_t nar
     if (fits) {
         Py_BEGIN_ALLOW_THREADS
         const uint8_t *source = b[0].buf;
-        if (item == 1)
+        if (wide_enough() && l.width <= MOST && (item > 1 || identical(b[2].buf)))
+            look_up_wide(source, source + b[0].len, b[1].buf, b[2].buf, &l, item, b[1].len >= LARGE);
+        else if (item == 1)
             look_up_uint8_t(source, b[1].buf, b[2].buf, &l);
         else if (item == 2)
             look_up_uint16_t(source, b[1].buf, b[2].buf, &l);
@@ -294,7 +476,7 @@ static PyObject *look_up(PyObject *module, PyObject *const *args, Py_ssize_t nar
 }
 
 static PyMethodDef METHODS[] = {
-    {"resample", (PyCFunction)(void (*)(void))resample, METH_FASTCALL, "Resize an image as Pillow does."},
+    {"resample", (PyCFunction)(void (*)(void))resample, METH_FASTCALL, "Resize an image as Pillow or torch does."},
     {"look_up", (PyCFunction)(void (*)(void))look_up, METH_FASTCALL, "Write values of bytes in a layout."},
     {NULL, NULL, 0, NULL},
 };

@@ -12,6 +12,9 @@ def resample(
     coefficients_x: np.ndarray,
     where_y: np.ndarray,
     coefficients_y: np.ndarray,
+    parts: int,
+    bits_x: int,
+    bits_y: int,
     /,
 ) -> None: ...
 def look_up(

@@ -150,7 +150,13 @@ def _cat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.cat(list(tensors))
     rows = [tensor.numpy() for tensor in tensors]
     memory = lent((sum(map(len, rows)), *rows[0].shape[1:]), rows[0].dtype)
-    return torch.from_numpy(np.concatenate(rows, out=memory))
+    if min(row.nbytes for row in rows) < _PAGE:
+        return torch.from_numpy(np.concatenate(rows, out=memory))
+    start = 0
+    for row in rows:
+        streaming.copy(row, memory[start : start + len(row)])
+        start += len(row)
+    return torch.from_numpy(memory)
 
 
 def _memory_order(tensor: torch.Tensor) -> list[int]:

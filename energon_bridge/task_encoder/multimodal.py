@@ -101,6 +101,8 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
         self.image_processor = image_processor
         self.pixels_dtype: PixelDtype = pixels_dtype
         self._path = pixel_path(image_processor, pixels, pixels_dtype)
+        if self._path is not None and type(self).decoder is MultiModalTaskEncoder.decoder:
+            self.decoder = SampleDecoder(image_decode="fastrgb")  # bytes for the native path, without Pillow's copies
         self.config = multimodal_sample_config or MultiModalSampleConfig()
         self.seq_length = seq_length
         self.image_tokens_per_image = image_tokens_per_image

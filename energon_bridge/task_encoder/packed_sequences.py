@@ -43,7 +43,8 @@ class MultiModalPack(Sample):
 
     `tokens`, `labels`, `position_ids`, `attention_mask` (int64) and `loss_mask` (float32) have shape (T,). `lengths`,
     `padded_lengths`, `num_images`, `answers`, `sample_keys` and `segments` have an entry for each sample.
-    `mm_token_type_ids`, (T,), and `mrope_position_ids`, (3, T), are there for models that take them.
+    `mm_token_type_ids`, (T,), and `mrope_position_ids`, (3, T), are there for models that take them. `visual_rows` has
+    the tensors of the images of each sample: they are joined once, for the whole microbatch.
     """
 
     tokens: Tensor
@@ -51,7 +52,7 @@ class MultiModalPack(Sample):
     loss_mask: Tensor
     position_ids: Tensor
     attention_mask: Tensor
-    visual: dict[str, Tensor]
+    visual_rows: list[dict[str, Tensor]]
     lengths: list[int]
     padded_lengths: list[int]
     num_images: list[int]
@@ -60,6 +61,11 @@ class MultiModalPack(Sample):
     mm_token_type_ids: Tensor | None = None
     mrope_position_ids: Tensor | None = None
     segments: tuple[Segment, ...] = ()
+
+    @property
+    def visual(self) -> dict[str, Tensor]:
+        """Return the tensors of the images of all samples, joined anew each time."""
+        return concat_visual(self.visual_rows)
 
 
 def pack_sequences(
@@ -96,7 +102,7 @@ def pack_sequences(
         loss_mask=_joined([sample.loss_mask for sample in samples], padded, 0.0),
         position_ids=positions,
         attention_mask=(positions < torch.tensor(lengths).repeat_interleave(sizes)).long(),
-        visual=concat_visual([sample.visual for sample in samples]),
+        visual_rows=[sample.visual for sample in samples],
         lengths=lengths,
         padded_lengths=padded,
         num_images=[sample.num_images for sample in samples],
@@ -116,7 +122,7 @@ def batch_packs(packs: Sequence[MultiModalPack], filling: PaddingValues) -> Mult
         spare = length - len(pack.tokens)
         padded += [*pack.padded_lengths[:-1], pack.padded_lengths[-1] + spare]
         positions.append(torch.cat([pack.position_ids, pack.position_ids[-1] + 1 + torch.arange(spare)]))
-    visual = concat_visual([pack.visual for pack in packs])
+    visual = concat_visual([row for pack in packs for row in pack.visual_rows])
     return MultiModalBatch.from_samples(
         packs,
         tokens=pad_rows([pack.tokens for pack in packs], length, filling.pad_id),

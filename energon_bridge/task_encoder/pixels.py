@@ -2,9 +2,9 @@
 
 Processors that scale, crop, pad, rescale and normalise are read once, by their attributes, and what they do is done
 here: scaled as bytes, then one look-up for each byte that rescales, normalises and puts values where the model wants
-them. That is plain processors (those of CLIP, SigLIP and many more), LLaVA's, and those that make patches: of Qwen2-VL,
-Qwen2.5-VL and Qwen3-VL, and of SigLIP2. Any other processor, and one that overrides a method, is called as ever, and
-the log says so once.
+them. That is plain processors (those of CLIP, SigLIP and many more), LLaVA's, LLaVA-NeXT's, which make tiles, and those
+that make patches: of Qwen2-VL, Qwen2.5-VL and Qwen3-VL, and of SigLIP2. Any other processor, and one that overrides a
+method, is called as ever, and the log says so once.
 
 Two profiles say whose values come out. `pillow`: those of the processors of transformers that go by Pillow, bit for
 bit. `torch`: those of its processors that go by torchvision, which scales bytes by torch's `interpolate` with
@@ -30,8 +30,8 @@ from PIL import Image
 from torch import Tensor
 
 from energon_bridge.errors import ConfigurationError
-from energon_bridge.samples.pixels import FILTERS, Filter, Layout, look_up, resample
-from energon_bridge.task_encoder.resize import smart_resize
+from energon_bridge.samples.pixels import FILTERS, Filter, Layout, bits_of, look_up, resample, resample_as_torch
+from energon_bridge.task_encoder.resize import best_resolution, fitted, smart_resize
 from energon_bridge.task_encoder.visual import as_pil, as_rgb
 
 logger = logging.getLogger(__name__)
@@ -48,12 +48,27 @@ Size = tuple[int, int]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Tiles:
+    """How LLaVA-NeXT cuts images into tiles.
+
+    Attributes:
+        resolutions: Of which the best for an image is what it is fitted into, and padded to with zeros.
+        side: Of a tile, in pixels.
+        overview: The size of the whole image, which comes before its tiles.
+    """
+
+    resolutions: tuple[Size, ...]
+    side: int
+    overview: Size
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PixelPath:
     """What becomes of an image on its way to a model.
 
     Attributes:
         profile: Whose values come out.
-        kind: `plain` (channels, height, width), or whose patches: `qwen` or `siglip2`.
+        kind: `plain` (channels, height, width), `tiles` of those, or whose patches: `qwen` or `siglip2`.
         dtype: Of the values; uint8: they are not rescaled and normalised yet.
         table: The value of each byte in each channel, shape (3, 256), as bits where numpy has no such type.
         norm: Mean and deviation of the channels in steps of a byte, float32 of shape (2, 3).
@@ -66,10 +81,11 @@ class PixelPath:
         times: Frames of a patch.
         white: Whether a colour that a Pillow image names as transparent becomes white.
         most_patches: To how many SigLIP2's patches are padded.
+        tiles: How an image is cut into tiles.
     """
 
     profile: Literal["torch", "pillow"]
-    kind: Literal["plain", "qwen", "siglip2"] = "plain"
+    kind: Literal["plain", "tiles", "qwen", "siglip2"] = "plain"
     dtype: torch.dtype
     table: np.ndarray = field(repr=False)
     norm: Tensor = field(repr=False)
@@ -82,6 +98,7 @@ class PixelPath:
     times: int = 1
     white: bool = False
     most_patches: int = 0
+    tiles: Tiles | None = None
 
     @property
     def byte_norm(self) -> Tensor | None:
@@ -91,19 +108,36 @@ class PixelPath:
     def image(self, image: Any) -> dict[str, Tensor]:
         """Return what the processor returns for one image, decoded in any form that `as_pil` takes."""
         pixels = self.rgb(image)
+        if self.tiles is not None:
+            return self._in_tiles(pixels, self.tiles)
         if self.background is not None:
             pixels = _squared(pixels, self.background)
-        if self.sized is not None:
-            height, width, _ = pixels.shape
-            pixels = self.scaled(pixels, self.sized((height, width)))
-        if self.crop is not None:
-            pixels = _cropped(pixels, self.crop, floor=self.profile == "torch")
+        pixels = self._sized_and_cropped(pixels)
         if self.kind == "siglip2":
             return self._siglip2(pixels)
         height, width, _ = pixels.shape
         if self.kind == "plain":
             return {"pixel_values": self._looked_up(pixels, _PLAIN, (1, 3, height, width))}
         return {"pixel_values": self.patches([pixels]), "image_grid_thw": torch.tensor([self.grid(height, width)])}
+
+    def _sized_and_cropped(self, pixels: np.ndarray) -> np.ndarray:
+        if self.sized is not None:
+            height, width, _ = pixels.shape
+            pixels = self.scaled(pixels, self.sized((height, width)))
+        return pixels if self.crop is None else _cropped(pixels, self.crop, floor=self.profile == "torch")
+
+    def _in_tiles(self, pixels: np.ndarray, tiles: Tiles) -> dict[str, Tensor]:
+        """Return the whole image and its tiles, row by row, as one image of five dimensions, and its size."""
+        size = (pixels.shape[0], pixels.shape[1])
+        room, side = best_resolution(size, tiles.resolutions), tiles.side
+        whole = _cropped(self.scaled(pixels, fitted(size, room)), room, floor=True)
+        corners = ((y, x) for y in range(0, room[0], side) for x in range(0, room[1], side))
+        parts = [self.scaled(pixels, tiles.overview), *(whole[y : y + side, x : x + side] for y, x in corners)]
+        parts = [self._sized_and_cropped(part) for part in parts]
+        out = torch.empty((1, len(parts), 3, *parts[0].shape[:2]), dtype=self.dtype)
+        for part, values in zip(parts, out[0], strict=True):
+            look_up(part, self.table, _PLAIN, bits_of(values))
+        return {"pixel_values": out, "image_sizes": torch.tensor([size])}
 
     def rgb(self, image: Any) -> np.ndarray:
         """Return an image as bytes, uint8 (height, width, 3). Raises SampleError if it is none."""
@@ -115,9 +149,7 @@ class PixelPath:
             return pixels
         if self.profile == "pillow":
             return resample(pixels, size, self.by)
-        image = torch.from_numpy(pixels).permute(2, 0, 1)[None]
-        made = torch.nn.functional.interpolate(image, size, mode=self.by, antialias=True)
-        return np.ascontiguousarray(made[0].permute(1, 2, 0).numpy())
+        return resample_as_torch(pixels, size, cast(Literal["bilinear", "bicubic"], self.by))
 
     def grid(self, height: int, width: int) -> tuple[int, int, int]:
         """Return the patches of an image along time, height and width."""
@@ -231,11 +263,6 @@ def profile_of(image_processor: Any) -> Literal["torch", "pillow"]:
     return "torch" if "TorchvisionBackend" in names or "BaseImageProcessorFast" in names else "pillow"
 
 
-def bits_of(values: Tensor) -> np.ndarray:
-    """Return the memory of values as an array, of integers where numpy has no such type."""
-    return (values.view(torch.int16) if values.dtype == torch.bfloat16 else values).numpy()
-
-
 _MODELS = "transformers.models."
 _HOMES: Mapping[str, str] = MappingProxyType(
     {
@@ -243,6 +270,8 @@ _HOMES: Mapping[str, str] = MappingProxyType(
         "transformers.image_processing_backends.TorchvisionBackend": "plain",
         f"{_MODELS}llava.image_processing_pil_llava.LlavaImageProcessorPil": "llava",
         f"{_MODELS}llava.image_processing_llava.LlavaImageProcessor": "llava",
+        f"{_MODELS}llava_next.image_processing_pil_llava_next.LlavaNextImageProcessorPil": "tiles",
+        f"{_MODELS}llava_next.image_processing_llava_next.LlavaNextImageProcessor": "tiles",
         f"{_MODELS}qwen2_vl.image_processing_pil_qwen2_vl.Qwen2VLImageProcessorPil": "qwen",
         f"{_MODELS}qwen2_vl.image_processing_qwen2_vl.Qwen2VLImageProcessor": "qwen",
         f"{_MODELS}siglip2.image_processing_pil_siglip2.Siglip2ImageProcessorPil": "siglip2",
@@ -288,7 +317,7 @@ def _read(processor: Any, profile: str | None, dtype: PixelDtype) -> PixelPath |
         return f"it scales by resample={has('resample')!r}"
     if not has("do_normalize") and not has("do_rescale"):
         return "it neither rescales nor normalises"
-    if has("do_pad") and kind != "llava":
+    if has("do_pad") and kind not in ("llava", "tiles"):
         return "it pads"
     try:
         values, norm = _values_of(processor, whose)
@@ -301,9 +330,9 @@ def _read(processor: Any, profile: str | None, dtype: PixelDtype) -> PixelPath |
             return f"its size is {has('size')!r}"
     crop, background = None, None
     fixed = has("do_center_crop") or (has("do_resize") and _sides(has("size"), "height")[0])
-    if dtype == "uint8" and kind in ("plain", "llava") and not fixed:
+    if dtype == "uint8" and (kind == "tiles" or (kind in ("plain", "llava") and not fixed)):
         return "its images have different sizes, and are padded with zeros after they are normalised"
-    if kind in ("plain", "llava") and has("do_center_crop"):
+    if kind in ("plain", "llava", "tiles") and has("do_center_crop"):
         height, width = _sides(has("crop_size"), "height", "width")
         if not height or not width:
             return f"its crop_size is {has('crop_size')!r}"
@@ -311,6 +340,9 @@ def _read(processor: Any, profile: str | None, dtype: PixelDtype) -> PixelPath |
     if kind == "llava" and has("do_pad"):
         colours = [int(one * 255) for one in _three(has("image_mean"))]
         background = colours[0], colours[1], colours[2]
+    tiles = _tiles_of(processor) if kind == "tiles" else None
+    if kind == "tiles" and (tiles is None or not fixed):
+        return f"its tiles have different sizes: size={has('size')!r}, crop_size={has('crop_size')!r}"
     made: torch.dtype = getattr(torch, dtype)
     table = np.tile(_BYTES.astype(np.uint8), (3, 1)) if dtype == "uint8" else bits_of(torch.from_numpy(values).to(made))
     return PixelPath(
@@ -328,7 +360,19 @@ def _read(processor: Any, profile: str | None, dtype: PixelDtype) -> PixelPath |
         merge=int(has("merge_size")) if kind == "qwen" else 1,
         times=int(has("temporal_patch_size")) if kind == "qwen" else 1,
         most_patches=int(has("max_num_patches")) if kind == "siglip2" else 0,
+        tiles=tiles,
     )
+
+
+def _tiles_of(processor: Any) -> Tiles | None:
+    """Return how a processor of LLaVA-NeXT cuts images; None: it is not known."""
+    shortest, height, width = _sides(processor.size, "shortest_edge", "height", "width")
+    overview = (height, width) if height and width else (shortest, shortest)
+    side = _sides(processor.crop_size, "height")[0] or height or shortest
+    resolutions = tuple((int(rows), int(columns)) for rows, columns in processor.image_grid_pinpoints)
+    if not overview[0] or not overview[1] or not side or not resolutions:
+        return None
+    return Tiles(resolutions=resolutions, side=side, overview=(overview[0], overview[1]))
 
 
 def _filter_of(value: Any) -> Filter | None:

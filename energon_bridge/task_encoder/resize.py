@@ -1,12 +1,13 @@
-"""The sizes to which the Qwen-VL families scale images and videos: arithmetic on their dimensions.
+"""The sizes to which the Qwen-VL families scale images and videos, and LLaVA-NeXT images: arithmetic on dimensions.
 
-Source: `smart_resize` of the image processor of Qwen2-VL and of the video processor of Qwen3-VL in transformers, whose
-results these functions have, down to how they round.
+Source: `smart_resize` of the image processor of Qwen2-VL and of the video processor of Qwen3-VL in transformers, and
+its `select_best_resolution` and `get_patch_output_size`, whose results these functions have, down to how they round.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from energon_bridge.errors import SampleError
 
@@ -50,6 +51,30 @@ def smart_resize_video(
     if total < least:
         return _grown(height, width, math.sqrt(least / (frames * height * width)), factor)
     return rows, columns
+
+
+def best_resolution(size: tuple[int, int], resolutions: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """Return the resolution that keeps most pixels of an image, and among those the one with the least padding.
+
+    Sizes and resolutions are heights and widths.
+    """
+    height, width = size
+    best, most_kept, least_wasted = resolutions[0], 0, math.inf
+    for rows, columns in resolutions:
+        scale = min(columns / width, rows / height)
+        kept = min(int(width * scale) * int(height * scale), width * height)
+        wasted = rows * columns - kept
+        if kept > most_kept or (kept == most_kept and wasted < least_wasted):
+            best, most_kept, least_wasted = (rows, columns), kept, wasted
+    return best
+
+
+def fitted(size: tuple[int, int], room: tuple[int, int]) -> tuple[int, int]:
+    """Return the largest height and width of an image inside a room that keep its aspect ratio."""
+    across, down = room[1] / size[1], room[0] / size[0]
+    if across < down:
+        return min(math.ceil(size[0] * across), room[0]), room[1]
+    return room[0], min(math.ceil(size[1] * down), room[1])
 
 
 def _check_aspect(height: int, width: int) -> None:
