@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 
@@ -115,6 +116,8 @@ def reference() -> ModuleType:
 
 
 def test_the_generated_pages_are_fresh(reference):
+    if f"click=={version('click')}" not in (REPOSITORY / "constraints.txt").read_text().splitlines():
+        pytest.skip("other versions of click lay out help in other ways")
     made = reference.pages()
     assert len(made) >= 13
     stale = [str(path.relative_to(DOCS)) for path, text in made.items() if path.read_text() != text]
