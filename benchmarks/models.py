@@ -7,8 +7,8 @@
 Ours: `ChatTemplateTaskEncoder`, for siglip an encoder with `energon_bridge.transforms`. megatron-energon: an encoder in
 the manner of Megatron-Bridge's, with the Pillow-backed image processor of transformers in its hook. The environment of
 the rival needs megatron-energon and the same transformers: `scripts/rival-env`, and `pip install transformers` in a
-copy of it; never torchvision. Each measurement is a fresh process; systems, rows and numbers of workers take turns, and a
-system's figure is that of its best number of workers. `qwen2.5-vl/uint8`: pixels as bytes, for us alone.
+copy of it; never torchvision. Each measurement is a fresh process; systems, rows and numbers of workers take turns, and
+a system's figure is that of its best number of workers. `qwen2.5-vl/uint8`: pixels as bytes, for us alone.
 """
 
 from __future__ import annotations

@@ -279,7 +279,14 @@ def get_loader(
     prefetch_factor: int | None = None,
     **kwargs: Any,
 ) -> SavableDataLoader:
-    """Return a loader over a dataset. Saving costs nothing here, so it is the savable one."""
+    """Return a loader over a dataset, the same as `get_savable_loader` does; megatron-energon has two.
+
+    Args:
+        dataset: From `get_train_dataset` or `get_val_dataset`.
+        worker_config: Default: the one that the dataset was made with.
+        prefetch_factor: Overrides that of the worker configuration.
+        **kwargs: What else `get_savable_loader` takes.
+    """
     return get_savable_loader(dataset, worker_config=worker_config, prefetch_factor=prefetch_factor, **kwargs)
 
 

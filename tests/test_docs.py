@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 
@@ -66,7 +67,7 @@ def run(command: str, folder: Path, *, kill_after: str | None = None) -> str:
 
 def plain(text: str) -> str:
     """Return lines without what differs from run to run and from machine to machine."""
-    return re.sub(r"(loss|lr|read:?|data) +[-+.\de]+|\d+ samples/s|\d+/\d+ +", r"\1 …", text)
+    return re.sub(r"(loss|lr|read:?|data) +[-+.\de]+|\d+ samples/s|\d+/\d+ +|\d+ B\b", r"\1 …", text)
 
 
 @pytest.mark.slow
@@ -93,7 +94,7 @@ def test_the_first_page_works(tmp_path):
             assert "  a red circle\n" in run("python load.py", tmp_path) + output
         for line in shown:
             if "pretrain_vlm" not in command:
-                assert line.replace("/home/you", str(tmp_path)) in output, command
+                assert plain(line.replace("/home/you", str(tmp_path))) in plain(output), command
             elif "step" not in line and line != "Killed":
                 assert plain(line) in plain(output), command
         done.append(command.split()[0])
@@ -115,6 +116,8 @@ def reference() -> ModuleType:
 
 
 def test_the_generated_pages_are_fresh(reference):
+    if f"click=={version('click')}" not in (REPOSITORY / "constraints.txt").read_text().splitlines():
+        pytest.skip("other versions of click lay out help in other ways")
     made = reference.pages()
     assert len(made) >= 13
     stale = [str(path.relative_to(DOCS)) for path, text in made.items() if path.read_text() != text]
@@ -171,8 +174,9 @@ DIALECT = {
     r"\bfor ever\b": "forever",
     r"\bwherever there is\b": "if there is",
     r"\bmade anew\b": "made again",
+    r"\banew\b": "again",
     r"\bof no effect\b": "has no effect",
-    r"\bare there than\b": "",
+    r"\bmake something of\b": "turn into",
     r"\bgone through once\b": "read once",
     r"\bto be had\b": "available",
     r"\bsays? nothing where\b": "prints nothing if",

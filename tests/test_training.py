@@ -22,7 +22,7 @@ pytest.importorskip("transformers")
 
 from run_outputs import read_losses, read_predictions
 
-from energon_bridge.errors import ConfigurationError
+from energon_bridge.errors import BatchSizeMismatchError, ConfigurationError
 from energon_bridge.testing import create_captioning_test_dataset
 from energon_bridge.training import run as training
 from energon_bridge.training.checkpoints import AtomicCheckpointIO, Checkpointer, list_checkpoints
@@ -129,6 +129,15 @@ def test_a_finished_run_can_be_resumed_and_gives_the_same_result(finished: tuple
 def test_resume_without_a_checkpoint_starts_the_run(smoke: RunConfig) -> None:
     config = replace(smoke, train=replace(smoke.train, max_steps=1))
     assert training.run(config, resume=True).step == 1
+
+
+def test_a_refused_resume_leaves_the_description_of_the_run(smoke: RunConfig) -> None:
+    config = replace(smoke, train=replace(smoke.train, max_steps=2))
+    training.run(config)
+    other = replace(config, data=replace(config.data, micro_batch_size=1))
+    with pytest.raises(BatchSizeMismatchError):
+        training.run(other, resume=True)
+    assert load_config(Path(config.run_dir) / "config.yaml") == config
 
 
 def test_a_second_run_in_the_same_folder_is_refused_unless_told(

@@ -91,7 +91,7 @@ def command(
 
     SOURCE is a JSON, JSONL, CSV or TSV file that names media files (conversations of LLaVA, ShareGPT and OpenAI, COCO
     captions, any table), a folder of pictures with captions beside them, a folder for each class, parquet files, a
-    Hugging Face dataset on disk, or a WebDataset to be sharded or shuffled anew. Media are copied as they are.
+    Hugging Face dataset on disk, or a WebDataset to be sharded or shuffled again. Media are copied as they are.
 
     Started again after it was killed, it goes on; when the source grew, it adds what is new.
 

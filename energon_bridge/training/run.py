@@ -33,7 +33,7 @@ from lightning.pytorch.strategies import DDPStrategy
 
 from energon_bridge.datamodule import EnergonMultiModalDataModule, Feeding
 from energon_bridge.datasets import get_loader, get_train_dataset, get_val_dataset
-from energon_bridge.errors import ConfigurationError, EnergonError, did_you_mean
+from energon_bridge.errors import ConfigurationError, EnergonError, StateError, did_you_mean
 from energon_bridge.loader.spec import DatasetSpec
 from energon_bridge.rng import key_of
 from energon_bridge.task_encoder.base import TaskEncoder
@@ -89,6 +89,8 @@ def run(config: RunConfig, *, resume: bool = False, overwrite: bool = False) -> 
     trainer = _build_trainer(config, run_dir, checkpointer)
     # The process group is needed before training: to know the ranks, and to let them wait for the first one.
     trainer.strategy.setup_environment()
+    described = run_dir / "config.yaml"
+    before = described.read_bytes() if resume and trainer.is_global_zero and described.exists() else None
     with _main_rank_first(trainer):
         if trainer.is_global_zero:
             prepare_run_dir(config, run_dir, resume=resume, overwrite=overwrite)
@@ -105,6 +107,10 @@ def run(config: RunConfig, *, resume: bool = False, overwrite: bool = False) -> 
         trainer.fit(module, datamodule=data, ckpt_path=checkpoints[-1] if checkpoints else None)
         if validates and not checkpointer.stopped and module.validated_step != trainer.global_step:
             trainer.validate(module, datamodule=data, verbose=False)
+    except StateError:
+        if before is not None:
+            described.write_bytes(before)  # of a run that did not go on, the folder says what it was
+        raise
     finally:
         data.close()
     result = _result(module, trainer, stopped=checkpointer.stopped)
