@@ -14,6 +14,7 @@ SIGLIP = {"size": {"height": 384, "width": 384}}
 
 def touch(batch: Any) -> list[str]:
     """Return an entry for each image of a batch, whose pixels are there."""
+
     def entry(name: str) -> Any:
         if isinstance(batch, dict):
             return batch.get(name)
