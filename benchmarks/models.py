@@ -6,9 +6,9 @@
 
 Ours: `ChatTemplateTaskEncoder`, for siglip an encoder with `energon_bridge.transforms`. megatron-energon: an encoder in
 the manner of Megatron-Bridge's, with the Pillow-backed image processor of transformers in its hook. The environment of
-the rival needs megatron-energon and the same transformers: `scripts/rival-env`, and `pip install transformers` in a
-copy of it; never torchvision. Each measurement is a fresh process; systems, rows and numbers of workers take turns, and
-a system's figure is that of its best number of workers. `qwen2.5-vl/uint8`: pixels as bytes, for us alone.
+the rival needs megatron-energon and the same transformers: that of `scripts/rival-env FOLDER`, and `pip install
+transformers` in it; never torchvision. Each measurement is a fresh process; systems, rows and numbers of workers take
+turns, and a system's figure is that of its best number of workers. `qwen2.5-vl/uint8`: pixels as bytes, for us alone.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ def texts(chooser: random.Random, words: int) -> str:
     return " ".join(chooser.choices(WORDS, k=words))
 
 
-def write(folder: Path) -> None:
-    """Write the dataset and the tokenizers of the rows."""
+def write(folder: Path, count: int = COUNT, different: int = DIFFERENT) -> None:
+    """Write a dataset of so many samples, of so many different images, and the tokenizers of the rows."""
     from energon_bridge.task_encoder.families import LLAVA_TEMPLATE
     from energon_bridge.training.presets import LLAVA_TOKENS, QWEN_TOKENS, train_tokenizer
 
     generator, chooser = np.random.default_rng(SEED), random.Random(SEED)
-    images = [jpeg(generator, (640, 480)) for _ in range(DIFFERENT)]
+    images = [jpeg(generator, (640, 480)) for _ in range(different)]
     data = folder / "data"
     data.mkdir(parents=True)
-    for shard in range(COUNT // PER_SHARD):
+    for shard in range(-(-count // PER_SHARD)):
         with tarfile.open(data / f"shard_{shard:05d}.tar", "w", format=tarfile.USTAR_FORMAT) as tar:
-            for number in range(shard * PER_SHARD, (shard + 1) * PER_SHARD):
+            for number in range(shard * PER_SHARD, min((shard + 1) * PER_SHARD, count)):
                 turns = []
                 for turn in range(4):
                     question = [{"type": "text", "text": texts(chooser, 12)}]
@@ -127,7 +127,7 @@ def main() -> None:
                 seconds=options.seconds,
                 warmup_seconds=2.0,
                 # the packing buffers of all lanes are filled before
-                warmup_batches=(48 if system is ours else 8) if packed else 4,
+                warmup_batches=(72 if system is ours else 8) if packed else 4,
             )
             found.setdefault((row, system.name, workers), []).append(measure(system, job))
     print(f"{os.cpu_count()} cores; samples/s and CPU per sample (ms), medians of {options.repetitions}")

@@ -191,14 +191,14 @@ def normalise(
         raise ConfigurationError(f"std={std!r} must not be 0: values are divided by it")
     if not isinstance(image, list | tuple):
         pixels = _as_chw(image)
-        return _normalised(pixels, means, stds, torch.empty(pixels.shape, dtype=dtype))
+        return _normalised(pixels, means, stds, torch.empty(pixels.shape, dtype=dtype, device=pixels.device))
     images = [_as_chw(one) for one in image]
     if len(shapes := {tuple(pixels.shape) for pixels in images}) != 1:
         raise SampleError(
             f"normalise makes one tensor of a list of images, which must have one shape, got {sorted(shapes)}: resize "
             "or crop them before, or call it for each"
         )
-    out = torch.empty((len(images), *images[0].shape), dtype=dtype)
+    out = torch.empty((len(images), *images[0].shape), dtype=dtype, device=images[0].device)
     for pixels, row in zip(images, out, strict=True):
         _normalised(pixels, means, stds, row)
     return out
@@ -211,9 +211,9 @@ def _normalised(pixels: Tensor, means: tuple[float, ...], stds: tuple[float, ...
             f"mean has {len(means)} numbers and std {len(stds)}; an image of {channels} channels takes one, or "
             f"{channels}"
         )
-    if pixels.dtype != torch.uint8 or channels != 3:
+    if not _is_rgb(pixels):
         floats = pixels.float() / 255.0 if pixels.dtype == torch.uint8 else pixels
-        mean, std = (torch.tensor(values)[:, None, None] for values in (means, stds))
+        mean, std = (torch.tensor(values, device=pixels.device)[:, None, None] for values in (means, stds))
         return out.copy_(floats.sub(mean).div_(std))
     table = _table(means, stds, out.dtype)
     height, width = pixels.shape[-2:]
@@ -246,12 +246,18 @@ def _as_chw(image: Any) -> Tensor:
     if isinstance(image, Image.Image):
         image = np.array(image if image.mode == "RGB" else image.convert("RGB"))  # what Pillow lends is read-only
     if isinstance(image, np.ndarray) and image.ndim >= 3:
-        return torch.from_numpy(image if image.flags.writeable else image.copy()).movedim(-1, -3)
+        plain = image.flags.writeable and min(image.strides) >= 0  # else torch takes a copy only
+        return torch.from_numpy(image if plain else image.copy()).movedim(-1, -3)
     raise SampleError(
         "an image must be a tensor of shape (…, channels, height, width), an array (…, height, width, channels) or a "
         f"Pillow image, got {type(image).__name__} of shape {getattr(image, 'shape', None)}; choose a form with the "
         "task encoder's decoder, as SampleDecoder(image_decode='torchrgb8')"
     )
+
+
+def _is_rgb(pixels: Tensor) -> bool:
+    """Tell whether the compiled part can do with an image what torch does."""
+    return pixels.dtype == torch.uint8 and pixels.shape[-3] == 3 and pixels.device.type == "cpu"
 
 
 def _hwc(pixels: Tensor) -> np.ndarray:

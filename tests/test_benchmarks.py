@@ -18,7 +18,7 @@ from energon_bridge.prepare import parse_patterns, prepare_dataset, render_datas
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
-from benchmarks import data, packing  # noqa: E402
+from benchmarks import data, models, packing  # noqa: E402
 from benchmarks.run import warmup_batches  # noqa: E402
 from benchmarks.systems.measure import Job, consume  # noqa: E402
 from benchmarks.systems.same_api import PACK, PACKING_BUFFER, SIDE, open_loader, touch  # noqa: E402
@@ -88,7 +88,7 @@ def loader_of(folder: Path, mode: str, **more):
 def test_declared_and_undeclared_sizes_give_the_same_shapes(folders, mode):
     batch = next(loader_of(folders["large"], mode))
     assert len(touch(batch)) == 8
-    assert batch.image.shape == (8, SIDE, SIDE, 3)
+    assert batch.image.shape == (8, 3, SIDE, SIDE)
 
 
 def test_an_interleaved_batch_has_all_images_and_texts(folders):
@@ -143,3 +143,32 @@ def test_what_pixels_cost(monkeypatch, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 1 + len(pixels.PROCESSORS)
     assert all("decode" in line and "processor / pillow" in line for line in lines[1:])
+
+
+def test_rows_of_models_end_in_what_the_models_take(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from benchmarks.systems import models_ours
+    from benchmarks.systems.models import CAPTION_TOKENS, LLAVA_IMAGE_TOKENS, SEQ_LENGTH, touch as count_images
+
+    models.write(tmp_path, count=40, different=2)
+    yaml = render_dataset_yaml("CrudeWebdataset", None)
+    prepare_dataset(tmp_path / "data", split=parse_patterns(["train:.*"]), dataset_yaml=yaml)
+    for row in ("qwen2.5-vl/uint8", "llava-1.5", "siglip"):
+        batch_size = models.ROWS[row]
+        job = Job(
+            **{"task": "throughput", "path": str(tmp_path / "data"), "mode": row, "part": "jpg", "workers": 0},
+            **{"batch_size": batch_size // 8 or 1, "shuffle_buffer_size": 1, "slice_size": 4},
+            **{"seconds": 0.1, "warmup_seconds": 0.0},
+        )
+        batch = next(iter(models_ours.open_loader(job)))
+        assert len(count_images(batch)) == (batch_size // 8 or len(batch.sample_keys))
+        if row == "siglip":
+            assert batch["pixel_values"].shape == (4, 3, 384, 384)
+            assert batch["tokens"].shape == (4, CAPTION_TOKENS)
+        elif row == "llava-1.5":
+            assert batch.pixel_values.shape == (4, 3, 336, 336)
+            assert batch.tokens.shape[1] > LLAVA_IMAGE_TOKENS
+        else:
+            assert batch.visual_inputs["image_grid_thw"][0].tolist() == [1, 34, 46]
+            assert batch.pixel_values.element_size() == 1
+            assert SEQ_LENGTH * 0.8 < batch.tokens.shape[1] <= SEQ_LENGTH

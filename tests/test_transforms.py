@@ -128,6 +128,14 @@ def test_normalised_values_are_those_of_torch(channels: int, dtype: torch.dtype)
     assert torch.equal(normalise(images[0], 0.5, 0.25), (images[0] / 255.0 - 0.5) / 0.25)
 
 
+def test_arrays_that_are_views_or_read_only() -> None:
+    array = hwc(9, 7)
+    expected = resize(array[::-1, ::-1].copy(), (5, 4))
+    assert np.array_equal(resize(array[::-1, ::-1], (5, 4)), expected)
+    array.flags.writeable = False
+    assert np.array_equal(resize(array, (5, 4)), resize(hwc(9, 7), (5, 4)))
+
+
 def test_pillow_images_become_arrays() -> None:
     image = noise(30, 20, seed=1).convert("L")
     made = resize(image, (7, 9), "bicubic")

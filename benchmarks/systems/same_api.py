@@ -16,8 +16,8 @@ IMAGE_FORMS = {
     "float": "torchrgb",
     "packed": "torchrgb8",
     "cooked": "torchrgb8",
-    "resized": "rgb8",
-    "scaled": "rgb8",
+    "resized": "torchrgb8",
+    "scaled": "torchrgb8",
 }
 PACK = 4
 """Images in a pack of the mode `packed`; a batch has as many images as in the other modes."""
@@ -51,16 +51,25 @@ def packing(package: ModuleType) -> type:
     return Packing
 
 
-class Resizing:
-    """Makes images of the size that a model takes."""
+def resizing(package: ModuleType) -> type:
+    """Return what makes images of the size that a model takes: torch's bytes, by our `resize`, or by torch itself."""
+    if package.__name__ == "energon_bridge":
+        from energon_bridge.transforms import resize
 
-    def encode_sample(self, sample: Any) -> Any:
-        import torch
-        from PIL import Image
+        def resized(image: Any) -> Any:
+            return resize(image, (SIDE, SIDE), "bicubic")
+    else:
+        from torch.nn.functional import interpolate
 
-        image = Image.fromarray(sample.image).resize((SIDE, SIDE), Image.Resampling.BICUBIC)
-        sample.image = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).view(SIDE, SIDE, 3)
-        return sample
+        def resized(image: Any) -> Any:
+            return interpolate(image[None], (SIDE, SIDE), mode="bicubic", antialias=True)[0]
+
+    class Resizing:
+        def encode_sample(self, sample: Any) -> Any:
+            sample.image = resized(sample.image)
+            return sample
+
+    return Resizing
 
 
 def cooking(package: ModuleType) -> type:
@@ -82,8 +91,8 @@ def open_loader(package: ModuleType, job: Job) -> Any:
         more = {"image_target": SIDE} if job.mode == "scaled" else {}
         decoder = package.SampleDecoder(image_decode=IMAGE_FORMS[job.mode], **more)
     packed = job.mode == "packed"
-    made = {"packed": packing(package), "resized": Resizing, "scaled": Resizing, "cooked": cooking(package)}
-    bases = (*([made[job.mode]] if job.mode in made else []), package.DefaultTaskEncoder)
+    made = {"packed": packing, "resized": resizing, "scaled": resizing, "cooked": cooking}
+    bases = (*([made[job.mode](package)] if job.mode in made else []), package.DefaultTaskEncoder)
     encoder = type("Encoder", bases, {"decoder": decoder})
     dataset = package.get_train_dataset(
         job.path,
