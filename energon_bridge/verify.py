@@ -423,8 +423,7 @@ def _walk(path: str, value: Any) -> Iterator[tuple[str, Field]]:
 
 
 def _entries(value: Any) -> list[tuple[Any, Any]] | None:
-    """Return the named entries of a dict or dataclass (a batch may have more than its fields), None for anything
-    else."""
+    """Return the named entries of a dict or dataclass (not only its fields), None for anything else."""
     if isinstance(value, Mapping):
         return list(value.items())
     if is_dataclass(value) and not isinstance(value, type):

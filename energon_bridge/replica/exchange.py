@@ -167,8 +167,7 @@ class Exchange:
         return result
 
     def pack(self, message: Callable[[frozenset[str] | None], Mapping[str, Any]]) -> list[list[Tensor]]:
-        """Serialise a message for all stages before any is sent: if one part cannot be sent, no stage receives
-        anything.
+        """Serialise a message for all stages before sending any: one that cannot be sent reaches none.
 
         Args:
             message: Builds the message for a stage, given the batch fields that it needs (None: all).
@@ -181,8 +180,7 @@ class Exchange:
             channel.send(parcel)
 
     def send_error(self, error: Exception) -> None:
-        """Report an error to the other ranks. A failure to do so is logged, so that it does not hide the error
-        itself."""
+        """Report an error to the other ranks; a failure to do so is logged, not raised."""
         try:
             self.send(self.pack(lambda keys: {"error": [type(error).__name__, str(error)]}))
         except Exception:

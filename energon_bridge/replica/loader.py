@@ -134,8 +134,7 @@ class BroadcastLoader:
         return found
 
     def restore_state_rank(self, state: Any, **kwargs: Any) -> None:
-        """Continue from the source's state (see `SavableDataLoader.restore_state_rank`); other ranks' arguments are
-        ignored.
+        """Continue from the source's state (see `SavableDataLoader.restore_state_rank`), whatever other ranks pass.
 
         It may be a function that returns the state: the source calls it, and its errors reach every rank.
         """

@@ -114,8 +114,7 @@ def _remove(folder: str) -> None:
 
 
 def _lock(descriptor: int) -> bool | None:
-    """Take the lock of a file: True if it is ours now, False if another process has it, None if there are no locks
-    here."""
+    """Take the lock of a file: True if it is ours now, False if another has it, None without locks."""
     if fcntl is not None:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
