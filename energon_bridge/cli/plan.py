@@ -29,7 +29,7 @@ def command(mix: str, steps: int, as_json: bool, **options: Any) -> None:
     Numbers are exact where each sample that is drawn gives one row: none is skipped, packed or made several of. Nothing
     is read but the metadata of the datasets.
     """
-    # They bring torch, which no help text needs.
+    # They import torch, which no help text needs.
     from energon_bridge.forecast.epochs import forecast
     from energon_bridge.forecast.run import run_of_mix
     from energon_bridge.mix import describe
@@ -91,7 +91,7 @@ def _facts(found: Forecast) -> Iterator[tuple[str, str]]:
 
 
 def _mixing(found: Forecast) -> Iterator[str]:
-    """Say how well the datasets are mixed, and which are not."""
+    """Report how well the datasets are mixed, and which are not."""
     if found.mixing is None:
         return
     yield (
