@@ -49,7 +49,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """What `prepare_dataset` wrote: samples per shard, shards per split part, the part names that it saw, and media."""
+    """What `prepare_dataset` wrote: samples per shard, shards per split part, all part names, and media."""
 
     shard_counts: dict[str, int]
     split_parts: dict[str, list[str]]
@@ -79,7 +79,7 @@ def prepare_dataset(
     `dataset_yaml` is the content for the file of that name, None leaves what is there. `progress(done, total)` counts
     shards. The excludes of an earlier split.yaml are kept, and its media metadata, unless `media` says which files to
     look into anew. Raises NoShardsError, UnsupportedShardError,
-    CorruptShardError, DuplicateKeyError or StorageError, and then leaves the dataset as it was.
+    CorruptShardError, DuplicateKeyError or StorageError, and then leaves the dataset unchanged.
     """
     if "/" in dataset_yaml_name or not dataset_yaml_name.endswith(".yaml"):
         raise ConfigurationError(f"--dataset-yaml-name {dataset_yaml_name!r}: expected the name of a .yaml file.")
@@ -135,7 +135,7 @@ def _index(
     media: MediaFilter | None = None,
     progress: Progress | None,
 ) -> tuple[dict[str, int], tuple[str, ...], IndexedMedia | None]:
-    """Stage the indexes of all shards; returns samples per shard, all part names, sorted, and what media there is."""
+    """Stage the indexes of all shards; return samples per shard, all part names, sorted, and the media found."""
     counts: dict[str, int] = {}
     part_names: set[str] = set()
     with ExitStack() as stack:
@@ -163,12 +163,12 @@ def _index(
 
 def _commit(store: Store, staging: Staging, counts: dict[str, int], *, key_index: bool) -> None:
     staging.add(meta_path(INDEX_UUID), str(uuid.uuid4()).encode())
-    if store.exists(meta_path(INFO_YAML)):  # old readers look there: keep it in step
+    if store.exists(meta_path(INFO_YAML)):  # old readers look there: keep it up to date
         staging.add(meta_path(INFO_YAML), dump_yaml({"energon_version": FORMAT_VERSION, "shard_counts": counts}))
     staging.add(meta_path(INFO_JSON), render_info(counts))
     staging.commit()
     if not key_index:
-        store.delete(meta_path(INDEX_SQLITE))  # it would answer for the shards of before
+        store.delete(meta_path(INDEX_SQLITE))  # it describes the old shards
 
 
 def _old_excludes(store: Store) -> list[str]:
