@@ -1,16 +1,16 @@
 """`verify_resume`: run a pipeline, stop it, resume it, and compare every batch with the uninterrupted run.
 
-The engine keeps its promises only for encoders that are functions of the sample and of the seeded global generators. A
-counter in an encoder, a generator of its own or the clock break them without a sign; this finds them before a long run
-does. What it cannot see: differences that only another process or machine would show, such as the order of a set of
-strings, which depends on PYTHONHASHSEED.
+Resuming is exact only if the encoder depends on nothing but the sample and the seeded global generators. A counter, a
+generator of the encoder's own or the clock breaks it silently; `verify_resume` finds this before a long run does. It
+cannot see differences that show only in another process or on another machine, such as the order of a set of strings,
+which depends on PYTHONHASHSEED.
 
 From each save point p with state s(p) two chains of fresh loaders run to the end:
 
     s(p) -> A ................................ end
     s(p) -> A, saved at once -> B .... saved -> C ... end
 
-so that a state is also taken right after a restore, and in the middle of a resumed run.
+so states saved right after a restore, and in the middle of a resumed run, are tested too.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class ResumeReport:
         steps: Microbatches of the uninterrupted run.
         save_points: After how many microbatches it was saved.
         resumes: How often loaders were restored from a state.
-        compared: Microbatches that were compared, all resumed loaders together.
-        restored_samples: Microbatches that `restore_sample` made again; 0 where batches carry no restore key.
+        compared: Microbatches compared, over all resumed loaders.
+        restored_samples: Microbatches that `restore_sample` rebuilt; 0 if batches carry no restore key.
         fields: Names of the compared fields.
         not_compared: Fields, or parts of them, that cannot be compared, each with the types of what is in it.
         state_bytes: Size of the largest state as JSON.
@@ -94,18 +94,19 @@ def verify_resume(
 
     Args:
         make_loader: Builds a fresh loader over the data, encoder included: `get_savable_loader(…)`, also inside an
-            `EnergonDataloader`. Called without arguments, or with a `WorkerConfig` where `worker_config` is given.
-        steps: Microbatches of the uninterrupted run; fewer, where a validation stream ends before. Every lane comes in
-            turn (`num_lanes`, 48 in most runs), so that twice as many or more try the state of each.
+            `EnergonDataloader`. Called without arguments, or with a `WorkerConfig` if `worker_config` is given.
+        steps: Microbatches of the uninterrupted run; fewer if a validation stream ends earlier. Lanes take turns
+            (`num_lanes`, 48 in most runs), so choose at least twice their number to test the state of each.
         save_points: After how many microbatches to save and resume; default: the first, the middle, the last but one.
-        worker_config: Handed to `make_loader`; it must be of one rank where `topologies` are given.
-        topologies: Pairs (ranks, workers per rank) on which each state is resumed as well; all ranks run in this
-            process, one after the other.
+        worker_config: Passed to `make_loader`; with `topologies` it must be for a single rank.
+        topologies: Pairs (ranks, workers per rank) to resume each state on, too; all ranks run in this process, one
+            after the other.
 
     Raises:
-        ResumeMismatchError: A resumed loader, or `restore_sample`, gave another batch; or a state does not survive JSON
+        ResumeMismatchError: A resumed loader or `restore_sample` delivered a different batch, or a state does not
+        survive JSON
             and `torch.load(weights_only=True)`. Names the microbatch, its samples, the field and the likely cause.
-        ConfigurationError: Arguments that do not fit together.
+        ConfigurationError: The arguments contradict each other.
     """
     check = _Check(make_loader, worker_config, topologies)
     states = check.run_uninterrupted(steps, save_points)
@@ -135,7 +136,7 @@ def verify_resume(
 
 
 class _Check:
-    """The uninterrupted run, and what is compared with it."""
+    """The uninterrupted run, and the comparisons with it."""
 
     def __init__(
         self, make_loader: Callable[..., Loader], config: WorkerConfig | None, topologies: Sequence[tuple[int, int]]
@@ -173,7 +174,7 @@ class _Check:
         if len(self.expected) < 2:
             raise ConfigurationError(f"verify_resume: the loader ended after {len(self.expected)} microbatches")
         reached = {point: state for point, state in states.items() if point < len(self.expected)}
-        if save_points is None and len(reached) < len(wanted):  # the stream ended early: once more, up to its end
+        if save_points is None and len(reached) < len(wanted):  # the stream ended early: run it again, up to its end
             steps = len(self.expected)
             self.expected.clear()
             return self.run_uninterrupted(steps, None)
@@ -184,7 +185,7 @@ class _Check:
         return reached
 
     def resume(self, point: int, state: State) -> None:
-        """Resume from a state in all ways and compare what follows."""
+        """Resume from a state in every way, and compare the batches that follow."""
         with self._loaders(self._config) as loaders:
             self._restore(loaders, state)
             again = _through_files(_save(loaders[0]), point)
@@ -208,7 +209,7 @@ class _Check:
                 self._compare(loaders, point, len(self.expected), where)
 
     def restore_samples(self) -> int:
-        """Make some microbatches again from their restore keys, compare them, and return how many."""
+        """Rebuild some microbatches from their restore keys, compare them, and return how many."""
         real = [n for n, delivered in enumerate(self.expected) if delivered.restore_key and not delivered.masked]
         chosen = (
             sorted({real[place * (len(real) - 1) // (_RESTORED_SAMPLES - 1)] for place in range(3)}) if real else []
@@ -223,7 +224,7 @@ class _Check:
     # Comparing -------------------------------------------------------------------------------------------------------
 
     def _compare(self, loaders: Sequence[Loader], first: int, last: int, after: str) -> None:
-        """Compare microbatches [first, last), which the ranks deliver in turn."""
+        """Compare microbatches [first, last); the ranks take turns delivering them."""
         number = first
         streams = [iter(loader) for loader in loaders]
         while number < last:
@@ -235,7 +236,7 @@ class _Check:
                         f"has at least {len(self.expected)}"
                     )
                 found = _delivered(batch)
-                # On several ranks there are microbatches that one rank alone does not have; they are masked.
+                # Several ranks have masked microbatches that a single rank does not have.
                 extra = found.masked and len(loaders) > 1 and number < last and not self.expected[number].masked
                 if number == last or extra:
                     continue
@@ -258,7 +259,7 @@ class _Check:
         )
 
     def _samples(self, number: int) -> str:
-        """Name the samples of a microbatch by their keys, or, where the batch has lost these, by their places."""
+        """Name the samples of a microbatch by key, or by position if the batch no longer has keys."""
         expected = self.expected[number]
         if expected.keys is not None or not expected.restore_key:
             return f"samples {expected.keys}"
@@ -303,7 +304,7 @@ class _Check:
 
     @contextmanager
     def _loaders(self, *configs: WorkerConfig | None) -> Iterator[list[Loader]]:
-        """Build fresh loaders, and stop their workers in the end."""
+        """Build fresh loaders, and stop their workers at the end."""
         loaders: list[Loader] = []
         try:
             for config in configs:
@@ -338,7 +339,7 @@ def _save(loader: Loader) -> State:
 
 
 def _through_files(state: State, step: int) -> State:
-    """Return a state as it comes back from JSON and from a checkpoint that is loaded without trust."""
+    """Return a state after a round trip through JSON and a checkpoint loaded with `weights_only=True`."""
     try:
         file = io.BytesIO()
         torch.save(json.loads(json.dumps(state)), file)
@@ -355,7 +356,7 @@ def _through_files(state: State, step: int) -> State:
 def _delivered(batch: Any) -> _Delivered:
     valid = _meta(batch, "__valid__")
     masked = isinstance(valid, torch.Tensor) and not bool(valid.any())
-    # A microbatch that does not exist has rows for their shape alone; which ones they are may change.
+    # The rows of a masked microbatch only give it its shape; which rows they are may change.
     fields = fields_of({"__valid__": "masked"} if masked else batch)
     return _Delivered(
         fields=fields, keys=_meta(batch, "__key__"), restore_key=_meta(batch, "__restore_key__"), masked=masked
@@ -398,7 +399,7 @@ def fields_of(batch: Any) -> dict[str, Field]:
 
 
 def differing(expected: Mapping[str, Field], found: Mapping[str, Field]) -> list[str]:
-    """Return the paths of the fields that only one has, or that differ, in the order of the expected ones."""
+    """Return the paths of fields that differ or that only one side has, in the order of the expected batch."""
     paths = dict.fromkeys([*expected, *found])
     return [path for path in paths if _digest(expected.get(path)) != _digest(found.get(path))]
 
@@ -422,7 +423,7 @@ def _walk(path: str, value: Any) -> Iterator[tuple[str, Field]]:
 
 
 def _entries(value: Any) -> list[tuple[Any, Any]] | None:
-    """Return the named entries of a dict or dataclass, of which a batch may have more than its fields; else None."""
+    """Return the named entries of a dict or dataclass (not only its fields), None for anything else."""
     if isinstance(value, Mapping):
         return list(value.items())
     if is_dataclass(value) and not isinstance(value, type):
@@ -476,7 +477,7 @@ def _feed(state: Any, value: Any, opaque: dict[str, None]) -> None:
 
 
 def _bytes_of(value: Any) -> bytes | None:
-    """Return bytes that stand for a value without parts, None for an opaque one."""
+    """Return bytes that identify a value without parts, None for an opaque one."""
     if isinstance(value, torch.Tensor):
         return _tensor_bytes(value)
     if isinstance(value, (np.ndarray, np.generic)):

@@ -1,7 +1,7 @@
-"""Videos and sound: clips, frames, segments and metadata, decoded when they are asked for, by PyAV.
+"""Video and sound: clips, frames and metadata, decoded on demand by PyAV.
 
-`decoder` has the public `AVDecoder`; `media` opens a file and finds its streams, `packets` walks through its video, and
-`video` and `audio` make frames and samples of what is found; `clips` chooses clips, `metadata` says what a file is.
+`decoder` has the public `AVDecoder` and reads metadata; `media` opens a file and finds its streams, `packets` walks its
+video packets, `video` and `audio` decode frames and samples; `clips` chooses clips.
 """
 
 from energon_bridge.av.clips import get_clips_uniform, get_single_frames_uniform

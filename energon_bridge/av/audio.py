@@ -1,9 +1,8 @@
-"""Samples of one open file, exact to the sample: sample n is the n-th one that decoding the whole file gives.
+"""Sound of one open file, exact to the sample: sample n is the n-th that decoding the whole file yields.
 
-Decoders of sound need what came before, so reading begins some time earlier. Where the timestamps of a container tell
-samples apart (MP4, WAV, FLAC, Ogg, MP3), they say which sample a decoded block begins with. Matroska's are too coarse;
-there the blocks of a codec that makes all of one length are counted. Where neither holds, reading begins at the
-beginning.
+Audio decoders need preceding packets, so reading starts a little early. If a container's timestamps are precise enough
+(MP4, WAV, FLAC, Ogg, MP3), they tell which sample a decoded block begins with. Matroska's are too coarse; there, blocks
+are counted if the codec makes them all the same length. Otherwise, reading starts at the beginning of the file.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _PREROLL_SECONDS = Fraction(1, 2)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Blocks:
-    """How the decoded blocks of a stream lie: the pts of the second one, the length of the first and of the others."""
+    """Layout of a stream's decoded blocks: the pts of the second one, the length of the first and of the others."""
 
     pts: int
     first: int
@@ -40,7 +39,7 @@ class AudioReader:
         if not self.rate:
             raise DecodeError(f"{media.name} has sound that says no sample rate: make it again")
         self._base: Fraction = self._stream.time_base
-        # What the beginning says: when the first sample is heard, and how long blocks are.
+        # The start of the file tells when the first sample is heard, and how long blocks are.
         heads = [(frame.pts, frame.samples) for frame, _ in zip(self._from_start(), range(4), strict=False)]
         if not heads:
             raise DecodeError(f"{media.name} has an audio stream without a single sample: leave the sample out")
@@ -51,7 +50,7 @@ class AudioReader:
         self._blocks = _Blocks(pts=heads[1][0], first=heads[0][1], length=heads[1][1]) if alike else None
 
     def samples(self, first: int, last: int | None) -> np.ndarray:
-        """Return the samples [first, last), or all from `first` on, as far as there are such: (channels, samples)."""
+        """Return samples [first, last), or all from `first` on, as far as they exist: (channels, samples)."""
         found = self._read_near(first, last)
         if found is None:
             found = self._collect(self._placed_from_start(), first, last)
@@ -70,7 +69,7 @@ class AudioReader:
         return self._decoded()
 
     def _decoded(self, *, forgiving: bool = False) -> Iterator[Any]:
-        """Yield decoded blocks; `forgiving` packets that make no sense without what came before them."""
+        """Yield decoded blocks; `forgiving`: skip packets that cannot be decoded without earlier ones."""
         packets = self._media.container.demux(self._stream)
         while True:
             with self._media.refusing("cannot be read"):
@@ -95,7 +94,7 @@ class AudioReader:
             at += block.samples
 
     def _read_near(self, first: int, last: int | None) -> np.ndarray | None:
-        """Read from shortly before the first sample; None where that cannot be done exactly."""
+        """Read from shortly before the first sample; None if that cannot be exact."""
         preroll = int(_PREROLL_SECONDS * self.rate)
         if first <= 2 * preroll or self._first_pts is None or not (self._exact or self._blocks):
             return None
@@ -107,7 +106,7 @@ class AudioReader:
         return self._collect(self._placed_near(first), first, last)
 
     def _placed_near(self, first: int) -> Iterator[tuple[int, Any]]:
-        """Yield blocks with the number of their first sample, none of them if that is not known."""
+        """Yield blocks with the number of their first sample; nothing if that is unknown."""
         at: int | None = None
         before = False
         for block in self._decoded(forgiving=True):
@@ -115,7 +114,7 @@ class AudioReader:
                 at = self._place(block)
                 before = before or (at is not None and at + block.samples <= first)
                 if at is None or not before:
-                    return  # no room to settle in, or timestamps that do not tell
+                    return  # no room for the decoder to settle, or timestamps too coarse
             yield at, block
             at += block.samples
 
@@ -124,7 +123,7 @@ class AudioReader:
         return self._base * self.rate <= 1
 
     def _place(self, block: Any) -> int | None:
-        """Return the number of the first sample of a block by its timestamp."""
+        """Return the number of a block's first sample, from its timestamp."""
         if block.pts is None:
             return None
         if self._exact:

@@ -1,4 +1,4 @@
-"""Choosing clips: equal in length, and equally far from each other."""
+"""Choosing clips of equal length at equal distances."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def get_clips_uniform(
     request_audio: bool = False,
     video_out_frame_size: tuple[int, int] | None = None,
 ) -> AVData:
-    """Return clips of one length that are equally far from each other, the first at the beginning, the last at the end.
+    """Return clips of equal length at equal distances, the first at the beginning, the last at the end.
 
-    With a length of 0 the clips are single frames: those shown half a frame after the beginning, half a frame before
-    the end, and between them. Where both are asked for, clips lie where there are both video and sound.
+    With length 0 the clips are single frames: those shown half a frame after the beginning, half a frame before the
+    end, and between them. If you request both, clips lie where the file has both video and sound.
 
-    Raises ConfigurationError if nothing is asked for, or a number makes no sense; DecodeError.
+    Raises ConfigurationError if neither is requested or a number makes no sense; DecodeError.
     """
     if not (request_video or request_audio):
         raise ConfigurationError(
@@ -79,9 +79,9 @@ def get_single_frames_uniform(
     video_out_frame_size: tuple[int, int] | None = None,
     return_timestamps: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, list[float]]:
-    """Return frames that are equally far from each other, (frames, 3, height, width) uint8, and their seconds.
+    """Return frames at equal distances, uint8 (frames, 3, height, width), and their times in seconds.
 
-    Of a video with fewer frames some come more than once. Raises ConfigurationError and DecodeError.
+    If the video has fewer frames, some are repeated. Raises ConfigurationError and DecodeError.
     """
     found = get_clips_uniform(av_decoder, 0, num_frames, request_video=True, video_out_frame_size=video_out_frame_size)
     if not found.video_clips or found.video_timestamps is None:

@@ -1,8 +1,8 @@
-"""`AVDecoder`: a video, or sound, that is decoded when it is asked for, and only where it is asked for.
+"""`AVDecoder`: a video or sound file, decoded on demand, and only the parts that you ask for.
 
-Each call opens the file and closes it again, so nothing lives longer than the call; within `with decoder:` all calls
-share one opening. A decoder of bytes, or of a range of a file, can be pickled, also into other processes; it holds no
-state that a result depends on. Use one from one thread at a time.
+Each call opens and closes the file, so nothing outlives the call; within `with decoder:` all calls share one open file.
+A decoder over bytes, or over a range of a file, can be pickled and sent to other processes; its results depend on no
+state. Use a decoder from one thread at a time.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ Ranges = Sequence[tuple[float, float]]
 
 
 class AVDecoder:
-    """A video, or sound, to take clips from.
+    """A video or sound file to take clips from.
 
-    Times are seconds on the file's own time axis, which its video and its sound share.
+    Times are seconds on the file's own time axis, shared by its video and its sound.
 
     Args:
         stream: The file: bytes, a range of a file in a store, or a binary stream that can seek.
-        suppress_warnings: Taken for compatibility: nothing here is imprecise enough to be warned of.
-        name: What the file is called in messages.
+        suppress_warnings: Accepted for compatibility; there is nothing to warn about.
+        name: Name of the file in messages.
         audio_format: `float32` in [-1, 1], or `native`: the type of the file.
 
     Attributes:
-        bytes_read: Bytes read from the file so far, where `stream` is bytes or a range.
-        leaves_out_beyond: Whether a range that begins beyond the end gives no clip, instead of an error.
+        bytes_read: Bytes read from the file so far, if `stream` is bytes or a range.
+        leaves_out_beyond: Whether a range that begins beyond the end yields no clip instead of an error.
 
     Raises:
-        ConfigurationError: The stream is one of text; by the first call: PyAV is not installed.
+        ConfigurationError: The stream is a text stream; on the first call: PyAV is not installed.
     """
 
     leaves_out_beyond: ClassVar[bool] = False
@@ -85,7 +85,7 @@ class AVDecoder:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], **kwargs: Any) -> Self:
-        """Return a decoder of a file by its path or URL, of which only what is needed is read."""
+        """Return a decoder for the file at a path or URL; only the bytes needed are read."""
         folder, _, rel = os.fspath(path).rpartition("/")
         store = open_store(folder or ".")
         return cls(ByteRange(store=store, rel=rel, offset=0, size=store.size(rel)), **kwargs)
@@ -100,7 +100,7 @@ class AVDecoder:
 
     @property
     def name(self) -> str:
-        """Return what the file is called in messages."""
+        """Return the name of the file in messages."""
         if self._name:
             return f"part {self._name!r}"
         return self.stream.url if isinstance(self.stream, ByteRange) else "the file"
@@ -139,7 +139,7 @@ class AVDecoder:
                 self.bytes_read += file.bytes_read
 
     def _video_of(self, media: Media) -> VideoReader:
-        self._audio = None  # the container has one position, and they take turns
+        self._audio = None  # the readers share the container's one position, and take turns
         if self._video is None:
             self._video = VideoReader(media)
         return self._video
@@ -174,7 +174,7 @@ class AVDecoder:
         return self.get_clips(whole, whole, video_unit="frames", audio_unit="samples")
 
     def get_frames(self, video_decode_audio: bool = False) -> AVData:
-        """Return the whole video, with its sound if that is asked for and there; of a file of sound, the sound.
+        """Return the whole video, with its sound if requested and present; for a sound file, the sound.
 
         Raises DecodeError.
         """
@@ -211,9 +211,9 @@ class AVDecoder:
     ) -> Clips:
         """Return a clip for each range, and the seconds at which it begins and ends.
 
-        A range by frames has the frames of both its numbers and those between them; one by seconds has the frame that
-        is shown at its beginning, and all those that begin up to its end. So there is at least one frame in each. A
-        range may end beyond the video (`math.inf`: with it), but not begin there.
+        A range in frames includes both ends; a range in seconds has the frame that is shown at its beginning, and all
+        frames that begin up to its end. So each clip has at least one frame. A range may end beyond the video
+        (`math.inf`: at its end), but not begin there.
 
         Args:
             video_clip_ranges: (begin, end) of each clip.
@@ -263,10 +263,10 @@ class AVDecoder:
         *,
         audio_sample_rate: int | None = None,
     ) -> Clips:
-        """Return the samples of each range, without that at its end, and the seconds at which they begin and end.
+        """Return the samples of each range, its end excluded, and the seconds at which they begin and end.
 
-        A range may end beyond the sound (`math.inf`: with it), but not begin there. Ranges that last as long have as
-        many samples.
+        A range may end beyond the sound (`math.inf`: at its end), but not begin there. Ranges of equal duration have
+        equally many samples.
 
         Args:
             audio_clip_ranges: (begin, end) of each clip.
@@ -274,7 +274,7 @@ class AVDecoder:
             audio_sample_rate: Samples a second to resample the clips to; None: as they are.
 
         Returns:
-            Tensors (channels, samples), float32 in [-1, 1] or as the file has them, and (begin, end).
+            Tensors (channels, samples), float32 in [-1, 1] or in the file's own type, and (begin, end).
 
         Raises:
             DecodeError: The file is damaged or has no sound, or a range begins beyond it.
@@ -317,7 +317,7 @@ class AVDecoder:
             return media.audio is not None
 
     def get_video_fps(self) -> float:
-        """Return the frames per second, in the mean. Raises DecodeError."""
+        """Return the mean frame rate. Raises DecodeError."""
         with self._opened() as media:
             fps = video_fps(media)
             found = fps or self.get_metadata(get_video_frame_size=False, get_audio=False).video_fps
@@ -335,15 +335,15 @@ class AVDecoder:
         return self.get_metadata(get_video=False).audio_duration
 
     def get_video_duration(self, get_frame_count: bool = False) -> tuple[float | None, int | None]:
-        """Return the seconds of video, and the number of frames if that is asked for; None if there is none.
+        """Return the seconds of video, and the number of frames if requested; None without video.
 
-        Counting frames reads the whole file where its index does not list them (Matroska, WebM). Raises DecodeError.
+        Counting frames reads the whole file if its index does not list them (Matroska, WebM). Raises DecodeError.
         """
         found = self.get_metadata(get_video_frame_count=get_frame_count, get_video_frame_size=False, get_audio=False)
         return found.video_duration, found.video_num_frames
 
     def get_time_range(self, *, video: bool, audio: bool) -> tuple[float, float]:
-        """Return from when to when there are both video and sound, or the one that is asked for. Raises DecodeError."""
+        """Return the time range that has both video and sound, or the one requested. Raises DecodeError."""
         begins, ends = [Fraction(0)], []
         with self._opened() as media:
             for kind in [*(["video"] if video else []), *(["audio"] if audio else [])]:
@@ -368,9 +368,9 @@ class AVDecoder:
         get_audio_duration: bool = True,
         get_audio_num_samples: bool = False,
     ) -> AVMetadata:
-        """Return what the file is, as far as it is asked for; fields of what it does not have are None.
+        """Return the requested metadata; fields of what the file does not have are None.
 
-        Nothing is decoded, but for the number of samples of compressed sound. Raises DecodeError.
+        Nothing is decoded, except to count the samples of compressed sound. Raises DecodeError.
         """
         found: dict[str, Any] = {}
         with self._opened() as media:
@@ -408,12 +408,12 @@ def _check(ranges: Ranges, unit: str, units: tuple[str, str], kind: str) -> None
 
 
 def _sample(value: float, unit: str, reader: AudioReader) -> int:
-    """Return the number of the sample at a time."""
+    """Return the index of the sample at a time."""
     return int(value) if unit == "samples" else max(0, round((Fraction(value) - reader.start) * reader.rate))
 
 
 def _samples(begin: float, end: float, unit: str, reader: AudioReader) -> int:
-    """Return how many samples a range has, which for seconds depends on its length alone."""
+    """Return how many samples a range has; for seconds this depends on its length alone."""
     if unit == "samples":
         return int(end) - int(begin)
     return max(0, round((Fraction(end) - max(Fraction(begin), reader.start)) * reader.rate))
@@ -427,11 +427,11 @@ def _samples(begin: float, end: float, unit: str, reader: AudioReader) -> int:
 
 
 _COUNTED = ("pcm_", "flac", "alac", "wavpack")
-"""Codecs whose packets last exactly as long as the samples in them."""
+"""Codecs whose packets have exactly the duration of their samples."""
 
 
 def video_fps(media: Media) -> float | None:
-    """Return the frames per second of the video, in the mean."""
+    """Return the mean frame rate of the video."""
     rate = media.stream("video").average_rate or media.stream("video").guessed_rate
     return float(rate) if rate else None
 
@@ -439,7 +439,7 @@ def video_fps(media: Media) -> float | None:
 def video_metadata(
     media: Media, packets: Packets | None, *, duration: bool = True, frame_count: bool = True, frame_size: bool = True
 ) -> AVMetadata:
-    """Return what is asked for of the video of an open file; goes through its packets only for what no header says."""
+    """Return the requested metadata of the video; walks its packets only for what no header says."""
     stream = media.stream("video")
     seconds = length_of(media, stream) if duration else None
     width, height = (stream.codec_context.width, stream.codec_context.height) if frame_size else (None, None)
@@ -461,7 +461,7 @@ def video_metadata(
 
 
 def audio_metadata(media: Media, *, duration: bool = True, num_samples: bool = False) -> AVMetadata:
-    """Return what is asked for of the sound of an open file."""
+    """Return the requested metadata of the sound."""
     stream = media.stream("audio")
     context = stream.codec_context
     rate, channels = context.sample_rate, context.channels

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
 _LEAST_BUFFER, _MOST_BUFFER = 4 << 10, 32 << 10
-"""Bytes that are read at a time: about a thousandth of a file, since a seek wastes half of what it reads."""
+"""Bytes read at a time: about a thousandth of a file, since a seek wastes half of what it reads."""
 
 
 @edataclass
@@ -43,7 +43,7 @@ class AVData:
 
 
 def import_av() -> ModuleType:
-    """Return PyAV; raises ConfigurationError, naming the extra, where it is not installed."""
+    """Return PyAV; raises ConfigurationError, naming the extra, if it is not installed."""
     try:
         import av
     except ImportError as error:
@@ -57,11 +57,11 @@ class Media:
     """An open file.
 
     Attributes:
-        name: What the file is called in messages.
+        name: Name of the file in messages.
         container: PyAV's container.
         video: The first stream of moving pictures (no cover art), or None.
         audio: The first stream of sound, or None.
-        fresh: Whether the container stands at its beginning.
+        fresh: Whether the container is at its beginning.
     """
 
     __slots__ = ("audio", "container", "file", "fresh", "name", "video")
@@ -72,14 +72,14 @@ class Media:
         self.open()
 
     def open(self) -> None:
-        """Open the container, or open it once more, to read from its beginning. Raises DecodeError."""
+        """Open the container, or reopen it to read from the beginning. Raises DecodeError."""
         size = self.file.seek(0, io.SEEK_END)
         if not size:
             raise DecodeError(f"{self.name} is empty (0 bytes): copy it again, or leave the sample out")
         self.file.seek(0)
         buffer = min(max(size // 1000, _LEAST_BUFFER), _MOST_BUFFER)
         av = import_av()
-        # Titles of any encoding must not matter; from PyAV 19 on they do not.
+        # Titles in odd encodings must not break reading; since PyAV 19 they do not.
         options = {"metadata_errors": "ignore"} if int(av.__version__.partition(".")[0]) < 19 else {}
         with self.refusing("cannot be opened as video or sound"):
             self.container: Any = av.open(self.file, mode="r", buffer_size=buffer, **options)
@@ -96,7 +96,7 @@ class Media:
         self.fresh = True
 
     def rewind(self) -> None:
-        """Begin again, with a fresh container unless this one is: not every format can seek to its beginning."""
+        """Go back to the beginning, by reopening unless the container is fresh: not every format can seek there."""
         if not self.fresh:
             self.close()
             self.open()
@@ -120,7 +120,7 @@ class Media:
         return found
 
     def only(self, stream: Any) -> None:
-        """Read the packets of one stream from here on, and pass over those of the others."""
+        """Read the packets of one stream from here on, and skip those of the others."""
         self.fresh = False
         discard = import_av().stream.Discard
         for one in self.container.streams:
@@ -128,13 +128,13 @@ class Media:
 
     @contextlib.contextmanager
     def refusing(self, what: str) -> Iterator[None]:
-        """Turn PyAV's errors into DecodeError; those of storage pass."""
+        """Turn PyAV's errors into DecodeError; storage errors pass through."""
         try:
             yield
         except (EnergonError, GeneratorExit):
             raise
-        except Exception as error:  # codecs raise whatever they like
-            # Libav says so of sizes that a damaged header claims.
+        except Exception as error:  # codecs raise anything
+            # This is how libav reports absurd sizes in a damaged header.
             if isinstance(error, MemoryError) and not isinstance(error, import_av().FFmpegError):
                 raise
             raise DecodeError(
@@ -145,7 +145,7 @@ class Media:
 
 @contextlib.contextmanager
 def opened(file: BinaryIO, name: str) -> Iterator[Media]:
-    """Open a file for the time of the `with`. Raises DecodeError."""
+    """Open a file for the duration of the `with` block. Raises DecodeError."""
     media = Media(file, name)
     try:
         yield media
@@ -154,7 +154,7 @@ def opened(file: BinaryIO, name: str) -> Iterator[Media]:
 
 
 def length_of(media: Media, stream: Any) -> Fraction | None:
-    """Return the seconds of a stream, None where no header says them."""
+    """Return the duration of a stream in seconds, None if no header says it."""
     if stream.duration is not None and stream.time_base is not None:
         return Fraction(stream.duration * stream.time_base)
     tag = next((value for name, value in stream.metadata.items() if name.upper() == "DURATION"), None)
@@ -168,7 +168,7 @@ def length_of(media: Media, stream: Any) -> Fraction | None:
 
 
 def _seconds(text: str) -> Fraction | None:
-    """Return what Matroska's `00:00:04.040000000` says."""
+    """Parse Matroska's `00:00:04.040000000`."""
     try:
         hours, minutes, seconds = text.split(":")
         return 3600 * int(hours) + 60 * int(minutes) + Fraction(seconds)
@@ -183,7 +183,7 @@ def start_of(stream: Any) -> Fraction:
 
 def tensor_of(array: np.ndarray) -> torch.Tensor:
     """Return an array as a tensor over the same memory."""
-    import torch  # `energon prepare-media` looks into files without it
+    import torch  # `energon prepare-media` does without torch
 
     return torch.from_numpy(array)
 

@@ -1,12 +1,11 @@
-"""Walking through the packets of one video stream: which frames there are, and where decoding must begin for each.
+"""Walks the packets of one video stream: which frames exist, and where decoding must start for each.
 
 A frame is named by its presentation time (pts), in ticks of the stream. Packets come in decoding order; a packet's
 decoding time (dts) is never after its pts and never falls, so once a dts beyond a time has been seen, every frame shown
 up to that time is known. That is what makes seeking exact with B-frames and variable frame rates, without decoding.
 
-A container may land anywhere when it seeks; `Packets` looks at what comes, and goes back further where it does not
-reach far enough. Frames that are decoded before a key frame they do not belong to (leading pictures of an open GOP) are
-never trusted after a seek.
+A seek may land anywhere. `Packets` checks where it landed, and goes back further if that was not far enough. After a
+seek, frames that precede a key frame they do not belong to (leading pictures of an open GOP) are never trusted.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from energon_bridge.rng import IntArray
 
 _NEVER = -(1 << 62)
 _MOST_REORDERED = 20
-"""No codec shows a frame more packets late than this; for streams that have no decoding times."""
+"""The most packets by which any codec shows a frame late; for streams without decoding times."""
 
 
 class Packets:

@@ -46,7 +46,7 @@ def show_first_samples(shard: str, samples: Sequence[FirstSample]) -> None:
 
 
 def shorten(value: Any) -> Any:
-    """Cut long texts and lists of parsed JSON, so that its structure can be seen."""
+    """Shorten long strings and lists of parsed JSON, so that its structure is visible."""
     if isinstance(value, str):
         return value if len(value) <= _MAX_TEXT else value[:_MAX_TEXT] + "..."
     if isinstance(value, list):

@@ -1,8 +1,8 @@
 """`energon bench MIX`: how fast a dataset loads on this machine, stage by stage, and what limits it.
 
-Three kinds of runs over the same training stream, each for some seconds after a warm-up: reading alone (parts stay
-bytes), everything in this process, and everything with more and more workers. Stages are what the loader's own
-`metrics()` say of a run without workers; processor time is what the system says of all its processes.
+Three kinds of runs over the same training stream, each for some seconds after a warm-up: reading only (parts stay
+bytes), everything in this process, and everything with more and more workers. The time per stage comes from the
+loader's `metrics()` in a run without workers, processor time from the system, for all processes.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from energon_bridge.cli.output import format_bytes, print_json, print_table
 from energon_bridge.cli.run_options import encoder_of, open_mix, run_options
 
 _WARM_UP = 0.3
-"""Share of the seconds of a run that is not counted."""
+"""Share of each run that is warm-up and not counted."""
 _ENOUGH = 0.95
-"""Of the best rate: the fewest workers that reach it are recommended."""
+"""Share of the best rate that is enough: the fewest workers that reach it are recommended."""
 _BUSY = 0.8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rate:
-    """A run: rates by the clock, processor seconds by sample, and seconds of each stage by sample.
+    """One run: its rate, processor seconds per sample, and seconds per stage and sample.
 
-    `training_cpu` is the share of the clock for which the training process itself was busy.
+    `training_cpu` is the share of the time for which the training process itself was busy.
     """
 
     workers: int
@@ -51,7 +51,7 @@ class Rate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What all runs say; `load_average` is the machine's before them, `workers` the fewest that are enough."""
+    """The result of all runs; `load_average` is that of the machine before them, `workers` the fewest that suffice."""
 
     cores: int
     load_average: float
@@ -87,7 +87,7 @@ def command(mix: str, seconds: float, encoder: str | None, as_json: bool, **opti
 
 
 def bench(mix: str, options: dict[str, Any], *, seconds: float, encoder: Any = None) -> Found:
-    """Return the rates of a mix on this machine, and what limits them.
+    """Return how fast a mix loads on this machine, and what limits it.
 
     Raises:
         EnergonError: The mix cannot be loaded.
@@ -130,7 +130,7 @@ def _measure(mix: str, options: dict[str, Any], encoder: Any, seconds: float) ->
     with closing(get_savable_loader(dataset)) as loader:
         began = time.perf_counter()
         stream = iter(loader)
-        next(stream)  # whatever has to be opened and started
+        next(stream)  # opens files and starts workers
         while time.perf_counter() - began < _WARM_UP * seconds:
             next(stream)
         before, used, first = loader.metrics(), _cpu(), time.perf_counter()
@@ -159,7 +159,7 @@ def _measure(mix: str, options: dict[str, Any], encoder: Any, seconds: float) ->
 
 
 def _cpu() -> float:
-    """Return the processor seconds of this process and those that it started and that still run."""
+    """Return the processor seconds of this process and its running children."""
     import multiprocessing
 
     ticks = os.sysconf("SC_CLK_TCK")
@@ -179,7 +179,7 @@ def _cpu() -> float:
 
 
 def _stages(reading: Rate, alone: Rate) -> dict[str, float]:
-    """Return the seconds of a sample in each stage; images are decoded into the batch, so both are one stage."""
+    """Return the seconds per sample in each stage; images are decoded into the batch, so these two are one stage."""
     return {
         "reading": reading.load,
         "decoding and batching": max(0.0, alone.load + alone.batch - reading.load),
@@ -196,7 +196,7 @@ _CHEAPER = {
 
 
 def judge(reading: Rate, rates: list[Rate], chosen: Rate, cores: int) -> tuple[str, str]:
-    """Return what limits the best run, and which setting would help."""
+    """Return the bottleneck of the best run, and the settings that would help."""
     stages = _stages(reading, rates[0])
     stage = max(stages, key=lambda name: stages[name])
     busy = chosen.cpu_per_sample * chosen.samples_per_second / cores
@@ -224,7 +224,7 @@ def judge(reading: Rate, rates: list[Rate], chosen: Rate, cores: int) -> tuple[s
 
 
 def report(found: Found) -> Iterator[str]:
-    """Yield what one sample costs, stage by stage, in lines for people."""
+    """Yield lines that report the cost of a sample, stage by stage."""
     costs = ", ".join(f"{name} {1e6 * took:,.0f} us" for name, took in _stages(found.reading, found.rates[0]).items())
     yield f"Time for a sample, without workers: {costs}"
     reading = found.reading

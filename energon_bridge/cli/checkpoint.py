@@ -1,4 +1,4 @@
-"""`energon checkpoint show FILE…` and `energon checkpoint diff A B`: what saved states say. No dataset is opened."""
+"""`energon checkpoint show FILE…` and `energon checkpoint diff A B`: inspect saved states. No dataset is opened."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MAX_SHOWN = 16
 
 
 class _Group(SuggestingGroup):
-    """Lets `info` stand for `show`, as in megatron-energon."""
+    """Accepts `info` for `show`, as megatron-energon does."""
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         return super().get_command(ctx, "show" if cmd_name == "info" else cmd_name)
@@ -160,7 +160,7 @@ def diff(first: str, second: str, as_json: bool) -> None:
 
 
 def _over_long(rows: list[State]) -> list[str]:
-    """Return which counters of samples too long for a pack have something to show."""
+    """Return the counters of over-long samples that are not zero."""
     return [name for name in OVER_LONG if any(row[name] for row in rows)]
 
 

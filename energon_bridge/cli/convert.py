@@ -1,6 +1,6 @@
-"""`energon convert SOURCE OUT`: looks at the source, proposes how it becomes a dataset, and writes it.
+"""`energon convert SOURCE OUT`: inspects the source, proposes how to turn it into a dataset, and writes it.
 
-On a terminal each proposal is a question that Enter accepts; elsewhere proposals and flags are all there is.
+On a terminal each proposal is a question that Enter accepts; elsewhere the proposals and flags apply as they are.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def _size(text: str) -> int:
 
 
 def _layout(source: Source, sample_type: str | None, fields: tuple[str, ...], *, asking: bool) -> Layout:
-    """Return the proposal with what flags and answers change."""
+    """Return the proposal, changed by flags and answers."""
     proposed = source.propose()
     name = sample_type or proposed.sample_type
     if sample_type is None and asking:

@@ -77,5 +77,5 @@ def command(
 
 
 def _identity(problem: Problem) -> tuple[str, str | None, str]:
-    """Tell bad samples apart, so that one with two broken parts counts once."""
+    """Identify a bad sample, so that one with two broken parts counts once."""
     return problem.shard, problem.key, "" if problem.key is not None else problem.message

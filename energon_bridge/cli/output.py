@@ -1,4 +1,4 @@
-"""How commands print: tables that fold long paths, JSON, and numbers for people."""
+"""How commands print: tables that fold long paths, JSON, and readable numbers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def print_json(value: Any) -> None:
 
 
 def print_pairs(pairs: Iterable[tuple[str, str]]) -> None:
-    """Print names and values below each other."""
+    """Print names and values, one pair per line."""
     rows = list(pairs)
     width = max((len(name) for name, _ in rows), default=0) + 2
     for name, value in rows:
@@ -30,30 +30,30 @@ def print_pairs(pairs: Iterable[tuple[str, str]]) -> None:
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> None:
-    """Print a table whose first `left` columns are texts, which fold, and whose others are numbers."""
+    """Print a table: the first `left` columns are text, which folds, the others numbers."""
     table = Table()
     for number, column in enumerate(columns):
         is_text = number < left
         table.add_column(column, justify="left" if is_text else "right", overflow="fold", no_wrap=not is_text)
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))  # paths may hold what rich takes for markup
-    # Where nobody looks at a terminal, lines are as long as they need to be.
+    # Without a terminal, lines are as long as they need to be.
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else _WIDE
     Console(width=width, highlight=False).print(table)
 
 
 def number(value: int | None) -> str:
-    """Write a count with separators; a dash where there is none."""
+    """Format a count with separators; None is a dash."""
     return "-" if value is None else f"{value:,}"
 
 
 def count_of(value: int, noun: str) -> str:
-    """Write a count with its noun: `1 shard`, `1,000 shards`."""
+    """Format a count with its noun: `1 shard`, `1,000 shards`."""
     return f"{value:,} {noun}{'' if value == 1 else 's'}"
 
 
 def epochs(value: float | None) -> str:
-    """Write a number of epochs, with as many digits as it takes to tell an unfinished epoch from a whole one."""
+    """Format a number of epochs, with enough digits to tell an unfinished epoch from a whole one."""
     if value is None:
         return "-"
     for digits in (2, 3, 4, 6):
@@ -71,7 +71,7 @@ def leaf_name(row: dict[str, Any]) -> str:
 
 
 def format_bytes(count: int) -> str:
-    """Write a number of bytes with a binary unit."""
+    """Format a number of bytes with a binary unit."""
     size = float(count)
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if abs(size) < 1024:

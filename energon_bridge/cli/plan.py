@@ -31,7 +31,7 @@ def command(mix: str, steps: int, as_json: bool, **options: Any) -> None:
 
     Example:  energon plan mix.yaml --steps 10000 --batch-size 8 --world-size 64
     """
-    # They bring torch, which no help text needs.
+    # They import torch, which no help text needs.
     from energon_bridge.forecast.epochs import forecast
     from energon_bridge.forecast.run import run_of_mix
     from energon_bridge.mix import describe
@@ -93,7 +93,7 @@ def _facts(found: Forecast) -> Iterator[tuple[str, str]]:
 
 
 def _mixing(found: Forecast) -> Iterator[str]:
-    """Say how well the datasets are mixed, and which are not."""
+    """Report how well the datasets are mixed, and which are not."""
     if found.mixing is None:
         return
     yield (

@@ -1,4 +1,4 @@
-"""`energon prepare PATH`: from flags alone, or as an assistant that asks for what the flags leave open."""
+"""`energon prepare PATH`: by flags alone, or as an assistant that asks for what they leave open."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def _confirm_overwrite(store: Store, *, force: bool, non_interactive: bool) -> N
         read_info(store)
     except NotPreparedError:
         return
-    except MetadataError as error:  # a damaged preparation is one too, and preparing again is the remedy
+    except MetadataError as error:  # a damaged preparation counts too: preparing again repairs it
         click.echo(str(error))
     if force:
         return
@@ -238,7 +238,7 @@ def _dataset_yaml(
     *,
     non_interactive: bool,
 ) -> bytes | None:
-    """Return the content of the dataset.yaml to write; None leaves what there is."""
+    """Return the content of the dataset.yaml to write; None keeps the existing one."""
     fields = parse_field_map(field_map) if field_map is not None else None
     if sample_type is not None:
         cls = sample_type_by_name(sample_type)

@@ -41,7 +41,7 @@ def media_options(command: Command) -> Command:
 
 
 def media_filter(by_glob: str | None, by_header: bool, by_extension: bool) -> MediaFilter | None:
-    """Return the filter that the options say, None if there is none of them."""
+    """Return the filter that the options choose, None without any."""
     if (by_glob is not None) + by_header + by_extension > 1:
         raise ConfigurationError("the --media-metadata-by-… options exclude each other: give one of them.")
     if by_glob is not None:
@@ -52,7 +52,7 @@ def media_filter(by_glob: str | None, by_header: bool, by_extension: bool) -> Me
 
 
 def report_media(found: IndexedMedia) -> None:
-    """Say how many media files were looked into, and which could not be read."""
+    """Report how many media files were read, and which could not be."""
     click.echo(f"Done: stored metadata for {found.num_files:,} files.")
     if found.failed:
         shown = ", ".join(found.failed[:_SHOWN]) + (", ..." if len(found.failed) > _SHOWN else "")

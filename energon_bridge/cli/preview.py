@@ -54,7 +54,7 @@ class _Steps(click.ParamType):
 
 @dataclass(kw_only=True, slots=True)
 class _Shown:
-    """What is shown: samples of a source, batches, and what is said of them."""
+    """What to show: samples of a source, batches, and notes on them."""
 
     title: str
     source: SampleSource
@@ -130,7 +130,7 @@ def command(
 
 
 def _write(shown: _Shown, out: Path) -> str:
-    """Write pages, and say what is on them."""
+    """Write the pages; return a summary of what is on them."""
     from energon_bridge.preview.pages import write_pages
 
     count = write_pages(out, shown.source, shown.drawn, title=shown.title, notes=shown.notes, batches=shown.batches)
@@ -140,7 +140,7 @@ def _write(shown: _Shown, out: Path) -> str:
 
 @contextmanager
 def _opened(source: tuple[str, ...], pages: bool, samples: int | None, options: dict[str, Any]) -> Iterator[_Shown]:
-    """Give what the options ask for."""
+    """Yield what the options ask for."""
     alone = options["config"] is None and options["encoder"] is None
     for name in ("batches", "packing_buffer_size"):
         if alone and options[name] is not None:
@@ -254,7 +254,7 @@ def _print(shown: _Shown, columns: int | None) -> None:
 
     terminal = sys.stdout.isatty()
     width = shutil.get_terminal_size().columns if terminal else 200
-    # Where nobody looks at a terminal, pictures are named and not drawn.
+    # Without a terminal, pictures are named and not drawn.
     columns = min(40 if columns is None else columns, width - 4) if terminal else 0
     console = Console(width=width, highlight=False, soft_wrap=True)
     for note in shown.notes:

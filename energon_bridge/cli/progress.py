@@ -1,7 +1,4 @@
-"""A progress bar over shards, drawn from the main thread only.
-
-Without a thread of its own it does not stand in the way of forking worker processes.
-"""
+"""A progress bar over shards, drawn from the main thread only: forking workers is unsafe with more threads."""
 
 from __future__ import annotations
 
@@ -14,11 +11,11 @@ _INTERVAL = 0.1
 
 @contextmanager
 def shard_progress(title: str, *, enabled: bool) -> Iterator[Callable[[int, int], None]]:
-    """Show a bar while the block runs; yields `advance(done, total)`. Nothing is drawn where output is no terminal."""
+    """Show a bar while the block runs; yields `advance(done, total)`. Draws nothing without a terminal."""
     if not enabled:
         yield lambda done, total: None
         return
-    from rich.console import Console  # 60 ms that a script with --no-progress need not wait for
+    from rich.console import Console  # takes 60 ms, which a script with --no-progress need not wait for
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     console = Console(stderr=True)

@@ -72,7 +72,7 @@ def show(files: tuple[str, ...], limit: int, excludes: bool, as_json: bool) -> N
 
 
 def _read(files: Iterable[str]) -> list[QuarantinedSample]:
-    """Return the failures of several files, each once."""
+    """Return the failures of several files, without duplicates."""
     found = {(one.dataset, one.index, one.hook): one for file in files for one in read_quarantine(file)}
     return sorted(found.values(), key=lambda one: (one.dataset, one.index, one.hook))
 

@@ -1,4 +1,4 @@
-"""The options that commands on runs share: what a run reads, and on how many ranks; and how they open it."""
+"""Options shared by the commands on runs: what a run reads, on how many ranks, and how to open it."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ _OPTIONS = (
 
 
 def run_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options to a command; what `open_mix` takes comes as keywords of their names."""
+    """Add the options to a command, which gets them as the keyword arguments of `open_mix`."""
     for option in reversed(_OPTIONS):
         function = option(function)
     return function
@@ -72,12 +72,12 @@ def run_options(function: Callable[..., Any]) -> Callable[..., Any]:
 def open_mix(
     path: str, options: dict[str, Any], *, task_encoder: Any = None, packing_buffer_size: int | None = None
 ) -> DatasetSpec:
-    """Return the dataset for training on a mix, as the options say; without a task encoder, with the default one.
+    """Return the training dataset of a mix and the options; without a task encoder, with the default one.
 
     Raises:
-        ConfigurationError: An option is missing, or two do not fit together.
+        ConfigurationError: An option is missing, or two contradict each other.
     """
-    from energon_bridge.datasets import get_train_dataset  # brings torch, which no help text needs
+    from energon_bridge.datasets import get_train_dataset  # imports torch, which no help text needs
     from energon_bridge.topology import WorkerConfig
 
     batch_size, global_batch, ranks = options["batch_size"], options["global_batch_size"], options["world_size"] or 1
@@ -118,13 +118,13 @@ def open_mix(
 
 
 def is_mix(source: Sequence[str]) -> bool:
-    """Whether an argument names a mix; states are files of any other name."""
+    """Whether an argument names a mix; files with other names are states."""
     path = source[0]
     return len(source) == 1 and (path.endswith(_MIX_SUFFIXES) or "://" in path or Path(path).is_dir())
 
 
 def state_of(files: Sequence[str], world_size: int | None) -> tuple[State, int]:
-    """Return the state in some files, those of its ranks, and how many ranks there are: the given number, or theirs."""
+    """Return the state stored in the files of a run's ranks, and the number of ranks: the given one, or theirs."""
     from energon_bridge.loader.document import merge
     from energon_bridge.loader.state_files import read_states
     from energon_bridge.loader.summary import rank_of
@@ -135,11 +135,11 @@ def state_of(files: Sequence[str], world_size: int | None) -> tuple[State, int]:
 
 
 def open_run(source: Sequence[str], options: dict[str, Any], *, by_step: bool = True) -> tuple[Run, list[str]]:
-    """Return the run that a mix and the options, or saved states, describe, and what is to be said of it.
+    """Return the run that a mix with options, or saved states, describe, and notes on it.
 
-    `by_step`: it is asked about steps, for which the number of ranks matters.
+    `by_step`: the caller asks about steps, for which the number of ranks matters.
     """
-    from energon_bridge.forecast.run import run_of_mix, run_of_state  # bring torch, which no help text needs
+    from energon_bridge.forecast.run import run_of_mix, run_of_state  # import torch, which no help text needs
 
     if is_mix(source):
         return run_of_mix(open_mix(source[0], options)), []

@@ -1,4 +1,4 @@
-"""`energon which STATE_OR_MIX --step S`: the names of the samples of steps, by arithmetic. Reads no data."""
+"""`energon which STATE_OR_MIX --step S`: names the samples of steps, by arithmetic; reads no data."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from energon_bridge.forecast.samples import NamedMicrobatch
 
 _AT_A_TIME = 10_000
-"""Rows of a file that are written together."""
+"""Rows written to a file at once."""
 
 
 @click.command("which")
@@ -97,7 +97,7 @@ def command(
     if out is not None and microbatch is None:
         lanes, ranks = run.num_lanes, run.config.dp_size
         ends = [first_microbatch(number, num_lanes=lanes, world_size=ranks) for number in (steps[0], steps[-1])]
-    # What lies before a state and what lies behind it rests on different things.
+    # Answers before and after a state rest on different assumptions.
     notes[:0] = dict.fromkeys(assumption(run, m) for m in ((min(ends), max(ends)) if ends else (microbatch or 0,)))
     microbatches = [({"step": number} if until is not None else {}) | _plain(one, row) for number, one in found]
     if as_json and out is None:
@@ -110,7 +110,7 @@ def command(
 
 
 def _flat(microbatch: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Give a row of a file for each sample of a microbatch."""
+    """Yield a row for each sample of a microbatch."""
     of_all = {name: microbatch.get(name) for name in ("rank", "microbatch", "lane")}
     for sample in microbatch["samples"]:
         key = ":".join(map(str, sample["restore_key"]))
@@ -119,7 +119,7 @@ def _flat(microbatch: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _write(out: Path, rows: Iterator[dict[str, Any]]) -> int:
-    """Write rows to a file, which appears whole or not at all; returns how many there are."""
+    """Write rows to a file, atomically; return how many there are."""
     partial = out.with_name(f".{out.name}.partial")
     count = 0
     try:
@@ -135,7 +135,7 @@ def _write(out: Path, rows: Iterator[dict[str, Any]]) -> int:
 
 @contextmanager
 def _writer(path: Path, kind: str) -> Iterator[Any]:
-    """Give what writes some rows to a JSON list, a line each, or to a parquet file."""
+    """Yield a function that appends rows: to a JSON list, one per line, or to a parquet file."""
     if kind == ".json":
         with path.open("w", encoding="utf-8") as file:
             begin = "[\n"

@@ -1,10 +1,10 @@
-"""`megatron.energon` by energon_bridge: code that was written for megatron-energon runs as it is.
+"""`megatron.energon` served by energon_bridge: code written for megatron-energon runs unchanged.
 
-`install()` puts an import hook in place (`finder`); from then on `import megatron.energon` and its modules give the
-objects of this package (`table` says for each name which), small adapters where arguments differ (`loading`, `worker`,
-`preparing`, `records`, `epath`), or names that refuse to be used and say what takes their place (`refused`).
-`python -m energon_bridge.compat SCRIPT` does it for a program that is not to be touched. The list is
-docs/reference/compat.md.
+`install()` adds an import hook (`finder`). From then on, `import megatron.energon` and its modules return the objects
+of this package (`table` maps the names), small adapters if arguments differ (`loading`, `worker`, `preparing`,
+`records`, `epath`), or names that raise when used and say what to use instead (`refused`). `python -m
+energon_bridge.compat SCRIPT` does the same for a program that you do not want to change. docs/reference/compat.md lists all
+names.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ logger = logging.getLogger(__name__)
 
 
 def install(*, trust_remote_code: bool = False) -> None:
-    """Let `import megatron.energon` give the objects of energon_bridge, in this process and those forked from it.
+    """Make `import megatron.energon` return the objects of energon_bridge, in this process and its forks.
 
     Call it before anything imports `megatron.energon`; a second call only changes `trust_remote_code`. Other parts of
-    the namespace package, such as `megatron.core`, are found as before. An installed megatron-energon is passed over,
-    which the log says.
+    the namespace package, such as `megatron.core`, are found as before. An installed megatron-energon is ignored, with
+    a warning.
 
     Args:
-        trust_remote_code: Let `sample_loader.py`, part filters and classes that datasets name run, as megatron-energon
-            always does, where the code does not say `trust_remote_code=` itself.
+        trust_remote_code: Run `sample_loader.py`, part filters and classes that datasets name, as megatron-energon
+            always does, unless the code passes `trust_remote_code=` itself.
 
     Raises:
-        ConfigurationError: The real megatron-energon is imported already.
+        ConfigurationError: The real megatron-energon has already been imported.
     """
     finder = installed()
     if finder is not None:

@@ -1,4 +1,4 @@
-"""`EPath`: a path or URL as megatron-energon's scripts use it, by fsspec.
+"""`EPath`: megatron-energon's class for paths and URLs, on fsspec.
 
 Local paths are absolute and without `..`; URLs keep their protocol (`s3://bucket/key`, `msc://profile/bucket/key`).
 `dss://NAME@VERSION/path` keeps its name, and its files lie in `$NVDATASET_CACHE_DIR/NAME/VERSION`. Methods raise what
@@ -30,11 +30,11 @@ _LOCAL_PROFILES = (DEFAULT_PROFILE_NAME, "default")
 
 @dataclass(frozen=True, slots=True)
 class FileStat:
-    """What a storage says of a file.
+    """Metadata of a file.
 
     Attributes:
-        content_length: Bytes.
-        last_modified: When it was written.
+        content_length: Size in bytes.
+        last_modified: Time of the last change.
     """
 
     content_length: int
@@ -57,7 +57,7 @@ class EPath(os.PathLike[str]):
             self._protocol, self._path = "", posixpath.normpath(os.path.abspath(rest if separator else text))
             return
         if protocol == "dss":
-            resolve_path(text, base="/", where="EPath")  # refuses what has no version, and a machine without the folder
+            resolve_path(text, base="/", where="EPath")  # raises without a version, or without the folder
             self._protocol, self._path = protocol, posixpath.normpath(rest)
             return
         if protocol == "rclone":
@@ -76,7 +76,7 @@ class EPath(os.PathLike[str]):
 
     @property
     def _here(self) -> str:
-        """The path as its file system takes it."""
+        """The path in the form its file system expects."""
         return resolve_path(self.url, base="/", where="EPath") if self._is_dss else self._path
 
     def _fs(self) -> Any:
@@ -88,12 +88,12 @@ class EPath(os.PathLike[str]):
 
     @property
     def name(self) -> str:
-        """The last part."""
+        """The last component."""
         return posixpath.basename(self._path)
 
     @property
     def parent(self) -> Self:
-        """The folder it is in."""
+        """The parent folder."""
         return self._other(posixpath.dirname(self._path) or self._path)
 
     @property
@@ -107,25 +107,25 @@ class EPath(os.PathLike[str]):
         return self.url
 
     def is_local(self) -> bool:
-        """Whether it is a path of this machine."""
+        """Whether it is a local path."""
         return not self._protocol or self._is_dss
 
     def local_path(self) -> Path:
-        """Return the path of this machine; raises ConfigurationError for a URL."""
+        """Return the local path; raises ConfigurationError for a URL."""
         if not self.is_local():
             raise ConfigurationError(f"{self.url}: not a path of this machine")
         return Path(self._here)
 
     def is_dir(self) -> bool:
-        """Whether there is a folder."""
+        """Whether it is an existing folder."""
         return bool(self._fs().isdir(self._here))
 
     def is_file(self) -> bool:
-        """Whether there is a file."""
+        """Whether it is an existing file."""
         return bool(self._fs().isfile(self._here))
 
     def mkdir(self, exist_ok: bool = True, parents: bool = False) -> None:
-        """Make the folder, where the storage has folders."""
+        """Create the folder, if the storage has folders."""
         if not exist_ok and self.is_dir():
             raise FileExistsError(self.url)
         if parents or not self.is_dir():
@@ -168,7 +168,7 @@ class EPath(os.PathLike[str]):
         self._fs().rm_file(self._here)
 
     def size(self) -> int:
-        """Return the bytes of the file."""
+        """Return the size of the file in bytes."""
         return int(self._fs().size(self._here))
 
     def stat(self) -> FileStat:
@@ -180,7 +180,7 @@ class EPath(os.PathLike[str]):
         return FileStat(int(found["size"]), written)
 
     def walk(self) -> Iterator[Self]:
-        """Yield all files below the folder, sorted; links to folders of this machine are followed."""
+        """Yield all files below the folder, sorted; local links to folders are followed."""
         if self.is_local():
             here = self._here
             found = [os.path.join(at, file) for at, _, files in os.walk(here, followlinks=True) for file in files]
@@ -199,7 +199,7 @@ class EPath(os.PathLike[str]):
             yield self._other(path)
 
     def _below(self, found: Iterable[str]) -> Iterator[Self]:
-        """Yield files of this machine that lie below this folder."""
+        """Yield local files below this folder."""
         here = self._here
         for path in sorted(found):
             yield self / os.path.relpath(path, here)
@@ -240,4 +240,4 @@ class EPath(os.PathLike[str]):
 
 
 NVDATASET_CACHE_DIR = EPath(os.environ["NVDATASET_CACHE_DIR"]) if os.environ.get("NVDATASET_CACHE_DIR") else None
-"""The folder of `dss://` when this was imported; paths look at the variable of the environment each time."""
+"""The folder of `dss://` at import time; paths read the environment variable each time."""

@@ -1,7 +1,7 @@
-"""Datasets of a program's own making: `get_dataset_from_config`, `load_dataset`, `traverse_metadataset`.
+"""Datasets that a program builds itself: `get_dataset_from_config`, `load_dataset`, `traverse_metadataset`.
 
-megatron-energon gives a program the datasets of a mix one by one, each with its weight; here each of them is what a
-loader takes when it is built. A mix can be read this way and taken apart, but not put together again by wrappers.
+megatron-energon returns the datasets of a mix one by one, each with its weight; so do these functions, and `build()` of
+each returns what a loader takes. You can take a mix apart this way, but not put it together again with wrappers.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class OpenedDataset(BaseCoreDatasetFactory):
         return self._dataset.num_samples
 
     def build(self, worker_rotation_offset: int = 0) -> DatasetSpec:
-        """Return what a loader takes; the offset balances workers, and has no effect here."""
+        """Return what a loader takes; the offset, which balances workers there, has no effect here."""
         return self._dataset
 
 
@@ -82,7 +82,7 @@ def get_dataset_from_config(
 
 
 def get_val_datasets(path: Any, **kwargs: Any) -> list[tuple[DatasetSpec, OpenedDataset]]:
-    """Open the datasets of a mix for validation one by one, each with what it is made of: its paths and subflavors."""
+    """Open the datasets of a mix for validation one by one, each with its paths and subflavors."""
     found = []
     for dataset, _ in loading.get_val_datasets(path, **kwargs):
         encoder = loading.with_decoder(None, dataset.task_encoder.decoder)
@@ -111,7 +111,7 @@ def _open(function: str, path: Any, settings: dict[str, Any], kwargs: dict[str, 
 
 
 class DatasetBlendMode(Enum):
-    """What the numbers beside the datasets of a mix mean."""
+    """The meaning of the numbers in a mix."""
 
     NONE = "none"
     DATASET_WEIGHT = "dataset_weight"
@@ -123,7 +123,7 @@ _MODES = {"weights": DatasetBlendMode.DATASET_WEIGHT, "repetitions": DatasetBlen
 
 @dataclass
 class LoadedDataset:
-    """One dataset of a mix, with its effective weight, or how often an epoch has its samples; `aux` has its stores."""
+    """One dataset of a mix, with its effective weight or its repetitions per epoch, and its auxiliary stores."""
 
     dataset: OpenedDataset
     weight: float | int | None = None
@@ -141,7 +141,7 @@ class LoadedDatasetList:
 
 @dataclass
 class TraversedDatasetReference:
-    """What a mix says of one of its datasets: nothing of it is opened, and it need not be there."""
+    """What a mix says about one of its datasets, which is not opened and need not exist."""
 
     path: EPath
     split_part: str
@@ -150,7 +150,7 @@ class TraversedDatasetReference:
 
 
 class DatasetLoaderInterface:
-    """A dataset or a mix, of which `get_datasets` gives the datasets; `load_dataset` makes it."""
+    """A dataset or a mix, made by `load_dataset`; `get_datasets` returns its datasets."""
 
     def __init__(self, source: Any) -> None:
         self._source = source
@@ -258,11 +258,11 @@ class MetadatasetV2(Metadataset):
 
 
 def load_dataset(path: Any, **kwargs: Any) -> DatasetLoaderInterface:
-    """Return a dataset or a mix, of which `get_datasets` gives the datasets; nothing is opened yet.
+    """Return a dataset or a mix; its `get_datasets` opens and returns the datasets.
 
     Args:
         path: A folder, a JSONL file, the YAML file of a mix, or the same as a dict.
-        kwargs: Of a dataset, the arguments of `DatasetLoader`.
+        kwargs: For a dataset, the arguments of `DatasetLoader`.
 
     Raises:
         DatasetNotFoundError, NotPreparedError, MetadataError: There is none.
@@ -281,10 +281,10 @@ def _metadataset(name: Any) -> type[Metadataset]:
 
 
 def traverse_metadataset(path: Any, *, split_part: str) -> list[TraversedDatasetReference]:
-    """Return what a mix says of its datasets, in order, those of nested mixes in their place.
+    """Return what a mix says about its datasets, in order, with nested mixes expanded in place.
 
     Raises:
-        ConfigurationError: The path is no mix.
+        ConfigurationError: The path is not a mix.
         NotImplementedError: The mix has a join.
     """
     source = EPath(path).url

@@ -1,8 +1,8 @@
-"""The import hook: `megatron.energon` and its modules, made of the names of `surface` with what `table` says of each.
+"""The import hook: builds `megatron.energon` and its modules from the names in `surface`, resolved by `table`.
 
-Invariants: only `megatron.energon` and what is below it is answered; every other part of the namespace package
-`megatron` (megatron-core) is found as before, also when it is installed later. No name is looked up before it is used,
-so that importing `megatron.energon` imports no more than importing `energon_bridge` does.
+Invariants: the hook handles only `megatron.energon` and its submodules; every other part of the namespace package
+`megatron` (megatron-core) is found as before, even if it is installed later. Names are resolved on first use, so
+importing `megatron.energon` imports no more than `energon_bridge`.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ NAMESPACE = PACKAGE.partition(".")[0]
 
 
 class Finder(MetaPathFinder):
-    """Answers imports of `megatron.energon`; stands in front of all other finders.
+    """Handles imports of `megatron.energon`; comes before all other finders.
 
     Attributes:
-        trust_remote_code: Whether code that datasets bring may run where nobody says otherwise.
+        trust_remote_code: Whether code that comes with datasets may run, unless the caller says otherwise.
     """
 
     def __init__(self, *, trust_remote_code: bool) -> None:
@@ -45,7 +45,7 @@ class Finder(MetaPathFinder):
 
 
 class NamespaceFinder(MetaPathFinder):
-    """Answers `import megatron` where no installed package has a part of it; stands behind all other finders."""
+    """Handles `import megatron` if no installed package provides a part of it; comes after all other finders."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -59,7 +59,7 @@ class NamespaceFinder(MetaPathFinder):
 
 
 class _Portions:
-    """The folders of the namespace package as they are now: other parts of it may come to `sys.path` later."""
+    """The current folders of the namespace package: others may be added to `sys.path` later."""
 
     def __iter__(self) -> Iterator[str]:
         found = PathFinder.find_spec(NAMESPACE)
@@ -67,13 +67,13 @@ class _Portions:
 
 
 class _Maker(Loader):
-    """Fills a module with the names of megatron-energon's, looked up on first use."""
+    """Gives a module the names of its counterpart in megatron-energon, resolved on first use."""
 
     def __init__(self, modules: dict[str, tuple[str, ...]]) -> None:
         self._modules = modules
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """Leave making the module to the import system."""
+        """Leave creating the module to the import system."""
         return None
 
     def exec_module(self, module: ModuleType) -> None:
@@ -82,7 +82,7 @@ class _Maker(Loader):
         assert name is not None
         public = set(self._modules[name])
         known = set(public)
-        if not name:  # names that are only ours are found as well, for code that uses both
+        if not name:  # our own names are found as well, for code that uses both
             known |= table.OURS
         below = f"{name}." if name else ""
         elsewhere = {entry: other for other, entries in reversed(self._modules.items()) for entry in entries}
@@ -98,7 +98,7 @@ class _Maker(Loader):
                 value = table.resolve(attribute, name)
             elif attribute in children:
                 value = import_module(f"{module.__name__}.{attribute}")
-            elif attribute in elsewhere:  # modules have what they import from each other as well
+            elif attribute in elsewhere:  # modules also have the names that they import from each other
                 value = table.resolve(attribute, elsewhere[attribute])
             elif attribute.removesuffix("_command") in commands:
                 value = table.resolve("command", commands[attribute.removesuffix("_command")])
@@ -117,19 +117,19 @@ _HINT = f"megatron-energon {VERSION} has no public name like that either"
 
 
 def module_of(fullname: str) -> str | None:
-    """Return the name of a module relative to `megatron.energon`; None for a module that is not below it."""
+    """Return the name of a module relative to `megatron.energon`; None for other modules."""
     if fullname == PACKAGE:
         return ""
     return fullname.removeprefix(f"{PACKAGE}.") if fullname.startswith(f"{PACKAGE}.") else None
 
 
 def installed() -> Finder | None:
-    """Return the finder that `install` put in place, None if there is none."""
+    """Return the finder that `install` added, None without one."""
     return next((finder for finder in sys.meta_path if isinstance(finder, Finder)), None)
 
 
 def trusted() -> bool:
-    """Whether `install` was told that the code which datasets bring may run."""
+    """Whether `install` allowed code that comes with datasets."""
     finder = installed()
     return finder is not None and finder.trust_remote_code
 

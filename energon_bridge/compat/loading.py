@@ -1,6 +1,6 @@
-"""The builders and loaders as code for megatron-energon calls them: its arguments become ours.
+"""The builders and loaders with megatron-energon's arguments, translated to ours.
 
-What cannot be meant here is refused, what has no effect is said once in the log. The order of samples is ours.
+Arguments without an equivalent raise an error; those without effect are logged once. The order of samples is ours.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ _DECODER_ARGUMENTS = ("image_decode", "av_decode", "video_decode_audio")
 
 
 def get_train_dataset(path: Any, **kwargs: Any) -> DatasetSpec:
-    """Open a dataset for training, as `energon_bridge.get_train_dataset` with megatron-energon's arguments."""
+    """Open a dataset for training: `energon_bridge.get_train_dataset` with megatron-energon's arguments."""
     said = _said_of_samples(kwargs)
     return _as_energon(datasets.get_train_dataset(_source(path), **_translated(kwargs)), **said)
 
 
 def get_val_dataset(path: Any, **kwargs: Any) -> DatasetSpec:
-    """Open a dataset for validation, as `energon_bridge.get_val_dataset` with megatron-energon's arguments."""
+    """Open a dataset for validation: `energon_bridge.get_val_dataset` with megatron-energon's arguments."""
     said = _said_of_samples(kwargs)
     return _as_energon(datasets.get_val_dataset(_source(path), **_validation(kwargs)), **said)
 
@@ -60,17 +60,17 @@ def get_val_datasets(path: Any, **kwargs: Any) -> list[tuple[DatasetSpec, OpenLe
 
 
 def _said_of_samples(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Take what is said of the samples of a dataset out of keyword arguments."""
+    """Take the arguments that describe the samples out of the keyword arguments."""
     return {name: kwargs.pop(name, None) for name in ("sample_type", "subflavors")}
 
 
 def _as_energon(dataset: DatasetSpec, sample_type: type | None, subflavors: Mapping[str, Any] | None) -> DatasetSpec:
-    """Return a dataset whose validation, numbers and ends are those of megatron-energon.
+    """Return a dataset that validates, counts and ends as in megatron-energon.
 
     Args:
-        dataset: From a builder of ours.
-        sample_type: What all samples must be; None: anything.
-        subflavors: To be added to those of each sample.
+        dataset: From one of our builders.
+        sample_type: Required type of all samples; None: any.
+        subflavors: Added to those of each sample.
     """
     leaves = dataset.leaves
     for leaf in leaves:
@@ -87,7 +87,7 @@ def _as_energon(dataset: DatasetSpec, sample_type: type | None, subflavors: Mapp
 
 
 def _named_by_epath(dataset: Any) -> Any:
-    """Return a dataset whose samples name it by an EPath as their source; JSONL files are named by text there, too."""
+    """Return a dataset whose samples name it by an EPath as their source; JSONL files keep a string, as there."""
     if isinstance(dataset, JoinedDataset):
         parts = (dataclasses.replace(part, dataset=_named_by_epath(part.dataset)) for part in dataset.parts)
         return dataclasses.replace(dataset, parts=tuple(parts))
@@ -119,17 +119,17 @@ def _flavored(dataset: Any, subflavors: Mapping[str, Any]) -> Any:
 
 
 def _source(path: Any) -> Any:
-    """Return a path of a class of its own (`EPath`, with `url`) as text; anything else as it is."""
+    """Return a path object (`EPath`, for example) as a string; anything else unchanged."""
     return os.fspath(path) if isinstance(path, os.PathLike) else path
 
 
 def _validation(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    # Read and used in training only; megatron-energon takes it everywhere.
+    # Used in training only; megatron-energon accepts it everywhere.
     return _translated({name: value for name, value in kwargs.items() if name != "parallel_shard_iters"})
 
 
 def _translated(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return keyword arguments of ours for those of megatron-energon's builders."""
+    """Translate the keyword arguments of megatron-energon's builders to ours."""
     ours = dict(kwargs)
     encoder = ours.get("task_encoder")
     _refuse_pipeline_hooks(encoder)
@@ -140,7 +140,7 @@ def _translated(kwargs: Mapping[str, Any]) -> dict[str, Any]:
         ours["task_encoder"] = with_decoder(encoder, None)
     elif decoder:
         ours["task_encoder"] = with_decoder(encoder, av.SampleDecoder(**decoder))
-    # There pickles are read: here those of plain values are, and any other is refused by name. Sound has its own type.
+    # megatron-energon reads any pickle; here only those of plain values are read. Sound has its own type.
     encoder = ours.get("task_encoder")
     read = DefaultTaskEncoder.decoder if encoder is None else getattr(encoder, "decoder", None)
     if type(read) is SampleDecoder:
@@ -155,7 +155,7 @@ def _translated(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 def with_decoder(encoder: Any, decoder: Any) -> Any:
     """Return a copy of an encoder with another decoder; without one, the default encoder with it."""
-    encoder = DefaultTaskEncoder() if encoder is None else copy.copy(encoder)  # the caller's stays as it is
+    encoder = DefaultTaskEncoder() if encoder is None else copy.copy(encoder)  # do not change the caller's
     encoder.decoder = decoder
     return encoder
 

@@ -25,7 +25,7 @@ Patterns = Sequence[tuple[str, str]]
 
 
 class MediaFilterStrategy(StrEnum):
-    """How media files are known."""
+    """How media files are recognised."""
 
     GLOB = "GLOB"
     HEADER = "HEADER"
@@ -34,14 +34,14 @@ class MediaFilterStrategy(StrEnum):
 
 @dataclass(kw_only=True)
 class MediaFilterConfig:
-    """Which files are media."""
+    """Selects the media files."""
 
     strategy: MediaFilterStrategy
     patterns: list[str] = field(default_factory=list)
 
     @classmethod
     def parse(cls, glob: str | None, header: bool, extension: bool) -> Self:
-        """Return the one filter that is asked for; raises ConfigurationError for none or several."""
+        """Return the requested filter; raises ConfigurationError for none or several."""
         asked = {"GLOB": bool(glob), "HEADER": header, "EXTENSION": extension}
         names = [name for name, wanted in asked.items() if wanted]
         if len(names) != 1:
@@ -49,7 +49,7 @@ class MediaFilterConfig:
         return cls(strategy=MediaFilterStrategy(names[0]), patterns=(glob or "").split(",") if glob else [])
 
     def ours(self) -> MediaFilter:
-        """Return the filter of energon_bridge."""
+        """Return the equivalent filter of energon_bridge."""
         patterns = ",".join(self.patterns) or None
         return MediaFilter(strategy=self.strategy.value, patterns=patterns)
 

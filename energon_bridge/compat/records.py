@@ -1,4 +1,4 @@
-"""Small things of megatron-energon that have no class of their own here: mixins, marks of hooks, fork hooks."""
+"""Small helpers of megatron-energon without a counterpart here: mixins, hook markers, fork hooks."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ SYSTEM_EXCEPTIONS = (
 
 
 class PinMemoryMixin:
-    """Gives a dataclass `pin_memory`, for batch types of one's own."""
+    """Adds `pin_memory` to a dataclass, for custom batch types."""
 
     def pin_memory(self) -> Self:
-        """Return a copy whose tensors, at any depth, lie in pinned host memory."""
+        """Return a copy whose tensors, at any depth, are in pinned host memory."""
         values = {entry.name: pin_value(getattr(self, entry.name)) for entry in fields(self) if entry.init}  # type: ignore[arg-type]
         return type(self)(**values)
 
 
 class ExtendableDataclassMixin:
-    """Gives a dataclass `extend`."""
+    """Adds `extend` to a dataclass."""
 
     @classmethod
     def extend(cls, src: Any, **kwargs: Any) -> Self:
-        """Make an object of this class from one of a base class: all its fields, and `kwargs` for the new ones."""
+        """Make an object of this class from one of a base class: copies its fields, and sets new ones from `kwargs`."""
         if not issubclass(cls, type(src)):
             raise ConfigurationError(f"{cls.__name__}.extend: {type(src).__name__} is no base class of it")
         return cls(**{entry.name: getattr(src, entry.name) for entry in fields(src) if entry.init} | kwargs)
 
 
 class MockLazy(Lazy):
-    """A lazy whose value a function makes, for tests of encoders."""
+    """A lazy that gets its value from a function, for testing encoders."""
 
     def __init__(self, fname: str, get_fn: Callable[[str], Any]) -> None:
         self.fname = fname
@@ -59,7 +59,7 @@ class MockLazy(Lazy):
 
 
 def get_source_info(sample: Any) -> list[SourceInfo] | None:
-    """Return where the parts of a sample came from, None if it does not say."""
+    """Return the sources of a sample's parts, None if it has none."""
     sources = sample.get("__sources__") if isinstance(sample, Mapping) else getattr(sample, "__sources__", None)
     return None if sources is None else list(sources)
 
@@ -70,7 +70,7 @@ def get_stateless(fn: Callable[..., Any]) -> bool:
 
 
 def get_failure_tolerance(fn: Callable[..., Any], default_failure_tolerance: int | None = None) -> int | None:
-    """Return the failure tolerance that a hook is marked with."""
+    """Return the failure tolerance set on a hook."""
     tolerance: int | None = getattr(fn, "__failure_tolerance__", default_failure_tolerance)
     return tolerance
 
@@ -89,10 +89,10 @@ Hook = Callable[[], None]
 
 
 def _held(hook: Hook, make_persistent: bool) -> Hook:
-    """Return a function that calls a hook as long as somebody else holds it (or always, if it is to persist)."""
+    """Return a function that calls a hook while something else references it (or always, if persistent)."""
     if make_persistent:
         return hook
-    # A bound method is a new object each time it is looked up: what counts is the object it is bound to.
+    # Each lookup of a bound method makes a new object: the lifetime of its instance counts.
     bound = getattr(hook, "__self__", None) is not None
     reference = weakref.WeakMethod(hook) if bound else weakref.ref(hook)
 
@@ -105,7 +105,7 @@ def _held(hook: Hook, make_persistent: bool) -> Hook:
 
 
 def before_fork_hook(callable: Hook, make_persistent: bool = False) -> None:  # noqa: A002 - the name users pass it by
-    """Call a function before each fork, as long as it lives."""
+    """Call a function before each fork, as long as it is referenced."""
     os.register_at_fork(before=_held(callable, make_persistent))
 
 

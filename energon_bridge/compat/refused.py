@@ -1,8 +1,8 @@
-"""Names of megatron-energon that nothing stands behind here: they can be imported, and say so when they are used.
+"""Names of megatron-energon without a counterpart: they can be imported, and raise an error when used.
 
-A class may be named in annotations, given type arguments, asked `isinstance` and derived from, all of which modules do
-when they are imported; making an object of it, or using anything of it, raises NotProvidedError with what takes its
-place. States of megatron-energon's loaders unpickle to empty objects, which a loader refuses by name.
+Modules may use such a class on import: in annotations, with type arguments, in `isinstance` and as a base. Creating an
+object, or using an attribute, raises NotProvidedError, which says what to use instead. States of megatron-energon's
+loaders unpickle to empty objects, which a loader rejects with an error that names them.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ PACKAGE = "megatron.energon"
 
 
 def not_provided(name: str, advice: str) -> NotProvidedError:
-    """Build the error for the use of a name; `advice` says what takes its place."""
+    """Build the error for the use of a name; `advice` says what to use instead."""
     return NotProvidedError(f"{name} of megatron-energon has no counterpart in energon_bridge: {advice}.")
 
 
 class NoSuchPart(NotProvidedError, AttributeError):  # noqa: N818 - never caught by this name
-    """An inner part of megatron-energon is asked for, which `hasattr` may do."""
+    """An internal attribute of megatron-energon was accessed, perhaps by `hasattr`."""
 
 
 class Refusing(type):
@@ -35,7 +35,7 @@ class Refusing(type):
 
     def __getattr__(cls, name: str) -> NoReturn:
         refusal = not_provided(f"{cls.__named__}.{name}", cls.__advice__)
-        if name.startswith("__"):  # what typing, inspect and others look for
+        if name.startswith("__"):  # typing, inspect and others look for these
             raise AttributeError(str(refusal))
         raise NoSuchPart(str(refusal)) if name.startswith("_") else refusal
 
@@ -44,13 +44,13 @@ class Refusing(type):
 
 
 def refused_class(name: str, advice: str, **attributes: Any) -> type:
-    """Return a class that refuses to be used; `attributes` are those that it has nevertheless."""
+    """Return a class that raises when used, except for the given `attributes`."""
     namespace = {"__module__": PACKAGE, "__qualname__": name, "__named__": name, "__advice__": advice, **attributes}
     return Refusing(name, (), namespace)
 
 
 def refused_function(name: str, advice: str) -> Callable[..., NoReturn]:
-    """Return a function that refuses to be called."""
+    """Return a function that raises when called."""
 
     def refused(*args: Any, **kwargs: Any) -> NoReturn:
         raise not_provided(name, advice)
@@ -62,8 +62,8 @@ def refused_function(name: str, advice: str) -> Callable[..., NoReturn]:
 
 
 def refused_command(name: str, advice: str) -> Any:
-    """Return a click command that refuses to be run, alone or in a group, whatever its arguments are."""
-    import click  # importing `megatron.energon` does without it
+    """Return a click command that raises when run, alone or in a group, whatever its arguments."""
+    import click  # importing `megatron.energon` does not need it
 
     class Refused(click.Command):
         def main(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -77,7 +77,7 @@ def refused_command(name: str, advice: str) -> Any:
 
 
 class ForeignState(dict[Any, Any]):
-    """A state of megatron-energon, of which nothing is kept: a loader refuses it by name.
+    """A state of megatron-energon, without its content; loaders reject it with an error that names it.
 
     A dict, since some of megatron-energon's states are, and pickles add their entries one by one.
     """
@@ -93,5 +93,5 @@ class ForeignState(dict[Any, Any]):
 
 
 def state_class(name: str, module: str) -> type[ForeignState]:
-    """Return the class that pickles of one kind of state unpickle to."""
+    """Return the class that one kind of state unpickles to."""
     return type(name, (ForeignState,), {"__module__": f"{PACKAGE}.{module}", "__qualname__": name})

@@ -1,7 +1,7 @@
-"""What each public name of megatron-energon is here: ours, a small adapter, a name that refuses, or of no need.
+"""What each public name of megatron-energon is here: our own, an adapter, a name that raises when used, and so on.
 
-`describe` says it for a name of a module, `resolve` gives the object, and `render` the table of
-docs/reference/compat.md. Each name of `surface` has exactly one entry; a test fails where one is missing.
+`describe` classifies a name of a module, `resolve` returns its object, and `render` the table of docs/reference/compat.md. Each
+name of `surface` has exactly one entry; a test fails if one is missing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _HERE = "energon_bridge.compat"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """What a name is: `target` is `module:attribute` of ours, `advice` what a refusal says."""
+    """What a name is: `target` is our `module:attribute`, `advice` the text of a refusal."""
 
     kind: Kind
     target: str = ""
@@ -108,7 +108,7 @@ _COMMANDS = {
     "tools.prepare": "prepare",
     "tools.prepare_media": "prepare_media",
 }
-"""Commands of the command line that are there under the same name, by their modules."""
+"""Commands that exist here under the same name, by module."""
 
 _VALUES: dict[str, str] = {
     "IJSONL_SUFFIX": ".idx",
@@ -134,7 +134,7 @@ _STATES = frozenset(
     }
 )
 
-# Dataset classes by the samples that they have: a `dataset.yaml` may name them, or a class derived from them.
+# Dataset classes by sample type; a `dataset.yaml` may name them, or a class derived from them.
 _FACTORIES = (
     "DefaultDecoderWebdatasetFactory",
     "DefaultGenericWebdatasetFactory",
@@ -149,7 +149,7 @@ def describe(name: str, module: str) -> Entry:
     """Return what a public name of a module (relative to `megatron.energon`) is.
 
     Raises:
-        KeyError: Nothing says what it is; a mistake in the tables.
+        KeyError: The tables have no entry for it, which is a bug.
     """
     if name == "command" and module == "tools.preview":
         return Entry(kind="adapter", target=f"{_HERE}.preview:command")
@@ -189,7 +189,7 @@ def resolve(name: str, module: str) -> Any:
     if entry.kind == "value":
         return _VALUES[name]
     if entry.kind == "type variable":
-        return TypeVar(name)  # as each of those modules makes its own
+        return TypeVar(name)  # each of those modules makes its own
     if entry.kind == "state":
         return _state(name)
     if entry.kind == "refused" and name.startswith("command") and module.startswith("tools."):
@@ -212,7 +212,7 @@ def _is_factory(name: str) -> bool:
 
 @cache
 def _factory(name: str, base: type) -> type:
-    """Return the dataset class of a name: derived from the base class, with the samples that it has, if it says."""
+    """Return the dataset class of a name: derived from the base class, with its sample type if the name implies one."""
     from energon_bridge.samples import sample_type_by_name
 
     known = {} if name in _FACTORIES else {"__sample_type__": sample_type_by_name(name)}
@@ -226,7 +226,7 @@ def _state(name: str) -> type:
 
 @cache
 def _refuse(name: str, advice: str) -> Any:
-    """Return a class or a function, by the way the name is written, that refuses to be used."""
+    """Return a class or a function, depending on the case of the name, that raises when used."""
     return refused_class(name, advice) if name[:1].isupper() else refused_function(name, advice)
 
 

@@ -1,8 +1,8 @@
-"""`WorkerConfig` and the error handlers as megatron-energon has them.
+"""`WorkerConfig` and the error handlers of megatron-energon.
 
-What a worker configuration says there about errors and logs becomes an `ErrorPolicy` here. The numbers of workers are
-those of the running processes; in energon_bridge nothing that is delivered depends on them, and code that asks for
-them to choose data or seeds should ask for `current_sample_index` instead.
+Its settings for errors and logs become an `ErrorPolicy` here. Worker numbers are those of the running processes. In
+energon_bridge no delivered data depends on them: code that uses them to choose data or seeds should use
+`current_sample_index` instead.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _CALLED_BY_WRAPPERS = {
 
 
 class SampleException(SampleError, ValueError):  # noqa: N818 - the name that energon users know
-    """A sample is bad, as user code says it."""
+    """User code says that a sample is bad."""
 
     @classmethod
     def from_sample_key(cls, sample_key: str) -> SampleException:
@@ -57,7 +57,7 @@ class SampleException(SampleError, ValueError):  # noqa: N818 - the name that en
 
 
 def log_exception(e: Exception, sample: Any, sources: Sequence[SourceInfo] | None = None) -> None:
-    """Log a failed sample: what a worker configuration does unless it is told otherwise."""
+    """Log a failed sample: the default of a worker configuration."""
     key = sample.get("__key__") if isinstance(sample, dict) else getattr(sample, "__key__", None)
     logger.error("sample %s (%s) failed: %r", key, "; ".join(map(str, sources or ())), e, exc_info=e)
 
@@ -76,14 +76,14 @@ class _Active:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class WorkerConfig(topology.WorkerConfig):
-    """A worker configuration that also takes what megatron-energon's takes.
+    """A worker configuration that also accepts megatron-energon's arguments.
 
     Args:
-        worker_debug_path, worker_log_level: Refused by NotProvidedError: `energon which` tells what a step reads.
-        global_error_handler: Called for each failure with the exception, what the hook was given (of a sample that
-            cannot be read a dict of its key) and where it comes from; the sample is left out unless it raises.
-            Default: the failure is logged.
-        restore_error_handler: Of no effect: restoring reads no sample.
+        worker_debug_path, worker_log_level: Raise NotProvidedError: `energon which` tells what a step reads.
+        global_error_handler: Called for each failure with the exception, the input of the hook (for a sample that
+            cannot be read, a dict with its key) and its sources. The sample is skipped unless the handler raises.
+            Default: log the failure.
+        restore_error_handler: No effect: restoring reads no sample.
     """
 
     active_worker_config: ClassVar[Any] = _Active()
@@ -108,7 +108,7 @@ class WorkerConfig(topology.WorkerConfig):
         return torch.distributed.get_global_rank(self.data_parallel_group, self.dp_rank)
 
     def config(self) -> dict[str, Any]:
-        """Return the numbers that say who loads what."""
+        """Return the ranks and sizes that determine who loads what."""
         group = self.data_parallel_group
         return {
             "rank": self.dp_rank,
@@ -118,17 +118,17 @@ class WorkerConfig(topology.WorkerConfig):
         }
 
     def should_log(self, level: int) -> bool:
-        """Return False for any level of logs above 0: none are written."""
+        """Return whether a level is 0: higher levels write no logs."""
         return level <= 0
 
     @property
     def active_worker_sample_index(self) -> int:
-        """A number for the sample that a hook has."""
+        """The index of the sample that the current hook processes."""
         return current.current_sample_index()
 
     @property
     def active_worker_batch_index(self) -> int:
-        """The number of the microbatch that a batch hook makes."""
+        """The index of the microbatch that the current batch hook makes."""
         return current.current_batch_index()
 
     def rank_worker_id(self) -> int:
@@ -147,7 +147,7 @@ class WorkerConfig(topology.WorkerConfig):
         return int.from_bytes(hashlib.sha1(f"{number},{self.seed_offset}".encode()).digest()) & 0xFFFFFFFF
 
     def __getattr__(self, name: str) -> NoReturn:
-        """Refuse, by name, what megatron-energon's wrappers call."""
+        """Raise an error that explains the methods megatron-energon's wrappers call."""
         if name in _CALLED_BY_WRAPPERS:
             raise NoSuchPart(str(not_provided(f"WorkerConfig.{name}", _CALLED_BY_WRAPPERS[name])))
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -167,7 +167,7 @@ def _named_by_epath(source: SourceInfo) -> SourceInfo:
 
 
 def error_policy(config: Any) -> ErrorPolicy | None:
-    """Return the error policy that a worker configuration asks for; None where it asks for nothing special."""
+    """Return the error policy that a worker configuration asks for; None for the default."""
     handler = getattr(config, "global_error_handler", log_exception)
     if handler is log_exception:
         return None

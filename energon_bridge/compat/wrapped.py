@@ -1,8 +1,7 @@
-"""`RepeatDataset`, `LimitDataset` and `EpochizeDataset`: the wrappers that trainers' own code puts around datasets.
+"""`RepeatDataset`, `LimitDataset` and `EpochizeDataset`: the wrappers that trainers put around datasets.
 
-Megatron-LM's multimodal example validates on `LimitDataset(RepeatDataset(dataset), length=…)`: so many steps, going
-through the dataset again where it is shorter. Each wrapper only says something about what it holds; a loader is made
-of what they say together.
+Megatron-LM's multimodal example validates on `LimitDataset(RepeatDataset(dataset), length=…)`: a fixed number of steps,
+repeating the dataset if it is shorter. A wrapper only describes what it holds; `make_loader` combines the descriptions.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from energon_bridge.loader.spec import DATASET_IS_NO_LOADER, DatasetSpec
 
 
 class _Wrapper:
-    """A dataset, and what is said about it."""
+    """A dataset with a description attached."""
 
     def __init__(self, dataset: Any, *, worker_config: Any = None) -> None:
         if not isinstance(dataset, (DatasetSpec, _Wrapper)):
@@ -41,26 +40,26 @@ class _Wrapper:
 
 
 class _AnyDataset(Refusing):
-    """The class of `SavableDataset`, which all datasets are objects of, though none is made by it."""
+    """The metaclass of `SavableDataset`: all datasets are instances of it, though none is created by it."""
 
     def __instancecheck__(self, instance: Any) -> bool:
         return self is SavableDataset and isinstance(instance, (DatasetSpec, _Wrapper))
 
 
 class SavableDataset(metaclass=_AnyDataset):
-    """What builders return and loaders take, for annotations and `isinstance`; a class derived from it is not made."""
+    """What builders return and loaders accept, for annotations and `isinstance`; subclasses cannot be instantiated."""
 
     __named__ = "a dataset derived from SavableDataset"
     __advice__ = "there are no dataset wrappers to put together; say what becomes of samples by hooks of a task encoder"
 
 
 class RepeatDataset(_Wrapper):
-    """Goes through a dataset again and again; training never ends by itself, and stays as it is.
+    """Repeats a dataset; no effect on training, which never ends by itself.
 
     Args:
         dataset: The dataset.
-        repeats: None, without an end. Raises NotProvidedError for a number: `blend_epochized` repeats by number.
-        restart, worker_config: Of no effect.
+        repeats: None: forever. A number raises NotProvidedError: use `blend_epochized`.
+        restart, worker_config: No effect.
     """
 
     def __init__(
@@ -72,7 +71,7 @@ class RepeatDataset(_Wrapper):
 
 
 class LimitDataset(_Wrapper):
-    """Ends a pass over a dataset after `length` steps; the next pass over validation data starts again."""
+    """Ends a pass over a dataset after `length` steps; the next pass over validation data starts over."""
 
     def __init__(
         self, dataset: Any, length: int, *, reset_after_epoch: bool = False, worker_config: Any = None
@@ -85,7 +84,7 @@ class LimitDataset(_Wrapper):
 
 
 class EpochizeDataset(_Wrapper):
-    """Ends an iterator over training data after `length` steps; the next one goes on."""
+    """Ends an iterator over training data after `length` steps; the next one continues."""
 
     def __init__(self, dataset: Any, length: int, *, worker_config: Any = None) -> None:
         super().__init__(dataset)
@@ -96,10 +95,10 @@ class EpochizeDataset(_Wrapper):
 
 
 def make_loader(dataset: Any, **kwargs: Any) -> SavableDataLoader:
-    """Return a loader of a dataset with wrappers around it; `kwargs` are those of `get_savable_loader`.
+    """Return a loader for a wrapped dataset; `kwargs` are those of `get_savable_loader`.
 
     Raises:
-        NotProvidedError: The wrappers cannot be meant together, such as epochs of validation data.
+        NotProvidedError: The combination of wrappers has no equivalent, such as epochs of validation data.
     """
     limit: int | None = None
     repeated = False
@@ -118,7 +117,7 @@ def make_loader(dataset: Any, **kwargs: Any) -> SavableDataLoader:
         dataset = dataset.dataset
     if not isinstance(dataset, DatasetSpec) or (limit is None and not repeated):
         return datasets.get_savable_loader(dataset, **kwargs)
-    if not dataset.finite:  # an endless stream repeats by itself, and a limit of it is an epoch
+    if not dataset.finite:  # an endless stream repeats by itself; limiting it makes an epoch
         return datasets.get_savable_loader(dataclasses.replace(dataset, virtual_epoch_length=limit), **kwargs)
     if repeated and dataset.limit is not None:
         raise not_provided("RepeatDataset of a dataset with limit=", "limit the repeated dataset by LimitDataset")

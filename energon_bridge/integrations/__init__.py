@@ -1,1 +1,1 @@
-"""Trainers: what their loops ask of the data, in their own names; for Lightning, what is seen of it."""
+"""Adapters to trainers, under the names that each of them uses; monitors for Lightning."""

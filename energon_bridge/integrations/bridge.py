@@ -1,12 +1,12 @@
-"""The data of a run in Megatron-Bridge's manner: a configuration that is checked, a builder, and a provider.
+"""The data of a run as Megatron-Bridge configures it: a validated configuration, a builder, and a provider.
 
     config = EnergonDatasetConfig(path="/data", seq_length=4096, micro_batch_size=1, task_encoder=…)
     config.finalize()
     train, valid, test = EnergonDatasetBuilder(config).build(DatasetBuildContext(1000, 100, 0, pg_collection=pg))
 
-Names and defaults are those of its `EnergonDatasetConfig`, and its own configurations of task encoders are taken. What
-differs, on purpose: validation goes through the split in order, and begins anew at its end; an iterator of it keeps its
-own position; a process group collection may have fields that were never set; the state fits any number of data-parallel
+Names and defaults are those of its `EnergonDatasetConfig`, and its own task encoder configurations are accepted. Four
+things differ on purpose: validation reads the split in order, and starts over at its end; each validation iterator
+keeps its own position; a process group collection may have unset fields; the state fits any number of data-parallel
 ranks (`rank_files`).
 """
 
@@ -50,40 +50,40 @@ _RESERVED = frozenset(
         "worker_config",
     }
 )
-"""Arguments of the dataset that the configuration has fields for."""
+"""Dataset arguments for which the configuration has its own fields."""
 
 
 # Not frozen, unlike other configurations: Megatron-Bridge changes fields after they were made.
 @dataclass(kw_only=True, slots=True)
 class EnergonDatasetConfig:
-    """The data of a run, declared: plain values only, so that it can come from a file and go into a checkpoint.
+    """The data of a run as plain values only, so that it can come from a file and be stored in a checkpoint.
 
     Args:
         path: A prepared dataset, or a file that describes a mix.
         seq_length: Longest sequence.
         micro_batch_size: Samples (with packing: packs) of a microbatch.
-        task_encoder: Declares the task encoder; see `task_encoders`. A task encoder itself is taken, too.
+        task_encoder: Declares the task encoder, see `task_encoders`; or a task encoder itself.
         dataloader_type: `external`, the only one.
         num_workers: Worker processes for training.
         num_val_workers: The same for validation; None: `num_workers`.
         pin_memory: Copy batches to pinned memory where there is a GPU.
         data_sharding: Always on here.
-        drop_last: Taken, and of no use: training has no short microbatches, and validation keeps its last one.
-        persistent_workers: The same: workers stay as long as the loader.
+        drop_last: Accepted without effect: training has no short microbatches, and validation keeps its last one.
+        persistent_workers: Accepted without effect: workers live as long as the loader.
         trust_remote_code: Run code that comes with the dataset or with tokenizers; None and False do not.
         dataloader_save: Folder for the state of the data; None: Megatron-Bridge's own choice.
         dataloader_load: Folder to restore from.
         do_validation: Build validation data.
         do_test: There is no test data: must be False.
         shuffle_buffer_size: Samples among which the order is shuffled.
-        max_samples_per_sequence: The most samples in a slice, the unit of shuffled reading; None: no cap.
+        max_samples_per_sequence: Maximum samples per slice, the unit of shuffled reading; None: no limit.
         packing_buffer_size: Samples from which packs are selected; None: nothing is packed.
-        dataset_kwargs: Further arguments of `get_train_dataset`, plain values.
-        enable_in_batch_packing: Pack the samples of each microbatch into one row; for the encoders that
-            `HFEnergonTaskEncoderConfig` and `QwenVLEnergonTaskEncoderConfig` declare. `packing_buffer_size` packs from
-            more samples than a batch has, and fills rows better.
-        defer_in_batch_packing_to_step: The step does that itself: batches stay as they are.
-        in_batch_packing_pad_to_multiple_of: Multiple to which each sample is padded that is packed in its batch.
+        dataset_kwargs: More arguments of `get_train_dataset`, plain values.
+        enable_in_batch_packing: Pack the samples of each microbatch into one row; only with the encoders that
+            `HFEnergonTaskEncoderConfig` and `QwenVLEnergonTaskEncoderConfig` declare. `packing_buffer_size` chooses
+            from more samples than one batch, and fills rows better.
+        defer_in_batch_packing_to_step: The training step packs; batches stay as they are.
+        in_batch_packing_pad_to_multiple_of: Each sample that is packed inside its batch is padded to a multiple of it.
         pad_to_max_length: Pad every row to `seq_length`: one shape for all batches, as pipelines need it.
         pad_to_multiple_of: Rows, and the samples of packs, are padded to a multiple of it.
         global_batch_size: Samples of an optimizer step; None: not given (see `EnergonMultiModalDataModule`).
@@ -125,10 +125,10 @@ class EnergonDatasetConfig:
     stage_keys: StageKeys | None = None
 
     def validate(self) -> None:
-        """Refuse values that do not fit together.
+        """Check that the values fit together.
 
         Raises:
-            ConfigurationError: The first rule that is broken.
+            ConfigurationError: Names the first rule that is broken.
         """
         if not self.path:
             _refuse("path is empty: name a prepared dataset, or a file that describes a mix")
@@ -190,7 +190,7 @@ class EnergonDatasetConfig:
         return self.enable_in_batch_packing and not self.defer_in_batch_packing_to_step
 
     def finalize(self) -> None:
-        """Check the values and fill in those that depend on others. Doing it twice changes nothing."""
+        """Check the values and derive those that depend on others. Idempotent."""
         self.validate()
         self.path = str(self.path)
         if self.num_val_workers is None:
@@ -199,13 +199,13 @@ class EnergonDatasetConfig:
 
 @dataclass(frozen=True, slots=True)
 class DatasetBuildContext:
-    """What the trainer knows when it builds the data.
+    """What the trainer passes when it builds the data.
 
     Args:
-        train_samples: Samples to train on; 0: no training data is built. Otherwise the stream is endless.
+        train_samples: 0: build no training data; any other number: an endless stream.
         valid_samples: The same for validation.
         test_samples: Ignored: there is no test data.
-        tokenizer: The run's tokenizer, for task encoders that take it.
+        tokenizer: The run's tokenizer, for task encoders that use it.
         pg_collection: megatron-core's `ProcessGroupCollection`.
     """
 
@@ -272,7 +272,7 @@ class EnergonDatasetBuilder:
         )
 
     def build(self, context: DatasetBuildContext) -> tuple[EnergonDataloader | None, EnergonDataloader | None, None]:
-        """Return iterators over the training and the validation data, or None where none is wanted, and None."""
+        """Return iterators over the training and validation data (None if not wanted), and None for test data."""
         data = self.data_module(context)
         train = data.train_dataloader() if context.train_samples > 0 else None
         valid = data.val_dataloader() if context.valid_samples > 0 and self.config.do_validation else None
@@ -285,7 +285,7 @@ def energon_train_valid_test_datasets_provider(
     tokenizer: Any = None,
     pg_collection: Any = None,
 ) -> tuple[EnergonDataloader | None, EnergonDataloader | None, None]:
-    """Build the data of a run; the builder as a function."""
+    """Build the data of a run: the builder as a function."""
     train, valid, test = train_val_test_num_samples
     context = DatasetBuildContext(train, valid, test, tokenizer, pg_collection)
     return EnergonDatasetBuilder(dataset_config).build(context)

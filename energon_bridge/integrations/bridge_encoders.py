@@ -1,11 +1,11 @@
-"""Megatron-Bridge's declared task encoders, by their names and fields, and batches in the form that its steps read.
+"""Megatron-Bridge's task encoder configurations, with its names and fields, and batches as its steps read them.
 
-What they declare is built from this package's encoders for chat models: Qwen-VL and LLaVA. A step of Megatron-Bridge
-reads a dict: `input_ids`, `labels`, `loss_mask`, `position_ids` and `attention_mask`, the media as one object,
-`visual_inputs`, and of packed rows `cu_seqlens_q` and its like. Labels are shifted already, as there.
+They build this package's chat encoders for Qwen-VL and LLaVA. A step of Megatron-Bridge reads a dict: `input_ids`,
+`labels` (already shifted), `loss_mask`, `position_ids` and `attention_mask`; the media as one object, `visual_inputs`;
+and for packed rows `cu_seqlens_q` and the like.
 
-*Packing inside a batch* puts the samples of a microbatch one behind the other in one row. Packing from a buffer
-(`packing_buffer_size`) fills rows better; there the rows have the same form.
+*Packing inside a batch* concatenates the samples of a microbatch into one row. Packing from a buffer
+(`packing_buffer_size`) fills rows better, and its rows have the same form.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = [
 
 @dataclass(kw_only=True)
 class VisualInputs:
-    """The media of a microbatch, as steps of Megatron-Bridge take them: a field is a tensor, or None."""
+    """The media of a microbatch, as Megatron-Bridge's steps expect them: each field is a tensor or None."""
 
     pixel_values: Tensor | None = None
     pixel_values_videos: Tensor | None = None
@@ -47,11 +47,11 @@ class VisualInputs:
     mm_token_type_ids: Tensor | None = None
 
     def as_model_kwargs(self) -> dict[str, Tensor]:
-        """Return the fields that are there."""
+        """Return the fields that are not None."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
     def normalized_for_model(self) -> dict[str, Tensor]:
-        """Return what a model is called with; all media are flat already, one behind the other."""
+        """Return the model's keyword arguments; all media are already concatenated."""
         return self.as_model_kwargs()
 
 
@@ -62,8 +62,8 @@ class BridgeTaskEncoder(ChatTemplateTaskEncoder):
         tokenizer: As there.
         family: As there.
         config: As there.
-        pack_batches_to_multiple_of: Pack the samples of each microbatch into one row, each padded to such a multiple;
-            None: one row for each sample.
+        pack_batches_to_multiple_of: Pack the samples of each microbatch into one row, each padded to a multiple of
+            this; None: one row per sample.
         visual_keys: Media fields to keep; None: all.
     """
 
@@ -81,7 +81,7 @@ class BridgeTaskEncoder(ChatTemplateTaskEncoder):
         self.visual_keys = None if visual_keys is None else frozenset(visual_keys)
 
     def batch(self, samples: Sequence[MultiModalSample | MultiModalPack]) -> MultiModalBatch:
-        """Pad the sequences to a common length, or put them one behind the other into one row."""
+        """Pad the sequences to a common length, or concatenate them into one row."""
         if self.pack_batches_to_multiple_of is None or isinstance(samples[0], MultiModalPack):
             return super().batch(samples)
         length = self._row_length if self.config.pad_to_max_length else None
@@ -123,7 +123,7 @@ _OF_ROWS = (
 
 
 def _packed(batch: MultiModalBatch) -> dict[str, Any]:
-    """Return what says where the samples of packed rows end."""
+    """Return the fields that tell where the samples of packed rows end."""
     assert batch.cu_seqlens is not None
     assert batch.cu_seqlens_padded is not None
     found: dict[str, Any] = {"total_tokens": int(batch.tokens.numel())}

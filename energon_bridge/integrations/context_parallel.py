@@ -1,4 +1,4 @@
-"""What a context-parallel rank keeps of a batch: its part of every token-level tensor, and the images whole.
+"""The part of a batch that a context-parallel rank keeps: its share of each token-level tensor, and all images.
 
 With causal attention later tokens cost more, so a sequence is cut into `2 * size` equal chunks, and rank r takes chunks
 r and `2 * size - 1 - r`: halves that zig-zag, as `megatron.core.utils.get_batch_on_this_cp_rank` does. Of packed
@@ -38,14 +38,14 @@ TOKEN_FIELDS: Mapping[str, float] = MappingProxyType(
         "mm_token_type_ids": 0,
     }
 )
-"""Fields with an entry for each token, and what stands in their padding. `position_ids` count on instead."""
+"""Fields with an entry per token, and their padding value; `position_ids` count on instead."""
 
 _POSITIONS = "position_ids"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Fields:
-    """The parts of a batch that matter here."""
+    """The parts of a batch that are cut."""
 
     tokens: dict[str, Tensor]
     cuts: Tensor | None
@@ -53,7 +53,7 @@ class _Fields:
 
 
 def slice_for_context_parallel(batch: B, *, rank: int, size: int, token_fields: Sequence[str] | None = None) -> B:
-    """Return a batch with the part of one context-parallel rank; the batch itself stays as it is.
+    """Return a batch with the part of one context-parallel rank; the original is not changed.
 
     Args:
         batch: A dataclass or dict. Its tokens, (B, S), and other token-level fields are cut along the token dimension:
@@ -85,16 +85,16 @@ def slice_for_context_parallel(batch: B, *, rank: int, size: int, token_fields: 
 def pad_for_context_parallel(
     batch: B, *, size: int, fill: Mapping[str, float] | None = None, token_fields: Sequence[str] | None = None
 ) -> B:
-    """Return a batch in which every sequence, or every sample of its packs, is a multiple of `2 * size` tokens long.
+    """Pad a batch so that every sequence, or every sample of its packs, is a multiple of `2 * size` tokens long.
 
-    Better is to let the task encoder do it (`pad_to_multiple_of=2 * size`), which then packs by padded lengths; this
-    is for batches from elsewhere. Packs become one row, their samples padded; `cu_seqlens` still says where samples
-    end without padding, `cu_seqlens_padded` where they end with it, and `max_seqlen` follows.
+    Prefer to let the task encoder pad (`pad_to_multiple_of=2 * size`), which then packs by padded lengths; use this for
+    batches from elsewhere. Packs become one row of padded samples: `cu_seqlens` still tells where samples end without
+    padding, `cu_seqlens_padded` where they end with it, and `max_seqlen` is updated.
 
     Args:
         batch: A dataclass or dict.
         size: Context-parallel size.
-        fill: What stands in the padding of a field, for example `{"tokens": tokenizer.pad_token_id}`; default:
+        fill: Padding value by field, for example `{"tokens": tokenizer.pad_token_id}`; default:
             -100 in labels, 0 elsewhere. `position_ids` count on.
         token_fields: The token-level fields; default: `TOKEN_FIELDS`.
 
@@ -142,7 +142,7 @@ def pad_for_context_parallel(
 
 
 def zigzag_indices(length: int, *, rank: int, size: int) -> Tensor:
-    """Return the places of a sequence that a context-parallel rank takes, int64 of shape (length / size,).
+    """Return the positions of a sequence that belong to a context-parallel rank, int64 of shape (length / size,).
 
     Raises:
         ConfigurationError: The length is not a multiple of `2 * size`.

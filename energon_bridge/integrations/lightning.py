@@ -1,7 +1,7 @@
-"""Seeing the data under Lightning: a callback for its loggers, and a progress bar with epochs and waiting time.
+"""Monitoring the data under Lightning: a callback for its loggers, and a progress bar with epochs and waiting time.
 
-Both look at the training loader of the trainer, an `EnergonDataloader`; with another they show nothing. What they show
-is that of one rank, the one that writes logs. Nothing is worked out on steps that are not shown.
+Both read the trainer's training loader, an `EnergonDataloader`; with any other loader they show nothing. The figures
+are those of one rank, the one that logs. Steps that are not logged cost nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from energon_bridge.errors import ConfigurationError
 
 
 class _Clock:
-    """The share of the time that went by waiting for data, between two looks."""
+    """Measures the share of time spent waiting for data since the last call."""
 
     def __init__(self) -> None:
         self._at = self._waited = 0.0
@@ -32,13 +32,13 @@ class _Clock:
 
 
 class DataMonitor(Callback):
-    """Send what the data loader counts to the trainer's loggers, as `data/…`.
+    """Log the data loader's metrics to the trainer's loggers, as `data/…`.
 
-    That is all of `EnergonDataloader.metrics()`, and `data/wait_share`, the share of the time since the last time that
-    the training loop waited for data.
+    These are all of `EnergonDataloader.metrics()`, and `data/wait_share`: the share of the time since the last log that
+    the training loop spent waiting for data.
 
     Args:
-        every_n_steps: Optimizer steps between two lines; None: the trainer's `log_every_n_steps`.
+        every_n_steps: Optimizer steps between two logs; None: the trainer's `log_every_n_steps`.
 
     Raises:
         ConfigurationError: every_n_steps is below 1.
@@ -61,7 +61,7 @@ class DataMonitor(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Log where an interval ends."""
+        """Log at the end of an interval."""
         step = trainer.global_step
         every = self.every_n_steps or trainer.log_every_n_steps
         if step == self._step or step % max(1, every):
@@ -76,7 +76,7 @@ class DataMonitor(Callback):
 
 
 class EnergonProgressBar(TQDMProgressBar):
-    """Lightning's bar with two more figures: epochs of the data so far, and the share of time spent waiting for it."""
+    """Lightning's progress bar plus the epochs of data so far and the share of time spent waiting for data."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -85,7 +85,7 @@ class EnergonProgressBar(TQDMProgressBar):
     def get_metrics(
         self, trainer: Trainer, pl_module: LightningModule
     ) -> dict[str, int | str | float | dict[str, float]]:
-        """Return what stands behind the bar."""
+        """Return the figures after the bar."""
         shown = super().get_metrics(trainer, pl_module)
         loader = _loader(trainer)
         if loader is not None and trainer.training:

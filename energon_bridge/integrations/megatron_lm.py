@@ -47,7 +47,8 @@ Resume = Literal["files", "seek"]
 
 
 LIMIT = 256
-"""Microbatches that wait for one chunk. The schedule lets chunks differ by about the number of pipeline stages."""
+"""Maximum microbatches waiting for one chunk. The schedule lets chunks differ by about the number of pipeline
+stages."""
 
 
 class SharedStream:
@@ -81,7 +82,7 @@ class SharedStream:
         return batch
 
     def forget(self) -> None:
-        """Drop what waits: the stream goes on elsewhere."""
+        """Drop waiting batches: the stream continues elsewhere."""
         self._waiting = [deque() for _ in self._waiting]
 
 
@@ -93,7 +94,7 @@ class Chunk:
         self._number = number
 
     def __iter__(self) -> Iterator[Any]:
-        """Return the chunk itself: passes are those of the shared stream, which begins anew at its end."""
+        """Return the chunk itself: passes are those of the shared stream, which starts over at its end."""
         return self
 
     def __next__(self) -> Any:
@@ -185,7 +186,7 @@ def train_valid_test_dataloaders_provider(
 
 
 class _Run:
-    """What the calls of one provider share: the data module, and the streams that model chunks read together."""
+    """State shared by the calls of one provider: the data module, and the streams that model chunks share."""
 
     def __init__(
         self,
@@ -224,7 +225,7 @@ class _Run:
         return train, valid, None  # type: ignore[return-value]  # lists of one kind
 
     def _loads(self, data: EnergonMultiModalDataModule, vp_stage: int | None) -> bool:
-        """Tell whether this rank, or this model chunk, gets iterators."""
+        """Whether this rank, or this model chunk, gets iterators."""
         if self._loader_ranks == "all":
             return True
         if data.feeding == "broadcast":
@@ -292,15 +293,15 @@ class _Run:
 
 
 def _with_pixels(batch: Any) -> Any:
-    """Make floats of pixels that crossed as bytes: on this rank's GPU, if it has one."""
+    """Convert pixels that were transferred as bytes to floats, on this rank's GPU if it has one."""
     if (batch.get("pixel_norm") if isinstance(batch, dict) else getattr(batch, "pixel_norm", None)) is None:
         return batch
     return normalise_on_device(batch, torch.device("cuda", torch.cuda.current_device()) if cuda_in_use() else None)
 
 
 def _megatron_arguments() -> Any:
-    """Return Megatron-LM's arguments, or None where it is not running."""
-    # What was never imported cannot have arguments.
+    """Return Megatron-LM's arguments, or None if it is not running."""
+    # If it was never imported, there are no arguments.
     training = sys.modules.get("megatron.training")
     return None if training is None else training.get_args()
 
@@ -312,7 +313,7 @@ def _model_chunks() -> int:
 
 
 def _check_sizes(data: EnergonMultiModalDataModule, arguments: Any) -> None:
-    """Refuse batch sizes that are not those of Megatron-LM, which counts microbatches by its own."""
+    """Check that the batch sizes are those of Megatron-LM, which counts microbatches by its own."""
     for name in ("micro_batch_size", "global_batch_size", "eval_micro_batch_size"):
         asked, given = getattr(arguments, name, None), getattr(data, name.removeprefix("eval_"))
         if asked is None or given == asked or (name, given) == ("global_batch_size", 1):
@@ -323,7 +324,7 @@ def _check_sizes(data: EnergonMultiModalDataModule, arguments: Any) -> None:
 
 
 def _check_can_seek(data: EnergonMultiModalDataModule) -> None:
-    """Refuse encoders under which the number of a step does not say which samples came before it."""
+    """Refuse encoders with which a step number does not determine the samples before it."""
     packs = data.packing_buffer_size is not None
     if packs or HookRunner(data.task_encoder, packs=packs).groups:
         raise ConfigurationError(
@@ -334,7 +335,7 @@ def _check_can_seek(data: EnergonMultiModalDataModule) -> None:
 
 
 def _check_not_saved(arguments: Any) -> None:
-    """Refuse what would end the run at its first checkpoint: each stage has an iterator, and only one can be saved."""
+    """Refuse what would crash at the first checkpoint: each stage has an iterator, and only one can be saved."""
     if getattr(arguments, "dataloader_save", None):
         raise ConfigurationError(
             "--dataloader-save is given, but Megatron-LM cannot save the iterators of virtual pipeline stages (at the "
@@ -359,7 +360,7 @@ def _microbatches_of_full_validation(arguments: Any) -> int:
 
 
 def _check_consumed(state: State, consumed: int | None, micro_batch_size: int, where: str) -> None:
-    """Refuse a state that does not stand where the model stands."""
+    """Refuse a state at another position than the model's."""
     if consumed is None or state["microbatches"] * micro_batch_size == consumed:
         return
     raise StepMismatchError(

@@ -5,9 +5,9 @@ A file is what `torch.save({"dataloader_state_dict": state}, path)` writes, with
     Megatron-LM      ROOT/iter_0000100/mp_rank_00/train_dataloader_dprank000.pt    (mp_rank_00_000 with pipelines)
     Megatron-Bridge  ROOT/iter_0000100/train_dataloader_dprank000.pt
 
-A state holds the lanes of its rank. All files of an iteration together hold every lane once, whatever the number of
-ranks was, so they are read together and a run goes on with any number of ranks. What is left over from an earlier run
-in the same folder shows as a lane that is there twice, or as files of different steps, and is refused.
+A state holds the lanes of its rank. Together, the files of an iteration hold every lane exactly once, whatever the
+number of ranks was; so they are read together, and a run can resume on any number of ranks. Files left over from an
+earlier run in the same folder show up as duplicate lanes or as different steps, and raise an error.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ _NAME = re.compile(r"train_dataloader_dprank(\d+)\.pt")
 
 
 def read_rank_files(root: str | os.PathLike[str], iteration: int, *, group: Any = None) -> list[State]:
-    """Return the states of all ranks at an iteration, checked to be whole and of one run.
+    """Return the states of all ranks at an iteration, after checking that they are complete and of one run.
 
     Args:
         root: `--dataloader-save`, or the folder of Megatron-Bridge.
-        iteration: Of the checkpoint.
-        group: Process group whose ranks all call this and share the reading, so that each file is opened once and not
-            once by every rank; None reads all of them here.
+        iteration: Iteration of the checkpoint.
+        group: Process group whose ranks all call this and share the reading, so that each file is read once and not by
+            every rank; None reads all files here.
 
     Raises:
-        StateFormatError: There are no files, one cannot be read, or lanes are there twice.
-        StepMismatchError: The files are of different steps.
+        StateFormatError: There are no files, one cannot be read, or a lane occurs twice.
+        StepMismatchError: The files are from different steps.
         MissingRankError: Files are missing.
     """
     folder = Path(root) / f"iter_{iteration:07d}"
     rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
-    # Of one rank, because others may see new files later.
+    # Listed by one rank, because others may see new files later.
     files = _of_all(lambda: [] if rank else _files(folder), group)[0]
     states: list[Any] = [None] * len(files)
     for first, found in enumerate(_of_all(lambda: [_read(path) for path in files[rank::ranks]], group)):
@@ -55,7 +55,7 @@ def read_rank_files(root: str | os.PathLike[str], iteration: int, *, group: Any 
 
 
 def _of_all(make: Callable[[], T], group: Any) -> list[T]:
-    """Return what each rank of a group makes, in order; what fails on one of them is raised on all."""
+    """Return the results of all ranks of a group, in order; an error on one of them is raised on all."""
     if group is None or group.size() == 1:
         return [make()]
     own: T | StateError
@@ -74,7 +74,7 @@ def _of_all(make: Callable[[], T], group: Any) -> list[T]:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Return the files of an iteration, none of which is missing before the last."""
+    """Return the files of an iteration; raises if there is a gap in their numbers."""
     files = sorted(path for path in folder.rglob("train_dataloader_dprank*.pt") if _NAME.fullmatch(path.name))
     if not files:
         raise StateFormatError(

@@ -1,7 +1,7 @@
-"""Task encoders as declarations: what to load and how to encode, without any object that must be made first.
+"""Task encoder configurations: what to load and how to encode, without creating any object first.
 
-A configuration of a task encoder is a dataclass of plain values with a method `build(context)`. Every class that has
-it fits (`TaskEncoderConfig` is a protocol); the ones below are for the encoders of this package.
+A task encoder configuration is a dataclass of plain values with a method `build(context)`. Any class with that method
+qualifies (`TaskEncoderConfig` is a protocol); the ones below are for the encoders of this package.
 
 Tokenizers and image processors are loaded with transformers from a folder or the hub. Code that comes with them runs
 only with `trust_remote_code=True`.
@@ -20,16 +20,16 @@ from energon_bridge.task_encoder.multimodal import MultiModalTaskEncoder
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaskEncoderContext:
-    """What a run says to every task encoder.
+    """What a run passes to every task encoder.
 
     Args:
         tokenizer: The run's tokenizer; None: the encoder loads its own.
         seq_length: Longest sequence.
         pad_to_multiple_of: Batches, and the samples of packs, are padded to a multiple of it.
         pad_to_max_length: Pad everything to `seq_length`.
-        trust_remote_code: What holds where a configuration says nothing.
-        pack_batches_to_multiple_of: Pack the samples of a microbatch into one row, each padded to such a multiple;
-            None: one row for each sample. Encoders of `bridge_encoders` can.
+        trust_remote_code: Default for configurations that do not set it.
+        pack_batches_to_multiple_of: Pack the samples of a microbatch into one row, each padded to a multiple of this;
+            None: one row per sample. Only the encoders of `bridge_encoders` can.
     """
 
     tokenizer: Any = None
@@ -126,7 +126,7 @@ def load_processors(
     Args:
         path: Folder or hub name.
         revision: Revision on the hub.
-        tokenizer: Taken as it is.
+        tokenizer: Used as it is, if given.
         trust_remote_code: Run code that comes with them.
 
     Raises:
@@ -140,7 +140,7 @@ def load_processors(
     try:
         if tokenizer is None:
             tokenizer = AutoTokenizer.from_pretrained(path, **options)
-        # The processors of Pillow and of torchvision differ in pixels; the first is there everywhere.
+        # Pillow's and torchvision's processors give different pixels; Pillow is available everywhere.
         return tokenizer, AutoImageProcessor.from_pretrained(path, backend="pil", **options)
     except (OSError, ValueError) as error:
         raise ConfigurationError(

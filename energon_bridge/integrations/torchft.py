@@ -1,4 +1,4 @@
-"""Data for replicas that come and go between optimizer steps, as torchft has them.
+"""Data for torchft, whose replicas come and go between optimizer steps.
 
     data = ReplicaDataloader(lambda rank, ranks: get_savable_loader(dataset, worker_config=WorkerConfig(
         rank=rank, world_size=ranks, num_lanes=64, num_workers=2)))
@@ -8,11 +8,11 @@
     if manager.should_commit():
         data.commit(states)
 
-A step is a round over all lanes of the run, so a global batch is always `num_lanes` microbatches, the same ones on any
-number of replicas; where it does not divide them, some replicas get masked microbatches (`__valid__` all false), and
-the loss has to be the mean over the real ones. Nothing counts as delivered before `commit`: a step that fails is
-delivered again, to whoever is there. Because every replica commits the states of all of them, a replica that is lost
-takes nothing with it, and any replica's `state_dict` lets a new one begin.
+A step is one round over all lanes of the run, so a global batch is always the same `num_lanes` microbatches, on any
+number of replicas. If the number does not divide the lanes, some replicas get masked microbatches (`__valid__` all
+false), and the loss must be the mean over the real ones. Nothing counts as delivered before `commit`: a failed step is
+delivered again, to the replicas that are left. Every replica commits the states of all, so a lost replica loses
+nothing, and a new one can start from any replica's `state_dict`.
 """
 
 from __future__ import annotations
@@ -46,8 +46,9 @@ class ReplicaDataloader:
         """Return this replica's microbatches of the next step: the same step until `commit`.
 
         Args:
-            rank: Of this replica among those that take part; None: it does not, and gets none.
-            ranks: How many take part.
+            rank: Rank of this replica among the participating ones; None: it does not take part, and gets no
+                microbatches.
+            ranks: Number of participating replicas.
         """
         if (rank, ranks) != self._place:
             self.close()
@@ -68,7 +69,7 @@ class ReplicaDataloader:
         return [next(self._data) for _ in range(-(-lanes // ranks))]
 
     def rank_state(self) -> State | None:
-        """Return the state of this replica after the step, for `commit` of all replicas; None: it took no part."""
+        """Return this replica's state after the step, for the `commit` of all replicas; None if it took no part."""
         return None if self._data is None else self._data.save_state()
 
     def commit(self, states: Sequence[State | None]) -> None:
@@ -78,7 +79,7 @@ class ReplicaDataloader:
             states: `rank_state()` of every replica after this step, in any order.
 
         Raises:
-            WrongUseError: There was no step, or these are not the states of all replicas after it.
+            WrongUseError: There was no step, or the states are not those of all replicas after it.
         """
         if self._place is None:
             raise WrongUseError("ReplicaDataloader.commit: there was no step since this was made or its state loaded")
@@ -94,11 +95,11 @@ class ReplicaDataloader:
         self._states, self._stands_there = given, True
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the whole run after the last step that was committed, on every replica."""
+        """Return the state of the whole run after the last committed step; the same on every replica."""
         return {"states": list(self._states)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a `state_dict` of any replica."""
+        """Continue from the `state_dict` of any replica."""
         self._states, self._stands_there, self._place = list(state["states"]), False, None
         self.close()
 
@@ -126,7 +127,7 @@ def gather_states(group: Any, state: State | None, device: Any = "cpu") -> list[
     Args:
         group: The group; torchft's need not be registered with torch.
         state: The state of this one.
-        device: Where tensors for the group have to be: `cuda` for NCCL.
+        device: Device of tensors for the group: `cuda` for NCCL.
     """
     import torch
     from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]

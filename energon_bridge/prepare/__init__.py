@@ -1,4 +1,4 @@
-"""Building and checking prepared datasets: what the `energon` command does, as functions."""
+"""Building and checking prepared datasets: the functions behind the `energon` command."""
 
 from __future__ import annotations
 

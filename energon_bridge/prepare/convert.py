@@ -1,10 +1,10 @@
 """Converting a source into a prepared dataset: a plan of independent shards, and one step at the end.
 
-Which samples a shard holds is arithmetic on their numbers, so the bytes do not depend on the workers. A finished shard
-leaves a record that says what it was made of. Started again, after a kill or with a source that grew, whatever would be
-made of the same is left as it is. So shares of the shards can be converted anywhere, and finished in one place.
+The samples of a shard are computed from their numbers, so the bytes do not depend on the workers. A finished shard
+leaves a record of its inputs. A conversion that is started again, after a kill or with a larger source, keeps the
+shards whose inputs have not changed. So tasks can convert shards anywhere, and one of them finishes the dataset.
 
-    out/.nv-meta.parts/options.json   what the conversion under way was told; other options are refused
+    out/.nv-meta.parts/options.json   options of the conversion under way; others are refused
     out/.nv-meta/convert/             the same, and the records, of the finished one
 """
 
@@ -68,7 +68,7 @@ class ConvertOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Converted:
-    """Samples by shard and shards by split part, what was skipped, and how many shards were left as they were."""
+    """Samples by shard and shards by split part, what was skipped, and how many shards were reused."""
 
     shard_counts: dict[str, int]
     split_parts: dict[str, list[str]]
@@ -78,7 +78,7 @@ class Converted:
 
 @dataclass(frozen=True, slots=True)
 class _FailedSample:
-    """A sample that could not even be named; it fails where others are read."""
+    """A sample that could not even be named; it fails when it is read."""
 
     where: str
     error: str
@@ -112,8 +112,8 @@ def convert(
 ) -> Converted:
     """Write the samples of a source as a prepared dataset; `progress(done, total)` counts samples.
 
-    It can be repeated at any time: what is there and would be made of the same is kept. With `finish` all shards must
-    be there, made by `convert_task`. Raises SourceError for a sample that cannot be converted (unless `skip_errors`),
+    You can repeat it at any time: shards whose inputs have not changed are kept. With `finish`, all shards must exist,
+    made by `convert_task`. Raises SourceError for a sample that cannot be converted (unless `skip_errors`),
     ConfigurationError if `out` holds something else or, with `finish`, lacks shards.
     """
     check_layout(options.layout)
@@ -192,7 +192,7 @@ def _make_shards(
 
 
 def propose_samples_per_shard(source: Source, layout: Layout) -> int:
-    """Propose as many samples for a shard as make about 512 MiB, by the first ones: 1, 2 or 5 times a power of ten."""
+    """Propose samples per shard for about 512 MiB, judging by the first ones: 1, 2 or 5 times a power of ten."""
     sizes = []
     for number in range(min(20, len(source))):
         try:
@@ -205,7 +205,7 @@ def propose_samples_per_shard(source: Source, layout: Layout) -> int:
 
 
 def check_first_files(source: Source) -> None:
-    """Raise SourceError if none of the files that the first rows name is there; it says where they may be."""
+    """Raise SourceError if none of the files that the first rows name exists; it suggests where they may be."""
     files = [content for row in first_rows(source) for content in contents_of(row) if hasattr(content, "path")]
     missing = [content.path for content in files if not os.path.exists(content.path)]
     if not missing or len(missing) < len(files):
@@ -275,7 +275,7 @@ def _cut(source: Source, numbers: np.ndarray, options: ConvertOptions) -> Iterat
         try:
             more = sum(member_size(f"{sample.key}.{part}", length) for part, length in sample.sizes())
         except (SourceError, SampleError):
-            more = 0  # it fails, or is skipped, when it is read
+            more = 0  # fails, or is skipped, when it is read
         full = options.samples_per_shard is not None and at - start >= options.samples_per_shard
         if at > start and (full or size + more > options.bytes_per_shard):
             yield numbers[start:at]
@@ -286,7 +286,7 @@ def _cut(source: Source, numbers: np.ndarray, options: ConvertOptions) -> Iterat
 
 
 class _Jobs(Sequence[_Job]):
-    """The shards of a plan as jobs, each put together when it is due."""
+    """The shards of a plan as jobs, each assembled when it is due."""
 
     def __init__(self, source: Source, layout: Layout, plan: Sequence[tuple[str, np.ndarray]]) -> None:
         self._source, self._layout, self._plan = source, layout, plan
@@ -313,9 +313,9 @@ def _sample(source: Source, layout: Layout, number: int) -> SourceSample:
 
 
 def _make_shard(root: Path, options: ConvertOptions, find_only: bool, job: _Job) -> tuple[bool, list[str]] | None:
-    """Write a shard, unless it is there and made of the same; returns whether it was, and what was skipped.
+    """Write a shard, unless it exists with the same inputs; return whether it did, and what was skipped.
 
-    With `find_only` nothing is written, and None returned for a shard that is not there.
+    With `find_only`, write nothing and return None for a shard that does not exist.
     """
     parts = root / PartsFolder.NAME
     digest = hashlib.blake2b(_key(options), digest_size=16)
@@ -350,7 +350,7 @@ def _make_shard(root: Path, options: ConvertOptions, find_only: bool, job: _Job)
 
 
 def _key(options: ConvertOptions) -> bytes:
-    """Return what of the options a shard depends on, its samples apart."""
+    """Return the options that a shard depends on, apart from its samples."""
     return repr((_FORMAT, _plain_layout(options.layout), options.media)).encode()
 
 
@@ -359,7 +359,7 @@ def _plain_layout(layout: Layout) -> list[Any]:
 
 
 def _load(root: Path, shard: str) -> ShardRecord | None:
-    """Return the record of a shard, of this run or the one before it."""
+    """Return the record of a shard, from this run or the previous one."""
     for folder in (root / PartsFolder.NAME, root / META_FOLDER / _RECORDS):
         try:
             return ShardRecord.decode(record_path(folder / shard).read_bytes())
@@ -430,7 +430,7 @@ def _type_name(layout: Layout) -> str:
 
 
 def _told(source: Source, options: ConvertOptions) -> bytes:
-    """Return the source and the options of a conversion, to compare with those of another run."""
+    """Return the source and options of a conversion, for comparison with another run."""
     plain = {
         "source": os.path.abspath(source.where),
         "layout": _plain_layout(options.layout),
@@ -444,7 +444,7 @@ def _told(source: Source, options: ConvertOptions) -> bytes:
 
 
 def _check_folder(parts: PartsFolder, told: bytes, *, overwrite: bool) -> None:
-    """Refuse a folder that holds something else than this conversion, begun or ended."""
+    """Refuse a folder that holds anything but this conversion, unfinished or finished."""
     root = parts.root
     for path in (parts.path / _OPTIONS, root / META_FOLDER / _RECORDS / _OPTIONS):
         if not path.exists():

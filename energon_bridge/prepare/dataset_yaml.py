@@ -12,7 +12,7 @@ from energon_bridge.format.documents import dump_yaml
 from energon_bridge.format.field_map import FieldMap, check_fields
 from energon_bridge.samples import META_FIELDS, CrudeSample, sample_type_by_name
 
-# Energon keeps this type out of its package's names; its readers find it in its module.
+# megatron-energon does not export this type; its readers find it in its module.
 _MODULES = {"VQAOCRSample": "megatron.energon.flavors.vqa_and_ocr"}
 
 

@@ -41,7 +41,7 @@ def check_found(
 
 
 def _may_have(sample: FirstSample, part: str, steps: tuple[str, ...]) -> bool:
-    """Whether an access finds something in a sample; what stands in parts other than JSON is not looked at."""
+    """Whether an access finds something in a sample; only JSON parts are looked into."""
     if part not in sample.parts:
         return False
     if not steps or not part.endswith(_JSON):
@@ -49,7 +49,7 @@ def _may_have(sample: FirstSample, part: str, steps: tuple[str, ...]) -> bool:
     try:
         value = json.loads(sample.parts[part])
     except ValueError:
-        return True  # decoding it will name what is wrong
+        return True  # decoding it will report the error
     try:
         FieldMap({"value": part + "".join(f"[{step}]" for step in steps)})({part: value})
     except FieldAccessError:

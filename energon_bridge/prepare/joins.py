@@ -13,7 +13,7 @@ from energon_bridge.mix.joins import index_folders, join_parts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedJoin:
-    """A join that was looked up: its rows of how many samples of the primary, and the file that has them."""
+    """A join that was looked up: its rows, the samples of its primary dataset, and the file with the index."""
 
     primary: str
     num_rows: int
@@ -52,6 +52,6 @@ def prepare_join(
 
 
 def remove_unused(path: str, indexes: set[str | None]) -> list[str]:
-    """Remove the join indexes beside a metadataset file that are not among `indexes`; returns their names."""
+    """Remove the join indexes next to a metadataset file that are not among `indexes`; return their names."""
     path = resolve_path(path, base=os.getcwd(), where="PATH")
     return [] if "://" in path else remove_others(f"{path}.cache", {index for index in indexes if index is not None})

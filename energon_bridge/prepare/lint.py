@@ -1,7 +1,7 @@
-"""Reading and decoding every sample of a dataset, to name the ones that training would stumble over.
+"""Reads and decodes every sample of a dataset, to find those that would fail in training.
 
-Bad samples are collected, not raised: one bad sample never hides the next. What keeps a whole split part from opening
-is raised.
+Bad samples are collected, not raised, so that one never hides the next. Only errors that keep a whole split part from
+opening are raised.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def lint_parts(
     dataset_config: str = DEFAULT_DATASET_CONFIG,
     trust_remote_code: bool = False,
 ) -> tuple[list[PreparedDataset], list[str]]:
-    """Open the split parts to check (default: all that there are); returns them and the names of the empty ones.
+    """Open the split parts to check (default: all); return them and the names of the empty ones.
 
     A JSONL file has no parts: it is opened as a whole. Raises the errors of `open_dataset`, and EmptyDatasetError if
     all parts are empty.
@@ -99,7 +99,7 @@ def lint_parts(
 
 def lint_dataset(dataset: PreparedDataset, *, num_workers: Workers = 1) -> Iterator[ShardReport]:
     """Check every shard of a split part; yields one report per shard, in their order. Excluded samples are left out."""
-    from energon_bridge.task_encoder.decoder import SampleDecoder  # imports torch, which the other commands do without
+    from energon_bridge.task_encoder.decoder import SampleDecoder  # imports torch, which other commands do not need
 
     check = partial(_check_shard, dataset, SampleDecoder(image_decode="rgb8").decode)
     with closing(map_shards(check, range(len(dataset.shard_names)), num_workers=num_workers)) as reports:
@@ -148,7 +148,7 @@ def _check_shard(dataset: PreparedDataset, decode: Callable[[str, memoryview], A
 
 
 def read_samples(dataset: PreparedDataset, shard: int) -> Iterator[tuple[int, memoryview]]:
-    """Yield (number, bytes) of all samples of a shard, several of them per read."""
+    """Yield (number, bytes) of all samples of a shard, several per read."""
     offsets = read_index(dataset, shard).tolist()
     count = len(offsets) - 1
     first = 0
@@ -171,7 +171,7 @@ def _check_sample(
     parts: dict[str, memoryview],
     report: Callable[..., None],
 ) -> None:
-    """Do to a sample what training does: decode the parts that it needs, and make the fields of them."""
+    """Treat a sample as training does: decode the parts that it needs, and build its fields."""
     wanted = dataset.part_filter
     decoded: dict[str, Any] = {}
     complete = True
@@ -195,5 +195,5 @@ def _check_sample(
     except FieldAccessError as error:
         missing = None if dataset.field_map is None else dataset.field_map.missing(decoded, parts)
         report(missing or error)
-    except Exception as error:  # whatever a sample loader raises
+    except Exception as error:  # a sample loader can raise anything
         report(error)

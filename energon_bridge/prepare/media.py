@@ -1,8 +1,8 @@
-"""Indexing media: what is known of images, videos and sound without decoding them goes into `index.sqlite`.
+"""Media indexing: metadata of images, videos and sound, read without decoding, goes into `index.sqlite`.
 
-In a prepared dataset the metadata stands beside the key index; any other folder gets an `index.sqlite` that has nothing
-else, and can be an auxiliary store of cookers. Invariant: the new index replaces the old one as a whole, or nothing
-changes. Format: `format/media.py`.
+In a prepared dataset the metadata is stored with the key index. Any other folder gets an `index.sqlite` with nothing
+else, and can then be an auxiliary store for cookers. Invariant: the new index replaces the old one atomically. Format:
+`format/media.py`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexedMedia:
-    """How many files metadata was written of, and the keys of those that could not be read."""
+    """Number of files with metadata, and the keys of those that could not be read."""
 
     num_files: int
     failed: tuple[str, ...]
@@ -53,7 +53,7 @@ class IndexedMedia:
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """A file: its key, and where its content lies."""
+    """A file: its key, and the location of its content."""
 
     key: str
     rel: str
@@ -62,7 +62,7 @@ class _File:
 
 
 Found = list[tuple[str, MediaMetadata | str]]
-"""Of each media file its key, and its metadata or what was wrong with it."""
+"""For each media file its key, and its metadata or the error."""
 
 
 def prepare_media(
@@ -70,9 +70,9 @@ def prepare_media(
 ) -> IndexedMedia:
     """Write the metadata of the media files of a prepared dataset, or of any other folder.
 
-    What is known of other files stays. `progress(done, total)` counts shards, or portions of files. Raises
+    The metadata of other files is kept. `progress(done, total)` counts shards, or portions of files. Raises
     EmptyDatasetError if a folder has no media, KeyIndexError if a dataset has no key index, ConfigurationError if PyAV
-    is needed and not there, and then leaves everything as it was.
+    is needed and not installed, and then changes nothing.
     """
     store = open_store(path)
     store.check_root()
@@ -206,7 +206,7 @@ def _measure_shard(store: Store, index: str, media: MediaFilter, shard: tuple[in
 
 
 def _measure(store: Store, media: MediaFilter, files: Iterable[_File]) -> Found:
-    """Return what is known of those of some files that are media."""
+    """Return the metadata of those files that are media."""
     out: Found = []
     for file in files:
         content = ByteRange(store=store, rel=file.rel, offset=file.offset, size=file.size)
@@ -232,9 +232,9 @@ _FIRST_BYTES = 64 << 10  # enough for the header of nearly every image
 
 
 def read_media(kind: MediaKind, content: ByteRange | bytes) -> MediaMetadata:
-    """Return what a file says of itself; of videos and sound nothing is read that is not needed.
+    """Return the metadata of a file; reads only the needed bytes of videos and sound.
 
-    Raises DecodeError if it is no such file, ConfigurationError if PyAV is needed and not installed.
+    Raises DecodeError if it is not a media file, ConfigurationError if PyAV is needed and not installed.
     """
     if kind == "av":
         return AVDecoder(content).get_metadata(get_audio_num_samples=True)
@@ -253,11 +253,11 @@ def _read_image(data: bytes) -> ImageMetadata:
 
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of images so large that decoding them would be an attack
+            warnings.simplefilter("ignore")  # image so large that it may be a decompression bomb
             with Image.open(io.BytesIO(data)) as image:
                 width, height = image.size
                 return ImageMetadata(
                     width=width, height=height, format=image.format or "UNKNOWN", mode=image.mode or "UNKNOWN"
                 )
-    except Exception as error:  # codecs raise whatever they like
+    except Exception as error:  # codecs raise anything
         raise DecodeError(f"no image that Pillow knows: {type(error).__name__}: {error}") from error

@@ -65,7 +65,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """What `prepare_dataset` wrote: samples per shard, shards per split part, the part names that it saw, and media."""
+    """What `prepare_dataset` wrote: samples per shard, shards per split part, all part names, and media."""
 
     shard_counts: dict[str, int]
     split_parts: dict[str, list[str]]
@@ -99,7 +99,7 @@ def prepare_dataset(
     `dataset_yaml` is the content for the file of that name, None leaves what is there. `progress(done, total)` counts
     shards. The excludes of an earlier split.yaml are kept, and its media metadata, unless `media` says which files to
     look into anew. Raises NoShardsError, UnsupportedShardError,
-    CorruptShardError, DuplicateKeyError or StorageError, and then leaves the dataset as it was.
+    CorruptShardError, DuplicateKeyError or StorageError, and then leaves the dataset unchanged.
     """
     if "/" in dataset_yaml_name or not dataset_yaml_name.endswith(".yaml"):
         raise ConfigurationError(f"--dataset-yaml-name {dataset_yaml_name!r}: expected the name of a .yaml file.")
@@ -189,7 +189,7 @@ def _index(
     finish: bool = False,
     progress: Progress | None,
 ) -> tuple[dict[str, int], tuple[str, ...], IndexedMedia | None]:
-    """Stage the indexes of all shards; returns samples per shard, all part names, sorted, and what media there is."""
+    """Stage the indexes of all shards; return samples per shard, all part names, sorted, and the media found."""
     known = {} if earlier is None else {shard: earlier.counts[shard] for shard in shards if earlier.has(store, shard)}
     new = [shard for shard in shards if shard not in known]
     counts: dict[str, int] = {}
@@ -300,12 +300,12 @@ def _forget_scans(store: Store) -> None:
 
 def _commit(store: Store, staging: Staging, counts: dict[str, int], *, key_index: bool) -> None:
     staging.add(meta_path(INDEX_UUID), str(uuid.uuid4()).encode())
-    if store.exists(meta_path(INFO_YAML)):  # old readers look there: keep it in step
+    if store.exists(meta_path(INFO_YAML)):  # old readers look there: keep it up to date
         staging.add(meta_path(INFO_YAML), dump_yaml({"energon_version": FORMAT_VERSION, "shard_counts": counts}))
     staging.add(meta_path(INFO_JSON), render_info(counts))
     staging.commit()
     if not key_index:
-        store.delete(meta_path(INDEX_SQLITE))  # it would answer for the shards of before
+        store.delete(meta_path(INDEX_SQLITE))  # it describes the old shards
 
 
 def _old_excludes(store: Store) -> list[str]:

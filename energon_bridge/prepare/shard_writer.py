@@ -7,7 +7,7 @@ How a field is stored: encoded media (bytes or a Path) as a part named by its fo
 one text that a type requires as `txt`, all else together as `json`. `dataset.yaml` maps the parts back to the fields.
 A `CrudeSample` is written part by part instead.
 
-Invariant: nothing is readable before the writer (or `finish_shards`, of several writers) is done.
+Invariant: nothing is readable until the writer (or `finish_shards`, for several writers) is done.
 """
 
 from __future__ import annotations
@@ -40,10 +40,11 @@ class ShardWriter:
     """Write samples as shards with all their indexes; a context manager.
 
     Args:
-        path: A folder that is not there yet, or empty.
+        path: A new or empty folder.
         sample_type: What is written: a sample type of this package, or CrudeSample.
-        samples_per_shard: Exactly so many samples in each shard but the last.
-        bytes_per_shard: No shard is larger, unless one sample is. With both, whichever is reached first.
+        samples_per_shard: Exact number of samples in each shard but the last.
+        bytes_per_shard: Maximum size of a shard, unless a single sample is larger. With both, whichever is reached
+            first.
         split_part: The split part that all samples of this writer belong to.
         writer: A name for one of several writers of the same dataset (of processes, say), which each write shards of
             their own. The dataset is readable after `finish_shards(path)`. Without a name, the end of the block does
@@ -219,9 +220,9 @@ class ShardWriter:
 
 
 def finish_shards(path: str | os.PathLike[str]) -> dict[str, int]:
-    """Make one dataset of the shards of several writers that have all ended; returns the samples by shard.
+    """Combine the shards of several finished writers into one dataset; return the samples by shard.
 
-    Call it once, in one process. It can be repeated if it was interrupted.
+    Call it once, in one process. You can repeat it if it was interrupted.
 
     Raises:
         ConfigurationError: There are no shards, or a writer has not ended.
@@ -341,7 +342,7 @@ _PLAIN_KINDS: tuple[tuple[str, type], ...] = (("str", str), ("int", int))
 
 
 def _check_plain(value: Any, kind: Any, where: str) -> None:
-    """Refuse a number for a text and the like, where the declared type is that plain."""
+    """Refuse, for example, a number for a string, if the declared type is a plain one."""
     declared = kind if isinstance(kind, str) else getattr(kind, "__name__", "")
     options = [option.strip() for option in declared.split("|")]
     if value is None or not set(options) <= {"str", "int", "None"}:

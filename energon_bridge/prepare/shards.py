@@ -66,7 +66,7 @@ END_BYTES = 1024
 _BLOCK = 512
 _FLUSH_BYTES = 1 << 20
 _LOCK_SECONDS = 3.0
-_LARGEST_PLAIN = 8 << 30  # what eleven octal digits can say
+_LARGEST_PLAIN = 8 << 30  # the largest number with eleven octal digits
 _BEFORE_SIZE = b"0000644\0" + b"0000000\0" * 2
 _TIME = b"00000000000\0"
 _AFTER_CHECKSUM = b"0" + bytes(100) + b"ustar\x0000" + bytes(247)
@@ -79,7 +79,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True)
 class ShardRecord:
-    """What the indexes say of one shard, and how it came about.
+    """What the indexes need to know about one shard, and what it was made of.
 
     `fields` gives each field of the sample type the accesses that its samples used; `made_of` identifies the input.
     """
@@ -101,7 +101,7 @@ class ShardRecord:
 
     @classmethod
     def decode(cls, data: bytes) -> ShardRecord:
-        """Read a record; raises ValueError if it is none."""
+        """Read a record; raises ValueError if it is not one."""
         try:
             text, end, columns = zlib.decompress(data).partition(b"\0")
             plain = json.loads(text)
@@ -137,7 +137,7 @@ def _header(name: str, size: int) -> bytes:
 
 
 class ShardFile:
-    """One tar being written, and the record of it; what is under `path` appears with `close`."""
+    """One tar being written, and its record; `path` appears on `close`."""
 
     def __init__(self, path: Path, *, media: bool) -> None:
         self.path = path
@@ -157,7 +157,7 @@ class ShardFile:
         return len(self.record.scan.keys)
 
     def add(self, key: str, parts: Sequence[tuple[str, bytes]]) -> None:
-        """Add a sample; raises SourceError if its key or the name of a part cannot stand in a tar."""
+        """Add a sample; raises SourceError if its key or a part name cannot be stored in a tar."""
         scan = self.record.scan
         names = [f"{key}.{part}" for part, _ in parts]
         for name, (part, _) in zip(names, parts, strict=True):
@@ -181,7 +181,7 @@ class ShardFile:
                 self._look_into(name, data)
 
     def close(self, *, made_of: str = "") -> ShardRecord:
-        """End the tar, give it its name and write its record. A shard without samples leaves only a record."""
+        """Finish the tar, rename it and write its record. A shard without samples leaves only a record."""
         record = self.record
         record.scan.offsets.append(self.num_bytes)
         record.made_of = made_of
@@ -198,7 +198,7 @@ class ShardFile:
         return record
 
     def abort(self) -> None:
-        """Throw away what was written."""
+        """Discard what was written."""
         self._file.close()
         with contextlib.suppress(OSError):
             os.unlink(self._partial)
@@ -233,12 +233,12 @@ def partial_path(path: Path) -> Path:
 
 
 def record_path(shard: Path) -> Path:
-    """Return where the record of a shard lies."""
+    """Return the path of a shard's record."""
     return shard.with_suffix(RECORD_SUFFIX)
 
 
 def write_record(shard: Path, record: ShardRecord) -> None:
-    """Write the record of a shard as a whole."""
+    """Write the record of a shard atomically."""
     path = record_path(shard)
     partial = partial_path(path)
     partial.write_bytes(record.encode())
@@ -271,7 +271,7 @@ class PartsFolder:
         shutil.rmtree(self.path, ignore_errors=True)
 
     def close(self) -> None:
-        """Let others write; a folder with nothing in it goes."""
+        """Release the lock, and remove the folder if it is empty."""
         with contextlib.suppress(OSError):
             self.path.rmdir()
         if self._lock >= 0:
@@ -362,7 +362,7 @@ def publish(
 
 @contextlib.contextmanager
 def _writing(path: Path) -> Iterator[None]:
-    """Turn what the file system complains of into a StorageError."""
+    """Turn errors of the file system into StorageError."""
     try:
         yield
     except OSError as error:

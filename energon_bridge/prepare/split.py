@@ -1,4 +1,4 @@
-"""How shards are dealt out to the split parts: by ratio, or by patterns of their names.
+"""Assigns shards to split parts: by ratio, or by patterns of their names.
 
 By ratio: in the order of the names (or shuffled with a fixed seed), cut at `floor(shards * share so far)`, in exact
 arithmetic, so that the parts together hold every shard. By pattern: a shard may be in several parts or in none.
@@ -54,7 +54,7 @@ def parse_patterns(texts: Sequence[str]) -> SplitRule:
 
 
 def split_shards(shards: Sequence[str], rule: SplitRule) -> dict[str, list[str]]:
-    """Deal the shards out by a rule; raises ConfigurationError if a pattern matches no shard."""
+    """Assign the shards by a rule; raises ConfigurationError if a pattern matches no shard."""
     if rule.patterns:
         return {name: _matching(shards, name, pattern) for name, pattern in rule.patterns}
     ordered = list(shards)

@@ -1,8 +1,8 @@
-"""A place for files on their way into a dataset: nothing of it is seen before all of it is there.
+"""Staging of files for a dataset: none is visible until all are complete.
 
-Files are made in a folder of their own (`.nv-meta.staging` in a local dataset, so that moving them is a rename) and are
-moved when everything has been written, the file that declares the dataset prepared last. Whatever fails before that
-leaves the dataset as it was; a folder left by a killed run is cleared by the next one.
+Files are written to a separate folder (`.nv-meta.staging` in a local dataset, so that moving them is a rename) and
+moved when everything has been written; the file that declares the dataset prepared comes last. A failure before that
+leaves the dataset unchanged; the next run clears the folder of a killed one.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Staging:
         self._claim()
 
     def path(self, rel: str) -> str:
-        """Announce the file `rel` of the dataset and return the local path to make it at."""
+        """Announce the file `rel` of the dataset and return the local path to write it to."""
         path = os.path.join(self._folder, str(len(self._files)))
         self._files.append((path, rel))
         return path

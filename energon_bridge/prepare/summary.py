@@ -1,4 +1,4 @@
-"""What a prepared dataset holds, from its metadata alone: for `energon info`."""
+"""Summary of a prepared dataset, from its metadata alone: for `energon info`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Batches as a model gets them: what every row holds token by token, where each of its samples came from.
+"""Batches as a model gets them: each row token by token, and the source of each of its samples.
 
-The run itself delivers them, from its beginning or from a saved state, one rank after the other in this process: so
-they are what training gets, packed, grouped or mixed, on any number of ranks.
+The loader itself delivers them, from the beginning of the run or from a saved state, one rank after the other in this
+process. So they are what training gets: packed, grouped or mixed, on any number of ranks.
 """
 
 from __future__ import annotations
@@ -25,18 +25,17 @@ from energon_bridge.topology import first_microbatch, step_of
 logger = logging.getLogger(__name__)
 
 _WORDS = ("▁", "Ġ")
-"""How tokenizers write the space before a word."""
+"""How tokenizers mark the space before a word."""
 
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A token, or a run of tokens that are shown as one: those of an image, or of padding.
+    """A token, or a run of tokens shown as one: those of an image, or padding.
 
     Attributes:
         kind: What it is.
         text: Its text.
-        label: The text of its label (of a run: of the last), which the model learns to say here; None where it carries
-            no loss.
+        label: The text of its label (of a run: of the last token), which the model learns here; None without loss.
         count: Tokens of the run.
     """
 
@@ -48,7 +47,7 @@ class Token:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShownSegment:
-    """A sample in a row: where it stands, its tokens, and its pictures in the order of their tokens."""
+    """A sample in a row: its position, its tokens, and its pictures in the order of their tokens."""
 
     segment: Segment
     tokens: Sequence[Token] = ()
@@ -57,7 +56,7 @@ class ShownSegment:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShownRow:
-    """A row of a batch: its samples, whether it is real, and the fields of rows that are no tokens."""
+    """A row of a batch: its samples, whether it is real, and its other fields."""
 
     valid: bool
     length: int
@@ -78,7 +77,7 @@ class ShownBatch:
     rows: Sequence[ShownRow]
 
     def drawn(self) -> Iterator[Drawn]:
-        """Give the samples of all rows that are real."""
+        """Yield the samples of all real rows."""
         for number, row in enumerate(self.rows):
             for place, member in enumerate(row.members if row.valid else ()):
                 facts = {"step": self.step, "rank": self.rank, "row": number}
@@ -96,13 +95,13 @@ def delivered(
     rank: int | None = None,
     per_step: int = 1,
 ) -> list[ShownBatch]:
-    """Let a run deliver its steps and return some of them, by step and rank.
+    """Run the loader and return some of its steps, by step and rank.
 
     Args:
         spec: What the run reads, with its task encoder.
         steps: Steps before them, counted from the beginning of the run on so many ranks.
         world_size: Data-parallel ranks.
-        state: Where to begin; without it all steps from the first one on are loaded.
+        state: Where to start; without it, loading starts at the first step.
         rank: Only what this rank delivers.
         per_step: Microbatches of a rank in a step.
 
@@ -113,7 +112,7 @@ def delivered(
     for number in range(world_size) if rank is None else (rank,):
         for step, batch, lanes in _deliver(spec, steps, world_size, number, state, per_step):
             batches.append(shown(batch, spec.task_encoder, step=step, rank=number, num_lanes=lanes))
-    return sorted(batches, key=lambda batch: (batch.step, batch.rank))  # those of a step and rank stay in their order
+    return sorted(batches, key=lambda batch: (batch.step, batch.rank))  # stable: those of a step and rank stay in order
 
 
 def _deliver(
@@ -148,7 +147,7 @@ def _deliver(
 
 
 def stand_of(spec: DatasetSpec, world_size: int, state: State | None = None) -> int:
-    """Return the step before which a state of a run stands, 0 without one."""
+    """Return the next step of a state, 0 without a state."""
     if state is None:
         return 0
     lanes = read(state).num_lanes if spec.kind == "train" else plan_run(spec, spec.worker_config).num_lanes
@@ -156,7 +155,7 @@ def stand_of(spec: DatasetSpec, world_size: int, state: State | None = None) -> 
 
 
 def _stand(lanes: int, world_size: int, state: State | None) -> int:
-    """Return the step before which a state stands."""
+    """Return the next step of a state."""
     if state is None:
         return 0
     microbatches = int(state["microbatches"])
@@ -170,11 +169,11 @@ def _stand(lanes: int, world_size: int, state: State | None) -> int:
 
 
 def shown(batch: Any, encoder: Any, *, step: int, rank: int, num_lanes: int) -> ShownBatch:
-    """Return what is shown of a batch.
+    """Return the view of a batch.
 
     Args:
         batch: As the loader delivers it.
-        encoder: The task encoder, whose tokenizer says what tokens mean.
+        encoder: The task encoder, whose tokenizer decodes the tokens.
         step, rank: Where it was delivered.
         num_lanes: Lanes of the run.
     """
@@ -212,7 +211,7 @@ def _members(key: tuple[Any, ...]) -> list[list[tuple[str, int, int, int]]]:
 
 
 def _row(batch: Any, row: int, valid: Sequence[bool]) -> list[tuple[str, tuple[Item, ...]]]:
-    """Return the fields of one row of a batch of any type: their entries, if they have one for each row."""
+    """Return the fields of one row of a batch of any type: its entry in each field that has one per row."""
     names: Iterable[str] = batch if isinstance(batch, dict) else field_names(type(batch)) if _is_record(batch) else ()
     get = _getter(batch)
     keys = get("__key__")
@@ -226,7 +225,7 @@ def _row(batch: Any, row: int, valid: Sequence[bool]) -> list[tuple[str, tuple[I
         if batched and column and len(value) == len(valid):
             value = value[row]
         elif row:
-            continue  # what belongs to no row is shown once
+            continue  # fields that belong to no row are shown once
         found.append((name, items_of(value, name)))
     return found
 
@@ -236,7 +235,7 @@ def _is_record(batch: Any) -> bool:
 
 
 class TokenNames:
-    """What the tokens of an encoder's tokenizer mean."""
+    """Decodes and classifies the tokens of an encoder's tokenizer."""
 
     def __init__(self, encoder: Any) -> None:
         self._tokenizer = getattr(encoder, "tokenizer", None)
@@ -255,13 +254,13 @@ class TokenNames:
             tokenizer: Any = self._tokenizer
             text = str(tokenizer.decode([token]))
             piece = getattr(tokenizer, "convert_ids_to_tokens", lambda _: "")(token)
-        except Exception:  # an id that it does not know, or a tokenizer that decodes nothing
+        except Exception:  # an unknown id, or a tokenizer that cannot decode
             return f"#{token}"
         begins = isinstance(piece, str) and piece.startswith(_WORDS) and not text.startswith(" ")
         return " " + text if begins else text
 
     def kind(self, token: int) -> str:
-        """Tell images, special tokens and text apart."""
+        """Return whether a token is part of an image, a special token or text."""
         return "image" if token in self.images else "special" if token in self.special else "text"
 
 
@@ -297,13 +296,13 @@ def _rows(value: Any) -> list[list[Any]]:
 
 
 def _tokens(ids: Sequence[int], labels: Sequence[int], learned: Sequence[float], names: TokenNames) -> list[Token]:
-    """Return the tokens of a segment; those of an image are one."""
+    """Return the tokens of a segment; those of an image count as one."""
     said = [names.text(label) if loss else None for label, loss in zip(labels, learned, strict=False)]
     said += [None] * (len(ids) - len(said))
     found = []
     for kind, run in groupby(range(len(ids)), lambda place: names.kind(ids[place])):
         places = list(run)
-        # The last token of an image may carry loss: what follows it may be learned.
+        # The last token of an image may carry loss: its label is the token that follows.
         if kind == "image" and all(said[place] is None for place in places[:-1]):
             found.append(Token(kind, names.text(ids[places[0]]), said[places[-1]], len(places)))
         else:
@@ -312,7 +311,7 @@ def _tokens(ids: Sequence[int], labels: Sequence[int], learned: Sequence[float],
 
 
 def _pictures(pixels: Any, count: int) -> list[Picture]:
-    """Return the images of a batch as the model gets them, none if its pixels are laid out otherwise than by image."""
+    """Return the images of a batch as the model gets them; none if its pixels are not laid out by image."""
     if pixels is None or getattr(pixels, "ndim", 0) != 4 or len(pixels) != count:
         return []
     made = (picture_of(image) for image in pixels)

@@ -1,4 +1,4 @@
-"""Pages that open from a folder, without a server: what a preview shows, for a browser.
+"""Pages for a browser that open from a folder, without a server.
 
     index.html, preview.css, preview.js     the same for every preview
     data/meta.js                            counts, datasets, histograms, the list of batches
@@ -7,9 +7,9 @@
     data/batch-K.js                         one batch
     media/000/000012.jpg                    pictures, videos and sound, by number
 
-Data is script that calls `preview.take(kind, number, value)`, as pages of a folder may not fetch files. Names and texts
-of the data are in values alone: no file, address or markup is made of them, and the pages allow no script but those of
-the folder. The folder appears whole or not at all.
+Data files are scripts that call `preview.take(kind, number, value)`, because pages opened from a folder may not fetch
+files. Names and texts from the data occur only in values: no file name, address or markup is made of them, and the
+pages allow no scripts but those of the folder. The folder appears as a whole or not at all.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ from energon_bridge.storage.ranges import ByteRange
 _PER_FILE = 60
 _PER_SEARCH_FILE = 5000
 _SEARCHED = 1000
-"""Characters of a sample's texts that a search looks through."""
+"""Characters of a sample's texts that are searched."""
 _BINS = 32
 _MARK = 'content="energon preview"'
 _FILES = {"index.html": "page.html", "preview.css": "page.css", "preview.js": "page.js"}
 
 
 Media = list[tuple[str, bytes | ByteRange]]
-"""Files to be: what each is called at its end, and its bytes."""
+"""Files to write: the extension and the bytes of each."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Made:
-    """A record with its pictures and clips as files to be."""
+    """A record with its pictures and clips as files to write."""
 
     record: Record
     fields: list[Any]
@@ -71,8 +71,8 @@ def write_pages(
     Args:
         out: The folder; an earlier preview in it is replaced.
         source: Loads the samples.
-        drawn: Which.
-        title: What is shown, and `notes` on it.
+        drawn: The samples to show.
+        title: Title of the pages, with `notes` below it.
         batches: Batches, whose samples are among those drawn.
 
     Raises:
@@ -103,7 +103,7 @@ def _is_preview(folder: Path) -> bool:
 
 
 def _made(record: Record) -> _Made:
-    """Encode the pictures of a record; their places in the list stand for the numbers that they will have."""
+    """Encode the pictures of a record; they refer to their indices in the list until they are numbered."""
     media: Media = []
     return _Made(record=record, fields=[[name, _plain(items, media)] for name, items in record.fields], media=media)
 
@@ -131,7 +131,7 @@ def _jpeg(picture: Picture) -> bytes:
 
 
 def _numbered(items: list[list[Any]], first: int) -> list[list[Any]]:
-    """Return items whose files are numbered among all of the preview."""
+    """Return items with their files numbered across the whole preview."""
     found = []
     for item in items:
         if item[0] in "pva":
@@ -143,7 +143,7 @@ def _numbered(items: list[list[Any]], first: int) -> list[list[Any]]:
 
 
 class _Writer:
-    """Writes the files of a preview; holds one page and one file for searches at a time."""
+    """Writes the files of a preview; holds one page and one search file in memory at a time."""
 
     def __init__(self, folder: Path, parts: Sequence[Part]) -> None:
         self._folder = folder
@@ -275,19 +275,19 @@ class _Writer:
 
     def _write(self, kind: str, number: int | None, value: Any) -> None:
         name = kind if number is None else f"{kind}-{number}"
-        # Escaped throughout: no line end of JavaScript, and no half of a character, comes through as it is.
+        # Everything is escaped, so JavaScript sees no line ends and no unpaired surrogates.
         text = json.dumps(value, separators=(",", ":"), ensure_ascii=True)
         code = f"preview.take({json.dumps(kind)},{json.dumps(number)},{text});\n"
         (self._folder / "data" / f"{name}.js").write_text(code, "ascii")
 
 
 def _place_of(facts: Mapping[str, int]) -> tuple[int | None, ...]:
-    """Return where a sample stands in a run: step, rank, microbatch, row, and which of the row it is."""
+    """Return the position of a sample in a run: step, rank, microbatch, row, and index in the row."""
     return (*(facts.get(name) for name in ("step", "rank", "microbatch", "row")), facts.get("in row", 0))
 
 
 def histogram(name: str, values: Iterable[int]) -> dict[str, Any]:
-    """Return how often values are how large; the bins are logarithmic if they differ by orders of magnitude."""
+    """Return a histogram of values; the bins are logarithmic if values differ by orders of magnitude."""
     ordered = sorted(values)
     low, high = ordered[0], ordered[-1]
     log = low > 0 and high / low > 100
@@ -335,7 +335,7 @@ _HOSTS = ("127.0.0.1", "localhost")
 
 
 def server_of_pages() -> Callable[[Path, int, Callable[[str], None]], None]:
-    """Return what serves a folder at a port (0: any) until it is interrupted, and calls back with the address.
+    """Return a function that serves a folder on a port (0: any) until interrupted; it passes the address to `say`.
 
     Raises:
         ConfigurationError: starlette or uvicorn is not installed.
@@ -357,7 +357,7 @@ def server_of_pages() -> Callable[[Path, int, Callable[[str], None]], None]:
             listening = socket.create_server((_HOSTS[0], port))
         except OSError as error:
             raise ConfigurationError(f"--port {port} cannot be used: {error.strerror}; give another, or 0") from error
-        with closing(listening), suppress(KeyboardInterrupt):  # which is how it ends
+        with closing(listening), suppress(KeyboardInterrupt):  # Ctrl-C is the way to end it
             say(f"http://{_HOSTS[0]}:{listening.getsockname()[1]}/")
             uvicorn.Server(uvicorn.Config(application, log_level="warning")).run(sockets=[listening])
 

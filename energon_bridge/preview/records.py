@@ -1,7 +1,7 @@
-"""From samples to records: what a terminal or a page shows of one, as texts and small pictures of bounded size.
+"""Records: what a terminal or a page shows of a sample, as text and small pictures of bounded size.
 
-Nothing here raises for what is in the data: a value that cannot be shown is named, a picture that cannot be decoded
-(or is larger than the decoder's limits) becomes its error.
+Nothing in the data makes this module raise: a value that cannot be shown is named, a picture that cannot be decoded (or
+exceeds the decoder's limits) is replaced by its error.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from energon_bridge.storage.ranges import ByteRange
 from energon_bridge.task_encoder.deferred import DeferredImage
 
 SIDE = 320
-"""Pixels of the longer side of a picture."""
+"""Pixels of a picture's longer side."""
 _MOST_TEXT = 20_000
 _MOST_ITEMS = 64
 _MOST_FIELDS = 48
 _MOST_NUMBERS = 16
 _MOST_BYTES = 32 << 20
-"""Of a video or sound, beyond which it is named and not shown."""
+"""Bytes of a video or sound above which it is named and not shown."""
 _PLAYABLE: dict[str, Literal["video", "audio"]] = {
     **dict.fromkeys(("mp4", "m4v", "mov", "webm"), "video"),
     **dict.fromkeys(("wav", "flac", "mp3", "ogg", "opus", "m4a"), "audio"),
@@ -37,7 +37,7 @@ _ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "ass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Picture:
-    """A small picture, and the size of what it shows."""
+    """A small picture, and the size of the original."""
 
     image: Image.Image
     width: int
@@ -46,7 +46,7 @@ class Picture:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Clip:
-    """A video or sound that browsers play: its file, what that is called at its end, and what it is."""
+    """A video or sound that browsers can play: its bytes, its extension, and what it is."""
 
     kind: Literal["video", "audio"]
     suffix: str
@@ -56,7 +56,7 @@ class Clip:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A text of the data, JSON, a note on a value that is not shown, or what is wrong with one."""
+    """Text from the data, JSON, a note on a value that is not shown, or an error."""
 
     kind: Literal["text", "json", "note", "error"]
     text: str
@@ -81,9 +81,9 @@ class Record:
         dataset: Its path.
         key, shard, index: Of the sample; the index counts in its split part.
         size: Bytes that were read.
-        facts: Where it stands in a run: step, rank, microbatch, row, epoch.
+        facts: Its position in a run: step, rank, microbatch, row, epoch.
         fields: Its fields, in order.
-        error: Why it does not load; empty if it does.
+        error: Why it failed to load; empty if it loaded.
     """
 
     dataset: str
@@ -96,7 +96,7 @@ class Record:
     error: str = ""
 
     def items(self) -> list[Text | Picture | Clip]:
-        """Return what it has, those of turns too."""
+        """Return its items, including those of turns."""
         flat: list[Text | Picture | Clip] = []
         for _, items in self.fields:
             for item in items:
@@ -108,7 +108,7 @@ class Record:
         return "\n".join(item.text for item in self.items() if isinstance(item, Text) and item.kind == "text")
 
     def sizes(self) -> dict[str, list[int]]:
-        """Return what histograms count."""
+        """Return the values for histograms."""
         items = self.items()
         pictures = [item for item in items if isinstance(item, Picture)]
         found = {"bytes": [self.size]} if self.size else {}
@@ -138,15 +138,15 @@ def fields_of(sample: Any) -> list[tuple[str, tuple[Item, ...]]]:
 
 
 def items_of(value: Any, name: str = "") -> tuple[Item, ...]:
-    """Return what is shown of a value."""
+    """Return the items that show a value."""
     try:
         return tuple(_items(value, name))
-    except Exception as error:  # whatever the data made a decoder or a property raise
+    except Exception as error:  # data can make a decoder or a property raise anything
         return (Text("error", f"{type(error).__name__}: {error}"[:_MOST_TEXT]),)
 
 
 def picture_of(value: Any) -> Picture | None:
-    """Return an image of Pillow, numpy or torch, or one that is not decoded yet, as a picture; None for all else."""
+    """Return a Pillow, numpy, torch or deferred image as a picture; None for anything else."""
     size = value.size if isinstance(value, DeferredImage) else None
     value = value.get() if isinstance(value, DeferredImage) else value
     image = as_image(value)
@@ -202,7 +202,7 @@ def _product(shape: Sequence[int]) -> int:
 
 
 def _is_shown(value: Any) -> bool:
-    """Tell whether an entry of a list is shown by itself: texts, and whatever may be a picture."""
+    """Whether an entry of a list is shown by itself: text, and anything that may be a picture."""
     return isinstance(value, (str, DeferredImage, AVDecoder, Image.Image)) or hasattr(value, "shape")
 
 
@@ -216,7 +216,7 @@ def _items_of_dict(value: Mapping[Any, Any]) -> list[Item]:
 
 
 def _turns(value: Any) -> list[Item]:
-    """Return the turns of a conversation, none if it is none: `role` and `content`, or `from` and `value`."""
+    """Return the turns of a conversation, nothing if it is not one: `role` and `content`, or `from` and `value`."""
     if not isinstance(value, (list, tuple)) or not value or not all(isinstance(turn, Mapping) for turn in value):
         return []
     found: list[Item] = []
@@ -255,13 +255,13 @@ def _text(text: str) -> Text:
 def _json(value: Any) -> Text:
     try:
         text = json.dumps(value, indent=2, ensure_ascii=False, default=value_text)
-    except (TypeError, ValueError, RecursionError):  # keys that JSON has not, circles, thousands of levels
+    except (TypeError, ValueError, RecursionError):  # keys that JSON does not allow, cycles, thousands of levels
         return Text("note", value_text(value))
     return Text("json", _text(text).text)
 
 
 def _clip(value: AVDecoder) -> Clip | Text:
-    """Return a video or sound, or a note on one that is too large or that no browser plays."""
+    """Return a video or sound, or a note on one that is too large or that browsers cannot play."""
     try:
         known = value.get_metadata(get_video_frame_count=False)
         facts = {entry.name.replace("_", " "): getattr(known, entry.name) for entry in fields(known)}

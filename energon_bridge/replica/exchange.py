@@ -1,7 +1,7 @@
 """Messages between the rank that loads and the others of its replica, errors included.
 
-A message is a dict. One with the key `error` makes the ranks that get it raise: an error of this package by its own
-class, any other one as a BroadcastError that names it.
+A message is a dict. One with the key `error` makes its receivers raise: an error of this package under its own class,
+any other as a BroadcastError that names it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ FRAME = 8192
 
 
 class Channel:
-    """The way from one rank to a group.
+    """A one-way channel from one rank to a group.
 
     Args:
         group: A process group.
@@ -56,10 +56,10 @@ class Channel:
         self._under_way: deque[tuple[Any, Tensor]] = deque()
 
     def pack(self, value: Any) -> list[Tensor]:
-        """Write a value down as the tensors to send.
+        """Serialise a value to the tensors to send.
 
         Raises:
-            ConfigurationError: Something in it cannot be sent.
+            ConfigurationError: The value holds something that cannot be sent.
         """
         node, tensors = encode(value)
         table = [[str(t.dtype).removeprefix("torch."), list(t.shape)] for t in tensors]
@@ -74,7 +74,7 @@ class Channel:
         """Send what `pack` returned to all other ranks of the group, without waiting for them."""
         while self._under_way and self._under_way[0][0].is_completed():
             work, _ = self._under_way.popleft()
-            work.wait()  # raises what went wrong
+            work.wait()  # raises if the send failed
         for data in parcel:
             work = dist.broadcast(data, self.source, group=self.group, async_op=True)
             self._under_way.append((work, data))
@@ -111,12 +111,12 @@ def _numel(shape: Sequence[int]) -> int:
 
 
 def _non_empty(kinds: Sequence[tuple[torch.dtype, Sequence[int]]]) -> list[torch.dtype]:
-    """Return the dtypes with any values, in the order in which they appear: no flat tensor is sent for the others."""
+    """Return the dtypes that have values, in order of appearance; the others get no flat tensor."""
     return list(dict.fromkeys(dtype for dtype, shape in kinds if _numel(shape)))
 
 
 def _flattened(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Return the values of all tensors of each dtype, one behind the other."""
+    """Concatenate the values of all tensors of each dtype."""
     dtypes = _non_empty([(t.dtype, t.shape) for t in tensors])
     return [torch.cat([t.reshape(-1).to(device) for t in tensors if t.dtype is dtype]) for dtype in dtypes]
 
@@ -124,7 +124,7 @@ def _flattened(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 def _views(
     kinds: Sequence[tuple[torch.dtype, Sequence[int]]], flats: dict[torch.dtype, Tensor], device: torch.device
 ) -> list[Tensor]:
-    """Return the tensors that lie one behind the other in the flat ones."""
+    """Cut the flat tensors into views of the given shapes; the inverse of `_flattened`."""
     start = dict.fromkeys(flats, 0)
     tensors = []
     for dtype, shape in kinds:
@@ -143,7 +143,7 @@ T = TypeVar("T")
 
 
 class Exchange:
-    """The messages of one replica. All ranks of it must make the same calls in the same order.
+    """The messages of one replica. All its ranks must make the same calls in the same order.
 
     Args:
         replica: Who sends and who receives.
@@ -154,7 +154,7 @@ class Exchange:
         self._channels = [(Channel(link.group, replica.source), link.keys) for link in replica.links]
 
     def answer(self, work: Callable[[], T]) -> T:
-        """Do something on the source; its result, or its error, comes to every rank."""
+        """Call `work` on the source, and return its result, or raise its error, on every rank."""
         if not self.replica.is_source:
             result: T = self.receive()["answer"]
             return result
@@ -167,10 +167,10 @@ class Exchange:
         return result
 
     def pack(self, message: Callable[[frozenset[str] | None], Mapping[str, Any]]) -> list[list[Tensor]]:
-        """Write a message down for every stage, before any of them gets it: what cannot be sent reaches none.
+        """Serialise a message for all stages before sending any: one that cannot be sent reaches none.
 
         Args:
-            message: Makes the message for a stage that needs some fields of a batch (None: all).
+            message: Builds the message for a stage, given the batch fields that it needs (None: all).
         """
         return [channel.pack(message(keys)) for channel, keys in self._channels]
 
@@ -180,7 +180,7 @@ class Exchange:
             channel.send(parcel)
 
     def send_error(self, error: Exception) -> None:
-        """Tell the other ranks of an error; what happens on the way there must not hide the error itself."""
+        """Report an error to the other ranks; a failure to do so is logged, not raised."""
         try:
             self.send(self.pack(lambda keys: {"error": [type(error).__name__, str(error)]}))
         except Exception:
@@ -199,7 +199,7 @@ class Exchange:
             channel.flush()
 
     def _raise(self, name: str, text: str) -> NoReturn:
-        """Raise the error of the source: ours by its own class, any other one as a BroadcastError that names it."""
+        """Raise the error of the source: ours under its own class, any other as a BroadcastError that names it."""
         where = f"rank {self.replica.source}, which loads for this replica"
         kind = getattr(errors, name, None)
         if isinstance(kind, type) and issubclass(kind, EnergonError):

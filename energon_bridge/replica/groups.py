@@ -1,9 +1,9 @@
-"""Which ranks make a replica, which of them loads, and what each pipeline stage of it needs of a batch.
+"""Which ranks form a replica, which of them loads, and which fields of a batch each pipeline stage needs.
 
-The rank that loads, the *source*, is the lowest of the replica in its first pipeline stage. For each stage there is one
-group of the source and the ranks of that stage, so that no stage waits for another one: in a pipeline the stages ask
-for the same microbatch at different times. Groups across stages use gloo even where the others use NCCL, whose
-collectives would tie the stages' streams together.
+The rank that loads, the *source*, is the lowest rank of the replica's first pipeline stage. Each stage has its own
+group, the source plus the ranks of that stage: stages ask for the same microbatch at different times, and none must
+wait for another. Groups across stages use gloo even if the others use NCCL, whose collectives would couple the stages'
+CUDA streams.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from energon_bridge.topology import data_parallel_group, parallel_place
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageKeys:
-    """The fields of a batch that the pipeline stages need; None: all of them. Meta fields (`__key__`, …) always come.
+    """The batch fields that each pipeline stage needs; None: all. Meta fields (`__key__`, …) are always sent.
 
     A stage that is both the first and the last, as without pipeline parallelism, gets the fields of both.
 
     Args:
-        first: Of the first stage: tokens, images.
-        middle: Of the stages between: none by default.
-        last: Of the last stage: labels, loss mask.
+        first: Fields for the first stage: tokens, images.
+        middle: Fields for the stages between: none by default.
+        last: Fields for the last stage: labels, loss mask.
     """
 
     first: Collection[str] | None = None
@@ -41,7 +41,7 @@ class StageKeys:
                 raise ConfigurationError(f"StageKeys: {name} must be a list of field names, got one string")
 
     def of(self, stage: int, stages: int) -> frozenset[str] | None:
-        """Return the fields of one of some stages."""
+        """Return the fields for one of several stages."""
         wanted = [self.first] * (stage == 0) + [self.last] * (stage == stages - 1) or [self.middle]
         return None if None in wanted else frozenset().union(*(keys for keys in wanted if keys is not None))
 
@@ -62,7 +62,7 @@ class Replica:
         source: Global rank of the rank that loads.
         is_source: Whether this is that rank.
         keys: The fields of a batch that this rank needs; None: all.
-        links: Of the source: one for each stage that has other ranks. Of other ranks: the one of their stage.
+        links: On the source, one for each stage that has other ranks; on other ranks, the one of their stage.
     """
 
     source: int
@@ -77,14 +77,13 @@ def make_replica(
     """Find the replica of this process and make the groups of its stages. Every process of the job must call it.
 
     Args:
-        pg_collection: megatron-core's `ProcessGroupCollection`: `dp` and `pp` are looked at. Default: the groups of
+        pg_collection: megatron-core's `ProcessGroupCollection`: `dp` and `pp` are used. Default: the groups of
             `megatron.core.parallel_state`.
         stage_keys: What each pipeline stage needs of a batch; None: everything.
-        backend: Of the groups: `gloo` or `nccl`. Default: that of torch.distributed within one stage, gloo across
-            pipeline stages.
+        backend: `gloo` or `nccl`. Default: that of torch.distributed within a stage, gloo across pipeline stages.
 
     Raises:
-        ConfigurationError: torch.distributed is not initialised, or the backend is none of the two.
+        ConfigurationError: torch.distributed is not initialised, or the backend is neither.
     """
     if backend not in (None, "gloo", "nccl"):
         raise ConfigurationError(f"make_replica: backend must be 'gloo', 'nccl' or None, got {backend!r}")
@@ -108,7 +107,7 @@ def make_replica(
         for stage in range(stages):
             ranks = sorted({source, *(member for member in members if places[member][1] == stage)})
             if len(ranks) > 1:
-                # All processes take part in making every group.
+                # Creating a group is collective: every process takes part, members or not.
                 group = dist.new_group(ranks, backend=backend or ("gloo" if stages > 1 else None))
                 if rank in ranks:
                     links.append(Link(group=group, keys=wanted.of(stage, stages)))

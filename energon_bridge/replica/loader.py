@@ -1,8 +1,8 @@
-"""The loader of a replica in which one rank loads: the others get its batches, its state, its length and its errors.
+"""A loader for replicas in which one rank loads: the others receive its batches, state, length and errors.
 
-Every message but the batches of a pass and its `end` is an answer that the source has worked out: how the loader is
-after it was opened or restored, a state of the whole run. All ranks must therefore make the same calls in the same
-order, except that `save_state_rank` and `len` ask nobody: the state of the source comes along with every batch.
+Apart from the batches of a pass and its `end`, every message is the source's answer to a call, such as opening,
+restoring or saving. So all ranks must make the same calls in the same order. `save_state_rank` and `len` are the
+exceptions: they communicate with nobody, because every batch carries the state of the source.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ State = dict[str, Any]
 
 
 def open_loader(loader: Any, replica: Replica | None) -> Any:
-    """Return the loader that a rank holds: its own, or one that is fed by the source of its replica.
+    """Return the loader of this rank: its own, or one that receives from the source of its replica.
 
     Args:
-        loader: A loader, or a function without arguments that opens one. With a replica it matters on the source only.
+        loader: A loader, or a function without arguments that opens one. With a replica, only the source uses it.
         replica: From `make_replica`; None: every rank loads.
 
     Raises:
@@ -37,20 +37,20 @@ def open_loader(loader: Any, replica: Replica | None) -> Any:
 
 
 def _opened(loader: Any) -> Any:
-    """Return a loader, or what a function returns; a loader may be callable, too."""
+    """Return the loader, or call the function that opens it; a loader may itself be callable."""
     return loader() if callable(loader) and not hasattr(loader, "__iter__") else loader
 
 
 class BroadcastLoader:
-    """A loader on every rank of a replica, of which one loads.
+    """The loader on each rank of a replica in which one rank loads.
 
     Args:
-        loader: A loader, or a function that opens one; not looked at on ranks that do not load.
-        replica: Who loads and who is fed.
+        loader: A loader, or a function that opens one; ignored on ranks that do not load.
+        replica: Who loads and who receives.
 
     Attributes:
         endless: Whether the stream never ends.
-        ownership: Which data-parallel rank delivers which lane; None where the loader does not say.
+        ownership: Which data-parallel rank delivers which lane; None if the loader does not say.
     """
 
     def __init__(self, loader: Any, replica: Replica) -> None:
@@ -72,7 +72,7 @@ class BroadcastLoader:
     # Delivering ------------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:
-        """Start a pass, as `iter` of the source's loader does; every rank must."""
+        """Start a pass, like `iter` of the source's loader; every rank must call it."""
         self._stream = None
         while True:
             try:
@@ -120,7 +120,7 @@ class BroadcastLoader:
     # State -----------------------------------------------------------------------------------------------------------
 
     def save_state_rank(self) -> State | None:
-        """Return the state of the source after the last batch that this rank got. Takes no communication."""
+        """Return the state of the source after the last batch that this rank received, without communication."""
         return self._state
 
     def counters(self) -> list[State]:
@@ -128,13 +128,13 @@ class BroadcastLoader:
         return [] if self._state is None else leaf_rows(read(self._state))
 
     def metrics(self) -> dict[str, float]:
-        """Return what the source did so far as plain numbers by name; what only the source knows is 0 elsewhere."""
+        """Return the counters of the source by name; those that only the source has are 0 on other ranks."""
         own = getattr(self._loader, "metrics", None)
         found: dict[str, float] = flat_metrics(self.counters()) if own is None else own()
         return found
 
     def restore_state_rank(self, state: Any, **kwargs: Any) -> None:
-        """Continue from a state (see `SavableDataLoader.restore_state_rank`), which is taken from the source.
+        """Continue from the source's state (see `SavableDataLoader.restore_state_rank`), whatever other ranks pass.
 
         It may be a function that returns the state: the source calls it, and its errors reach every rank.
         """
@@ -146,7 +146,7 @@ class BroadcastLoader:
         return state
 
     def load_state_dict(self, state: State) -> None:
-        """Continue from a state of `state_dict`, which is taken from the source."""
+        """Continue from the source's `state_dict()`; other ranks' arguments are ignored."""
         self._change(lambda: self._loader.load_state_dict(state))
 
     def seek(self, step: int) -> None:
@@ -158,7 +158,7 @@ class BroadcastLoader:
         return int(self._exchange.answer(lambda: self._loader.set_weights(weights, from_draw=from_draw)))
 
     def close(self) -> None:
-        """Stop the workers of the source, once the other ranks have got everything that it has sent."""
+        """Stop the workers of the source, once the other ranks have received everything."""
         if self.replica.is_source:
             self._exchange.flush()
             close = getattr(self._loader, "close", None)
@@ -170,7 +170,7 @@ class BroadcastLoader:
         return None if save is None else save()
 
     def _facts(self) -> State:
-        """Return what the other ranks must know of the loader."""
+        """Return what the other ranks need to know about the loader."""
         loader = self._loader
         spec, ownership = getattr(loader, "spec", None), getattr(loader, "ownership", None)
         has_length = hasattr(loader, "__len__")
@@ -182,7 +182,7 @@ class BroadcastLoader:
         }
 
     def _change(self, work: Callable[[], None]) -> None:
-        """Do something to the source's loader, and let every rank know what it is like then."""
+        """Change the source's loader, and tell every rank its new facts."""
 
         def changed() -> State:
             work()

@@ -1,4 +1,4 @@
-"""Writing a batch down as plain values and tensors, and building it again in another process of the same program.
+"""Batches as plain values and tensors, and back, in another process of the same program.
 
 Nothing is pickled. `encode` gives a *node* that JSON can hold and the tensors it refers to; `decode` is its inverse.
 None, bools, numbers and strings are nodes themselves; everything else is a list that begins with a tag:
@@ -39,13 +39,13 @@ def encode(value: Any, where: str = "batch") -> tuple[Node, list[Tensor]]:
 
     Args:
         value: The value.
-        where: What it is called in errors.
+        where: Its name in errors.
 
     Returns:
         The node, and its tensors: without gradient, but otherwise those of the value.
 
     Raises:
-        ConfigurationError: Something in it is neither plain nor a tensor; its place is named.
+        ConfigurationError: Something in it is neither plain nor a tensor; the message says where.
     """
     tensors: list[Tensor] = []
     return _encode(value, where, tensors), tensors
@@ -120,11 +120,11 @@ def decode(node: Node, tensors: list[Tensor]) -> Any:
 
 
 _NORM = "pixel_norm"
-"""Goes with every batch: without it, bytes would be taken for pixels."""
+"""Sent with every batch: without it, receivers would take bytes for pixels."""
 
 
 def select(batch: Any, keys: Collection[str] | None) -> Any:
-    """Return a batch in which only some fields, and the meta fields, are not None; with keys=None the batch itself.
+    """Return a batch with all fields None except the given ones and the meta fields; with keys=None the batch itself.
 
     Raises:
         ConfigurationError: The batch has no fields.

@@ -1,7 +1,7 @@
 """The protocol of file stores: bytes or decoded values by key, with a note of where they came from.
 
-A store of one's own derives from `FileStore` and gives `read`, `get_path` and, if it knows any, `get_media_metadata`.
-Invariant: reading keeps no state that the next read depends on, and any thread of any process may read.
+A custom store derives from `FileStore` and overrides `read`, `get_path` and, if it has media metadata,
+`get_media_metadata`. Invariant: a read never depends on earlier reads, and any thread of any process may read.
 """
 
 from __future__ import annotations
@@ -27,34 +27,34 @@ class FileStore(Protocol):
     __class_getitem__: ClassVar[Any] = classmethod(GenericAlias)  # annotations of energon users give it type arguments
 
     def read(self, key: str) -> tuple[bytes, SourceInfo]:
-        """Return the bytes of a file as it is stored; raises FileNotInStoreError or StorageError.
+        """Return the bytes of a file as stored; raises FileNotInStoreError or StorageError.
 
-        A store that gives `__getitem__` instead, as code for megatron-energon does, is asked by it.
+        The default calls `__getitem__`, which stores written for megatron-energon override instead.
         """
         if type(self).__getitem__ is FileStore.__getitem__:
             raise NotImplementedError(f"{type(self).__name__} derives from FileStore and must override `read`")
         return self[key]
 
     def get_path(self) -> str:
-        """Return the path or URL of the store; two stores of one path have the same files."""
+        """Return the path or URL of the store; stores with the same path have the same files."""
         ...
 
     def locate(self, key: str) -> tuple[ByteRange, SourceInfo] | None:
-        """Return where the bytes of a file lie, for decoders that need few of them; None, unless overridden."""
+        """Return the location of a file's bytes, for decoders that need only some of them; None by default."""
         return None
 
     def decode(self, key: str, data: bytes) -> Any:
-        """Return what `get` makes of the bytes of a file: the bytes themselves, unless overridden."""
+        """Return the value that `get` returns for a file's bytes; by default the bytes themselves."""
         return data
 
     def full_key(self, key: str) -> str:
-        """Return the key by which the store's path is asked for a file: the key itself, unless overridden."""
+        """Return the key under which the store itself knows a file; by default the key unchanged."""
         return key
 
     def get_media_metadata(self, key: str) -> MediaMetadata:
-        """Return what is known of a media file without decoding it.
+        """Return the metadata of a media file, without decoding it.
 
-        Raises MediaMetadataError if the store knows nothing of any file, FileNotInStoreError if nothing of this one.
+        Raises MediaMetadataError if the store has no media metadata, FileNotInStoreError if it has none for this file.
         """
         raise MediaMetadataError(f"{self.get_path()}: a store of this kind has no media metadata.")
 
@@ -64,7 +64,7 @@ class FileStore(Protocol):
         return self.decode(key, data), source
 
     def get(self, key: str, sample: Any = None) -> Any:
-        """Return the value of a file, and note in the sample, if one is given, where it came from."""
+        """Return the value of a file, and record its source in the sample, if one is given."""
         value, source = self[key]
         note_source(sample, source)
         return value
@@ -90,7 +90,7 @@ class DecodeFileStore(FileStore):
         return self._inner.locate(key)
 
     def __getitem__(self, key: str) -> tuple[Any, SourceInfo]:
-        """Return the value of a file and where it came from; a video or sound is not read here."""
+        """Return the value of a file and its source; video and sound are not read yet."""
         keeps = getattr(self._decoder, "keeps_unread", None)
         if keeps is not None and keeps(self.full_key(key)) and (found := self.locate(key)) is not None:
             return self._decoder.decode(self.full_key(key), found[0]), found[1]
@@ -109,7 +109,7 @@ class DecodeFileStore(FileStore):
         return self._inner.full_key(key)
 
     def get_media_metadata(self, key: str) -> MediaMetadata:
-        """Return what the inner store knows of a media file."""
+        """Return the inner store's metadata of a media file."""
         return self._inner.get_media_metadata(key)
 
 
@@ -133,7 +133,7 @@ class PrimaryFileStore(FileStore):
         return self._inner.locate(self.full_key(key))
 
     def __getitem__(self, key: str) -> tuple[Any, SourceInfo]:
-        """Return the value of a file and where it came from, as the inner store gives it."""
+        """Return the value of a file and its source, from the inner store."""
         return self._inner[self.full_key(key)]
 
     def decode(self, key: str, data: bytes) -> Any:
@@ -141,15 +141,15 @@ class PrimaryFileStore(FileStore):
         return self._inner.decode(self.full_key(key), data)
 
     def full_key(self, key: str) -> str:
-        """Return the key with the sample's in front, if it is a part's name."""
+        """Return the key, prefixed with the sample's key if it names a part."""
         return self._inner.full_key(self._current_key + key if key.startswith(".") else key)
 
     def get_media_metadata(self, key: str) -> MediaMetadata:
-        """Return what the dataset knows of a media file."""
+        """Return the dataset's metadata of a media file."""
         return self._inner.get_media_metadata(self.full_key(key))
 
 
 def note_source(sample: Any, source: SourceInfo) -> None:
-    """Note in a sample that can take it where a file came from."""
+    """Record the source of a file in a sample, if it has a place for that."""
     if isinstance(sample, dict) or hasattr(sample, "__sources__"):
         add_source_info(sample, source)

@@ -1,8 +1,8 @@
-"""Files that are needed later: a cooker asks for a `Lazy`, and a later hook gets what it stands for.
+"""Files that are needed later: a cooker asks for a `Lazy`, and a later hook gets its content.
 
-The intended use: cook with lazies, let samples wait to be packed holding nothing else, and get the contents in
-`postencode_sample`. A pool may keep the files near meanwhile. Invariant: which pool is used, and what it holds at the
-moment, never changes what a lazy gives; only when and from where it is read.
+Intended use: cook with lazies, so that samples in the pack buffer hold nothing else, and get the contents in
+`postencode_sample`. Meanwhile a pool may keep the files close by. Invariant: the pool and what it currently holds never
+change what a lazy returns, only when and from where it is read.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from energon_bridge.stores.base import FileStore, note_source
 
 
 class Lazy:
-    """Stands for a file of a store, or for data, that is got when it is needed; as often as wanted.
+    """A file of a store, or data, that is fetched on `get`, as often as you call it.
 
-    It belongs to the process that made it, and cannot be sent to another one.
+    It belongs to the process that made it and cannot be sent to another one.
     """
 
     __class_getitem__: ClassVar[Any] = classmethod(GenericAlias)  # annotations of energon users give it type arguments
@@ -28,7 +28,7 @@ class Lazy:
         raise NotImplementedError
 
     def get(self, sample: Any = None) -> Any:
-        """Return the value, and note in the sample, if one is given, where it came from."""
+        """Return the value, and record its source in the sample, if one is given."""
         value, source = self.read()
         if source is not None:
             note_source(sample, source)
@@ -42,23 +42,23 @@ class Lazy:
 
     def __reduce__(self) -> NoReturn:
         raise ConfigurationError(
-            "a lazy file was left in a batch or sample that leaves the process: get it before, in postencode_sample or "
-            "encode_sample"
+            "a batch or sample that leaves the process still holds a lazy file: call its get() in encode_sample or "
+            "postencode_sample"
         )
 
 
 @runtime_checkable
 class Encoded(Protocol):
-    """Data that is encoded and can say what it is got as, such as a deferred image."""
+    """Encoded data that knows what to decode to, such as a deferred image."""
 
     data: bytes
 
     def with_data(self, data: bytes) -> Encoded:
-        """Return the same of other bytes."""
+        """Return a copy with other bytes."""
         ...
 
     def when_got(self) -> Any:
-        """Return what stands for it where it is got: itself, or what it is decoded to."""
+        """Return what `Lazy.get` hands out: the object itself, or what it decodes to."""
         ...
 
 
@@ -70,20 +70,20 @@ class CachePool(Protocol):
         ...
 
     def get_lazy(self, ds: FileStore, fname: str) -> Lazy:
-        """Return what stands for a file of a store."""
+        """Return a lazy for a file of a store."""
         ...
 
     def to_cache(self, data: Any, name: str) -> Lazy:
-        """Return what stands for data, which nobody may change from now on; `name` is for messages."""
+        """Return a lazy for data, which must not change from now on; `name` is for messages."""
         ...
 
     def close(self) -> None:
-        """Let go of all that is kept in this process; lazy files can still be got, data given to `to_cache` cannot."""
+        """Release everything kept in this process. Lazy files can still be read; data passed to `to_cache` is gone."""
         ...
 
 
 class DirectLazy(Lazy):
-    """A file that is read when it is got."""
+    """A file that is read on `get`."""
 
     def __init__(self, ds: FileStore, fname: str) -> None:
         self._ds = ds
@@ -106,14 +106,14 @@ class HeldLazy(Lazy):
 
 
 class NoCachePool(CachePool):
-    """Keeps nothing: files are read when they are got, data stays in memory."""
+    """Keeps nothing: files are read on `get`, data stays in memory."""
 
     def get(self, ds: FileStore, fname: str, sample: Any = None) -> Any:
         """Return the value of a file."""
         return ds.get(fname, sample)
 
     def get_lazy(self, ds: FileStore, fname: str) -> Lazy:
-        """Return a lazy that reads the file when it is got."""
+        """Return a lazy that reads the file on `get`."""
         return DirectLazy(ds, fname)
 
     def to_cache(self, data: Any, name: str) -> Lazy:

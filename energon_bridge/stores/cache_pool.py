@@ -1,8 +1,8 @@
-"""`FileStoreCachePool`: files that are needed later are copied to a folder near by, in the background.
+"""`FileStoreCachePool`: copies files that are needed later to a local folder, in the background.
 
-Each process that uses a pool has a folder of its own below the pool's (`disk_cache`), so that processes share no file,
-and a process that is killed leaves nothing for another to read; the next one to come clears it away. The bytes are
-those of the store, decoded when they are got. Limits hold for all processes of the host together.
+Each process has its own folder below the pool's (`disk_cache`). Processes share no files, so what a killed process
+leaves is never read; the next process to start removes it. The folder holds the store's bytes, which are decoded on
+`get`. Limits hold for all processes of the host together.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _log = logging.getLogger(__name__)
 class FileStoreCachePool(CachePool):
     """Keeps files in a folder until the samples that need them are gone.
 
-    It may be made before worker processes are started; each of them then keeps files of its own.
+    You may create it before the worker processes start; each of them then keeps its own files.
 
     Args:
         parent_cache_dir: Folder below which each process makes its own; default: the folder for temporary files.
         num_workers: Threads that copy, in each process.
-        max_cache_size_gbytes: Limit of all of a user's processes of this host that keep files below the folder, in 10^9
-            bytes; what finds no room is read when it is got.
-        max_cache_count: Limit of the number of their files.
+        max_cache_size_gbytes: Limit in 10^9 bytes, shared by all processes of the user on this host that cache below
+            the folder. A file that does not fit is read on `get`.
+        max_cache_count: Limit on the number of files, shared in the same way.
         method: "raw", the bytes as they are stored. (megatron-energon's "pickle" is refused: reading a pickle runs the
             code in it.)
 
@@ -79,21 +79,21 @@ class FileStoreCachePool(CachePool):
         self._said: set[str] = set()
 
     def get(self, ds: FileStore, fname: str, sample: Any = None) -> Any:
-        """Return the value of a file now; nothing is kept of it."""
+        """Return the value of a file now; it is not cached."""
         return self._plain.get(ds, fname, sample)
 
     def get_lazy(self, ds: FileStore, fname: str) -> Lazy:
-        """Return what stands for a file, and begin to copy the file if there is room."""
+        """Return a lazy for a file, and start copying the file if there is room."""
         files = self._here()
         if files is None:
             return self._plain.get_lazy(ds, fname)
         return _FileLazy(self, files, files.ask(ds, fname), ds, fname)
 
     def to_cache(self, data: Any, name: str) -> Lazy:
-        """Write data away and return what stands for it; kept in memory where there is no room.
+        """Write data to disk and return a lazy for it; without room, the data stays in memory.
 
-        Numbers, texts, bytes, tensors, arrays, and lists, tuples and dicts of them are written, and deferred images.
-        Anything else stays in memory, and is warned of once.
+        Numbers, strings, bytes, tensors, arrays, lists, tuples and dicts of these, and deferred images are written.
+        Anything else stays in memory, with one warning per type.
         """
         files = self._here()
         try:
@@ -114,14 +114,14 @@ class FileStoreCachePool(CachePool):
         return _DataLazy(self, files, entry, data.with_data(b"") if isinstance(data, Encoded) else None)
 
     def close(self) -> None:
-        """Delete what this process keeps; what is asked for later is kept anew."""
+        """Delete this process's files; later requests are cached again."""
         files = self._files if self._pid == os.getpid() else None
         self._files, self._pid = None, -1
         if files is not None:
             files.close()
 
     def _here(self) -> DiskCache | None:
-        """Return the kept files of this process, None where none can be kept."""
+        """Return this process's cache, or None if it cannot have one."""
         if self._pid == os.getpid():
             return self._files
         if self._pid != -1:  # a fork copied the lock, perhaps held by a thread that is not here
@@ -133,13 +133,13 @@ class FileStoreCachePool(CachePool):
                 self._files = files = own_files(self._parent, **self._limits)
                 self._pid = os.getpid()
                 if files is not None:
-                    # At the end of worker processes, too, which end without what `atexit` would run.
+                    # Worker processes end without running `atexit` functions, but they do run this.
                     Finalize(self, files.close, exitpriority=10)
         return self._files
 
 
 class _KeptLazy(Lazy):
-    """A lazy with a kept file, which it lets go of when it goes itself."""
+    """A lazy with a kept file, which it releases when it is collected."""
 
     def __init__(self, pool: FileStoreCachePool, files: DiskCache, entry: KeptFile) -> None:
         self._pool = pool  # which closes when nothing needs it any more
@@ -167,7 +167,7 @@ class _FileLazy(_KeptLazy):
 
 
 class _DataLazy(_KeptLazy):
-    """Data that was written away; `shell` is what it is without its bytes, where it was encoded."""
+    """Data written to disk; `shell` is the encoded object without its bytes, if it was one."""
 
     def __init__(self, pool: FileStoreCachePool, files: DiskCache, entry: KeptFile, shell: Encoded | None) -> None:
         super().__init__(pool, files, entry)
@@ -201,7 +201,7 @@ def to_bytes(data: Any) -> bytes:
 
 
 def from_bytes(data: bytes) -> Any:
-    """Return what `to_bytes` was given, made anew."""
+    """Return a new copy of what `to_bytes` was given."""
     return _untagged(torch.load(io.BytesIO(data), weights_only=True))
 
 

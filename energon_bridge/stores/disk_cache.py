@@ -55,7 +55,7 @@ class OwnFolder:
 
     Attributes:
         path: The folder.
-        prefix: Path with which those of all processes of this host begin.
+        prefix: Start of the paths of all such folders on this host.
         descriptor: Of the lock file, whose content belongs to `SharedQuota`.
     """
 
@@ -114,7 +114,7 @@ def _remove(folder: str) -> None:
 
 
 def _lock(descriptor: int) -> bool | None:
-    """Take the lock of a file: True if it is ours now, False if another has it, None where there are no locks."""
+    """Take the lock of a file: True if it is ours now, False if another has it, None without locks."""
     if fcntl is not None:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -137,12 +137,12 @@ def locked(descriptor: int) -> Iterator[None]:
 
 
 def can_lock(descriptor: int) -> bool:
-    """Whether there are locks on the file system of a file; one that is locked already stays so."""
+    """Whether the file system of a file supports locks; a lock that is held stays held."""
     return _lock(descriptor) is not None
 
 
 def is_still(descriptor: int, path: str) -> bool:
-    """Whether the path still names the file that is open."""
+    """Whether the path still refers to the open file."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(path))
     except OSError:
@@ -166,13 +166,13 @@ def is_still(descriptor: int, path: str) -> bool:
 _SHARE = struct.Struct("<qq")
 _TOTAL = "total"
 _CLEARING_SECONDS = 2.0
-"""So often a process that finds no room looks for the folders of dead ones."""
+"""How often a process without room looks for the folders of dead processes."""
 
 
 class SharedQuota:
-    """The room that this process has taken, in a new folder of its own below `parent`.
+    """This process's share of the limits, and its folder, a new one below `parent`.
 
-    Methods may be called from any thread, `close` also by the garbage collector in the middle of another.
+    Any thread may call the methods; the garbage collector may call `close` in the middle of another one.
 
     Raises:
         StorageError: The folder cannot be made.
@@ -197,7 +197,7 @@ class SharedQuota:
             raise StorageError(f"{self._path}: cannot share the room of cached files: {error}") from error
 
     def take(self, size: int) -> bool:
-        """Take room for one file, if there is any."""
+        """Reserve room for one file; False if there is none."""
         for attempt in range(2):
             with self._exclusively():
                 total, count = self._total()
@@ -211,13 +211,13 @@ class SharedQuota:
         return False
 
     def give_back(self, size: int) -> None:
-        """Give back the room of one file."""
+        """Return the room of one file."""
         with self._exclusively():
             if not self._closed:
                 self._change(-size, -1)
 
     def has_room(self, files: int) -> bool:
-        """Whether that many files more might fit, as far as their number and the bytes in use tell."""
+        """Whether that many more files might fit, judging by their number and the bytes in use."""
         with self._lock:
             total, count = self._total()
         return count + files < self._max_count and total < self._max_bytes
@@ -225,7 +225,7 @@ class SharedQuota:
     def close(self) -> None:
         """Give everything back and remove the folder."""
         with self._lock:
-            if self._inside:  # the garbage collector, in the middle of one of the above
+            if self._inside:  # called by the garbage collector, in the middle of one of the above
                 self._closing = True
             if self._inside or self._closed:
                 return
@@ -248,7 +248,7 @@ class SharedQuota:
             os.close(self._descriptor)
 
     def _open(self) -> None:
-        """Open the file of the total; the last process that closes it may just have unlinked it."""
+        """Open the file of the total, again if the last process to close it has just unlinked it."""
         while True:
             descriptor = os.open(self._path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
             with locked(descriptor):
@@ -282,7 +282,7 @@ class SharedQuota:
             os.pwrite(self._descriptor, _SHARE.pack(total + size, files + count), 0)
 
     def _add_up(self) -> int:
-        """Make the total that of all shares (with its lock held); return the number of processes."""
+        """Recompute the total from all shares (with its lock held); return the number of processes."""
         total = count = processes = 0
         for path in lock_files(self.folder.prefix):
             try:
@@ -296,7 +296,7 @@ class SharedQuota:
         return processes
 
     def _clear(self) -> bool:
-        """Clear away the folders of dead processes, if nobody looked for them lately; say whether it looked."""
+        """Remove the folders of dead processes, unless this was done recently; return whether it looked."""
         if self._closed or self._descriptor < 0 or time.monotonic() < self._cleared + _CLEARING_SECONDS:
             return False
         self._cleared = time.monotonic()
@@ -317,7 +317,7 @@ def _read(descriptor: int) -> tuple[int, int]:
 
 _THREADS = "energon-cache"
 _PATIENCE_SECONDS = 0.5
-"""After so long, who waits for a file looks whether the files were closed meanwhile."""
+"""How often a caller that waits for a file checks whether the cache was closed."""
 
 _log = logging.getLogger(__name__)
 
@@ -353,7 +353,7 @@ class DiskCache:
 
     Attributes:
         pid: The process that they belong to.
-        quota: What they take of the limits, and their folder.
+        quota: Their share of the limits, and their folder.
     """
 
     def __init__(self, parent: str, *, num_workers: int, max_bytes: int, max_count: int) -> None:
@@ -370,7 +370,7 @@ class DiskCache:
         self._released: deque[KeptFile] = deque()
 
     def ask(self, store: FileStore, name: str) -> KeptFile:
-        """Note that a file is needed later; `release` says that it is not any more."""
+        """Request a file that is needed later, until `release`."""
         key = store.get_path(), store.full_key(name)
         with self._changed:
             self._let_go()
@@ -387,7 +387,7 @@ class DiskCache:
         return entry
 
     def put(self, data: bytes, name: str) -> KeptFile | None:
-        """Keep data, None if there is no room for it."""
+        """Keep data; None if there is no room."""
         entry = KeptFile(None, name)
         entry.state = _State.RUNNING
         with self._changed:
@@ -395,7 +395,7 @@ class DiskCache:
         return entry if self._write(entry, data) else None
 
     def read(self, entry: KeptFile) -> bytes | None:
-        """Return the bytes of a file, None if it is not kept and must be read from its store."""
+        """Return the bytes of a file, or None if it must be read from its store."""
         with self._changed:
             self._let_go()
             if entry.state is _State.WAITING:
@@ -413,9 +413,9 @@ class DiskCache:
         return data if len(data) == entry.size else None
 
     def release(self, entry: KeptFile) -> None:
-        """Note that somebody who asked for a file needs it no longer.
+        """Give up one request for a file.
 
-        The garbage collector calls this anywhere, also where this very thread has the lock, so it never waits.
+        The garbage collector may call this anywhere, even while this thread holds the lock, so it never waits.
         """
         self._released.append(entry)
         if self._changed.acquire(blocking=False):
@@ -425,9 +425,9 @@ class DiskCache:
                 self._changed.release()
 
     def close(self) -> None:
-        """Delete all files and the folder; what is asked for later is read from its store.
+        """Delete all files and the folder; later requests are read from their stores.
 
-        Takes no lock: the garbage collector may call this anywhere, also where this very thread has the lock.
+        Takes no lock: the garbage collector may call this anywhere, even while this thread holds the lock.
         """
         if self._closed:
             return
@@ -441,7 +441,7 @@ class DiskCache:
     # With the lock held ----------------------------------------------------------------------------------------------
 
     def _let_go(self) -> None:
-        """Count those who have released files, and delete files that nobody needs."""
+        """Apply queued releases, and delete files that nobody needs any more."""
         while self._released:
             entry = self._released.popleft()
             entry.references -= 1
@@ -464,7 +464,7 @@ class DiskCache:
     def _start(self) -> None:
         """Let threads fetch waiting files while there is room."""
         while self._waiting and not (self._waiting[0].references and self._waiting[0].state is _State.WAITING):
-            self._waiting.popleft()  # got or let go meanwhile: a pool that stays full must not gather them
+            self._waiting.popleft()  # fetched or released meanwhile; in a pool that stays full they would pile up
         while (
             self._waiting
             and not self._closed
@@ -486,7 +486,7 @@ class DiskCache:
         try:
             data, entry.source = entry.store.read(entry.name)
             kept = self._write(entry, data)
-        except Exception as error:  # whoever gets the file meets the error himself, where it can be answered
+        except Exception as error:  # the reader will meet the same error, where it can be handled
             _log.debug("%s: %s cannot be read ahead: %s", entry.store.get_path(), entry.name, error)
         finally:
             with self._changed:
@@ -497,7 +497,7 @@ class DiskCache:
                 self._changed.notify_all()
 
     def _write(self, entry: KeptFile, data: bytes) -> bool:
-        """Reserve room for a file and write it; say whether it is kept."""
+        """Reserve room for a file and write it; return whether it is kept."""
         with self._changed:
             if self._closed or not entry.references or not self.quota.take(len(data)):
                 return False

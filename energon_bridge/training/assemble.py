@@ -1,6 +1,6 @@
-"""A LLaVA model that has seen nothing yet: a language model, a CLIP vision tower, and a projector drawn at random.
+"""An untrained LLaVA model: a language model, a CLIP vision tower, and a randomly initialised projector.
 
-What the first stage of LLaVA begins with. It is written in the layout of transformers, for `model.name_or_path`.
+The starting point of LLaVA's first stage, written in the layout of transformers, for `model.name_or_path`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ _IMAGE, _PAD = "<image>", "<pad>"
 
 
 def assemble_llava(language_model: str, vision_tower: str, folder: Path, *, vision_feature_layer: int = -2) -> None:
-    """Write a LLaVA model that is made of two others.
+    """Write a LLaVA model assembled from two others.
 
-    The tokenizer gets a token for images, and one for padding if it has none; the projector is drawn from torch's
+    The tokenizer gets an image token, and a padding token if it has none; the projector is initialised from torch's
     global generator.
 
     Args:

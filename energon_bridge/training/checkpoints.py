@@ -1,7 +1,7 @@
-"""Checkpoints of a run: written whole or not at all, the latest ones kept.
+"""Checkpoints of a run: written atomically, the latest ones kept.
 
-They lie in `RUN/checkpoints/step-0000200.ckpt` and are Lightning's own: weights, optimizer, schedule, loops, and the
-state of the data. They hold plain types only and load with `weights_only=True`.
+They are Lightning's own, in `RUN/checkpoints/step-0000200.ckpt`: weights, optimizer, schedule, loops, and the state of
+the data. They hold only plain types and load with `weights_only=True`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SUFFIX = ".ckpt"
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
-    """Return where the checkpoint of an optimizer step lies."""
+    """Return the path of the checkpoint of an optimizer step."""
     return folder / f"step-{step:07d}{_SUFFIX}"
 
 
@@ -36,10 +36,10 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Write a checkpoint beside its place, flush it to the disk, and move it there in one step."""
+    """Write a checkpoint next to its final path, flush it to disk, and rename it."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
-        """Write a checkpoint; a process that dies meanwhile leaves the earlier ones as they were."""
+        """Write a checkpoint; if the process dies meanwhile, the earlier ones stay intact."""
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         for leftover in target.parent.glob(f".step-*{_SUFFIX}.part"):
@@ -53,9 +53,9 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 class Checkpointer(Callback):
-    """Save every so many optimizer steps, at the end, and when the process is asked to leave (SIGTERM).
+    """Save at intervals, at the end, and when the process is asked to stop (SIGTERM).
 
-    All ranks save at the same step: that is what the state of the data needs, and what makes its gathering possible.
+    All ranks save at the same step: the state of the data is gathered from all of them.
 
     Attributes:
         stopped: Whether the run left on SIGTERM.
@@ -70,14 +70,14 @@ class Checkpointer(Callback):
         self._earlier_handler: Any = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Take over SIGTERM: Lightning's own handler raises between two steps, before anything is saved."""
+        """Take over SIGTERM: Lightning's handler raises between two steps, before anything is saved."""
         self._saved_step = trainer.global_step
         self._earlier_handler = signal.signal(signal.SIGTERM, self._ask_to_stop)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Save where a step is complete and it is time to."""
+        """Save if a step is complete and a save is due."""
         step = trainer.global_step
         if step == self._saved_step or (batch_idx + 1) % trainer.accumulate_grad_batches:
             return
@@ -91,7 +91,7 @@ class Checkpointer(Callback):
             trainer.should_stop = True
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Give SIGTERM back to Lightning, which puts back the handler that was there before it."""
+        """Give SIGTERM back to Lightning, which restores the handler before its own."""
         signal.signal(signal.SIGTERM, self._earlier_handler)
 
     def _ask_to_stop(self, signum: int, frame: types.FrameType | None) -> None:
@@ -100,7 +100,7 @@ class Checkpointer(Callback):
     def _agree_to_stop(self, trainer: Trainer) -> bool:
         if trainer.world_size == 1:
             return self._asked_to_stop
-        # The signal may reach the ranks during different steps.
+        # Ranks may receive the signal during different steps, so they agree on one.
         flag = torch.tensor([float(self._asked_to_stop)], device=trainer.strategy.root_device)
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         return bool(flag.item())

@@ -1,8 +1,8 @@
-"""The configuration of a training run: what can be set, and what it means.
+"""The configuration of a training run: the settings and their meaning.
 
-A run is described by one YAML file of nested sections and by `section.key=value` overrides; `load_config` reads both
-(see `config_file`). Every section is a frozen dataclass, so that a run cannot change its own description, and the
-resolved description is written to the run folder.
+A run is described by one YAML file of nested sections plus `section.key=value` overrides; `load_config` reads both (see
+`config_file`). Each section is a frozen dataclass, so a run cannot change its own configuration; the resolved one is
+written to the run folder.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class ParallelConfig:
     `tp * pp * cp` processes are one replica and train on the same batches; the replicas are data-parallel.
 
     Args:
-        tp: Tensor-parallel ranks: each has a share of the heads and of the columns of every layer.
-        pp: Pipeline stages: each has a share of the language model's layers.
-        cp: Context-parallel ranks: each has a share of the tokens of every sequence.
+        tp: Tensor-parallel ranks, which split the heads and columns of every layer.
+        pp: Pipeline stages, which split the language model's layers.
+        cp: Context-parallel ranks, which split the tokens of every sequence.
         feeding: `all` ranks of a replica load its batches, or one of them does and will `broadcast` them.
     """
 
@@ -33,11 +33,11 @@ class ParallelConfig:
 
     @property
     def replica_size(self) -> int:
-        """Return the processes that one replica of the model takes."""
+        """Return the number of processes of one replica of the model."""
         return self.tp * self.pp * self.cp
 
     def data_parallel_size(self, world_size: int) -> int:
-        """Return the number of replicas that `world_size` processes make.
+        """Return the number of replicas in `world_size` processes.
 
         Raises:
             ConfigurationError: Some processes would be left over.
@@ -55,10 +55,10 @@ class ParallelConfig:
 
 
 def check_parallel(config: RunConfig) -> None:
-    """Check what can be checked without knowing the number of processes.
+    """Check what does not depend on the number of processes.
 
     Raises:
-        ConfigurationError: The model or its sequences cannot be shared out like that.
+        ConfigurationError: The model or its sequences cannot be split like that.
     """
     parallel, model, data = config.parallel, config.model, config.data
     for name in ("tp", "pp", "cp"):
@@ -112,7 +112,7 @@ def check_parallel(config: RunConfig) -> None:
 
 
 PRECISIONS = ("32-true", "bf16-mixed")
-"""What `train.precision` may be with `trainer: megatron`."""
+"""Values of `train.precision` with `trainer: megatron`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,30 +121,30 @@ class DataConfig:
 
     Args:
         path: A prepared dataset, a `.jsonl` file, or the `.yaml` file of a mix.
-        micro_batch_size: Samples in one forward pass of one rank; packs, where samples are packed.
-        global_batch_size: The same in one optimizer step, all ranks together; gradients are accumulated to get there.
+        micro_batch_size: Samples per forward pass and rank; packs, if samples are packed.
+        global_batch_size: Samples per optimizer step over all ranks; gradients are accumulated to reach it.
         seq_length: Longest token sequence, image tokens included; also the most tokens of a pack.
         num_workers: Worker processes per rank for training; 0 loads in the training process.
         num_val_workers: The same for validation; default: num_workers.
         shuffle_buffer_size: Samples among which the order is shuffled.
-        max_samples_per_sequence: The most samples in a slice, the unit of shuffled reading; null: no cap.
+        max_samples_per_sequence: Maximum samples per slice, the unit of shuffled reading; null: no limit.
         num_lanes: Logical streams of the run; null: chosen to fit the global batch size.
-        prefetch_factor: Microbatches made ahead, per worker.
-        decode_threads: Threads that read and decode, per process; null: the cores, shared out.
-        packing_buffer_size: Samples of which packs are chosen, per lane; null: nothing is packed. Training and
-            validation are packed alike.
-        packing_max_samples: The most samples of a pack; null: as many as fit into `seq_length`.
-        packing_max_images: The most images of a pack; null: the same. A sample with more of them stops the run.
+        prefetch_factor: Microbatches prepared ahead, per worker.
+        decode_threads: Threads that read and decode, per process; null: the cores divided among the processes.
+        packing_buffer_size: Samples per lane from which packs are chosen; null: no packing. Applies to training and
+            validation.
+        packing_max_samples: Maximum samples per pack; null: as many as fit into `seq_length`.
+        packing_max_images: Maximum images per pack; null: no limit. A sample with more images stops the run.
         trust_remote_code: Run the `sample_loader` and `part_filter` that come with the dataset.
-        shuffle_images: Give each sample of a microbatch the image of another one: a control that shows whether the
-            model reads its images at all.
-        chat_template: How conversations become text: a Jinja file, or `llava`, `chatml` or `qwen-vl`; null: the
+        shuffle_images: Give each sample of a microbatch the image of another one: a control experiment that shows
+            whether the model uses its images at all.
+        chat_template: Template that renders conversations: a Jinja file, or `llava`, `chatml` or `qwen-vl`; null: the
             tokenizer's own template.
-        system: Put in front of every conversation that does not bring a system prompt of its own.
-        min_pixels: Smaller images are enlarged to this area, where the image tokens depend on the image; null: as the
-            image processor does.
-        max_pixels: Larger images are shrunk to this area, likewise.
-        max_num_images: Most images of a sample; one with more is left out, and counted. null: any number.
+        system: System prompt for conversations without one of their own.
+        min_pixels: Smaller images are enlarged to this area, if image tokens depend on the image; null: as the image
+            processor does.
+        max_pixels: Larger images are shrunk to this area, in the same way.
+        max_num_images: Maximum images per sample; samples with more are skipped and counted. null: no limit.
     """
 
     path: str = "data/digits"
@@ -176,10 +176,10 @@ class ModelConfig:
 
     Args:
         preset: A small model built from a configuration; written to the run folder with a tokenizer trained on the
-            captions, and loaded from there like any other local folder. Used where `name_or_path` is null.
+            captions, and loaded from there like any other local folder. Used if `name_or_path` is null.
         name_or_path: A local folder in the layout of transformers, or a name on the Hugging Face hub.
         init: `pretrained` loads weights, `random` initialises them from the configuration alone. Presets are random.
-        image_tokens_per_image: Tokens that one image takes in the sequence; null: worked out from the model.
+        image_tokens_per_image: Tokens per image in the sequence; null: derived from the model.
         hidden_size: Presets: width of the vision tower and the language model.
         num_layers: Presets: layers of each.
         num_heads: Presets: attention heads of each.
@@ -187,10 +187,11 @@ class ModelConfig:
         patch_size: Presets: side of a patch, in pixels.
         vocab_size: Presets: largest vocabulary of the trained tokenizer.
         tokenizer_samples: Presets: captions that the tokenizer is trained on.
-        freeze: Parts that are not trained, by the names that the model gives them, `*` standing for anything:
+        freeze: Parts that are not trained, by their names in the model, with `*` as a wildcard:
             `[model.vision_tower, lm_head]`.
         attn_implementation: How attention is computed: `sdpa`, `eager`, `flash_attention_2`, …; null: as transformers
-            chooses. Packs that are long need `flash_attention_2` on a GPU: the others make a mask of all pairs.
+            chooses. Long packs need `flash_attention_2` on a GPU: the others materialise a mask over all pairs of
+            tokens.
     """
 
     preset: str = "tiny-llava"
@@ -233,16 +234,16 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig:
-    """How long and on what.
+    """Duration, device and precision of training.
 
     Args:
         max_steps: Optimizer steps.
         log_interval: Optimizer steps between two log lines.
         accelerator: `auto`, `cpu` or `cuda`.
         precision: A precision of Lightning: `32-true`, `bf16-mixed`, …
-        deterministic: Use deterministic algorithms only, so that a resumed run repeats the losses bit for bit.
-        threads: Threads of torch per process; 0 leaves torch's choice.
-        gradient_checkpointing: Compute activations again where they are needed, instead of keeping them.
+        deterministic: Use only deterministic algorithms, so that a resumed run repeats the losses bit for bit.
+        threads: Torch threads per process; 0: torch's default.
+        gradient_checkpointing: Recompute activations in the backward pass instead of keeping them.
     """
 
     max_steps: int = 1000
@@ -256,16 +257,16 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ValidationConfig:
-    """How the model is measured on the validation split.
+    """How the model is evaluated on the validation split.
 
     Args:
         interval: Optimizer steps between two validations; 0 validates once, at the end.
-        limit_batches: Microbatches per rank and validation; null: all. 0: the run has no validation, and its data needs
-            no validation split.
-        generate: Let the model write its answers, and compare them with the expected ones.
+        limit_batches: Microbatches per rank and validation; null: all; 0: no validation, and no validation split is
+            needed.
+        generate: Let the model generate answers, and compare them with the expected ones.
         max_new_tokens: Longest answer.
-        name: What the samples are called in the last line of a run: `validation NAME read: 97.2 %`.
-        each_dataset: Measure the loss on each dataset of a mix by itself, too.
+        name: Name of the samples in the last line of a run: `validation NAME read: 97.2 %`.
+        each_dataset: Also report the loss on each dataset of a mix.
     """
 
     interval: int = 0
@@ -385,10 +386,10 @@ class RunConfig:
             )
 
     def accumulate(self, world_size: int) -> int:
-        """Return the microbatches that each of `world_size` ranks runs for one optimizer step.
+        """Return the number of microbatches that each of `world_size` ranks runs per optimizer step.
 
         Raises:
-            ConfigurationError: The global batch cannot be shared out evenly.
+            ConfigurationError: The ranks cannot share the global batch evenly.
         """
         per_step = self.data.micro_batch_size * world_size
         if self.data.global_batch_size % per_step:
@@ -400,7 +401,10 @@ class RunConfig:
 
 
 def learning_rate_factor(settings: OptimizerConfig, step: int, max_steps: int) -> float:
-    """Return the learning rate of an optimizer step, counted from 0, as a share of the peak."""
+    """Return the learning rate of an optimizer step, counted from 0, as a fraction of the peak.
+
+    A linear warm-up and a cosine decay: a function of the step, so there is no state to save.
+    """
     if step < settings.warmup_steps:
         return (step + 1) / (settings.warmup_steps + 1)
     decay_steps = max(1, max_steps - settings.warmup_steps)

@@ -1,7 +1,7 @@
-"""Reading and writing the configuration of a run: YAML, `section.key=value` overrides, and refusals in plain words.
+"""Reads and writes the configuration of a run: YAML and `section.key=value` overrides.
 
-Values are converted by the type of the field they are for. That matters for numbers: YAML 1.1 reads `1e-4` as a
-string, and a learning rate must not become one. A key that does not exist is refused with the nearest match.
+Values are converted to the type of their field. That matters for numbers: YAML 1.1 reads `1e-4` as a string, and a
+learning rate must not become one. The error for an unknown key names the nearest match.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def dump_config(config: RunConfig) -> str:
 
 
 def write_config(config: RunConfig, path: Path) -> None:
-    """Write a configuration in one step, so that no reader ever sees half of it."""
+    """Write a configuration atomically, so that no reader ever sees half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(dump_config(config))
@@ -83,7 +83,7 @@ def _override(values: dict[str, Any], text: str) -> None:
 
 
 class _Text(str):
-    """The value of an override, not parsed yet: the field it is for decides how."""
+    """The value of an override, not parsed yet: its field decides how."""
 
     __slots__ = ()
 
@@ -154,7 +154,7 @@ def _convert(value: Any, hint: Any, *, name: str, where: str) -> Any:
 
 
 def _convert_names(value: Any, *, name: str, where: str) -> tuple[str, ...]:
-    """Return the texts of a list; null is an empty one."""
+    """Return a list of strings; null is an empty list."""
     if isinstance(value, _Text):
         value = _parse(value, name)
     if value is None:

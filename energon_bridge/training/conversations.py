@@ -1,4 +1,4 @@
-"""Conversations in crude datasets: what `scripts/pretrain_vlm.py` takes without a cooker of one's own.
+"""Conversations in crude datasets that `scripts/pretrain_vlm.py` reads without a custom cooker.
 
 A sample has a part `json` (a line of a `.jsonl` file is one) with the turns as `messages` (`role`, `content`) or
 `conversations` (`from`, `value`), and its images in one of these places, in the order of their placeholders:
@@ -27,10 +27,10 @@ IMAGE_STORE = "images"
 
 
 def cook_conversation(sample: Mapping[str, Any], **stores: FileStore) -> ChatSample:
-    """Make a `ChatSample` of a crude sample.
+    """Make a `ChatSample` from a crude sample.
 
     Raises:
-        SampleError: There are no turns, or a named image is nowhere.
+        SampleError: There are no turns, or a named image cannot be found.
     """
     content = sample.get("json")
     turns = None
@@ -55,7 +55,7 @@ COOKERS = (Cooker(cook_conversation),)
 
 
 def encode_chat(sample: ChatSample, config: MultiModalSampleConfig) -> Conversation:
-    """Show the questions, learn the answers: for `MultiModalTaskEncoder`, which lays turns out without a template.
+    """Show the questions, learn the answers: for `MultiModalTaskEncoder`, which renders turns without a template.
 
     Raises:
         SampleError: The sample has a video, or a turn of another role.
@@ -90,5 +90,5 @@ def _own_images(sample: Mapping[str, Any]) -> list[Any]:
 
 
 def _by_number(name: str) -> list[tuple[int, str]]:
-    """Order 10.jpg behind 2.jpg."""
+    """Sort 10.jpg after 2.jpg."""
     return [(int(piece), "") if piece.isdigit() else (-1, piece) for piece in re.split(r"(\d+)", name)]

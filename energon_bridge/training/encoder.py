@@ -1,8 +1,8 @@
-"""The task encoder of a run, and the control that shows whether the model reads its images.
+"""The task encoder of a run, and the control experiment that shows whether the model uses its images.
 
-A model whose family is known, and for which there is a chat template, the configuration's or the tokenizer's, is
-trained on conversations rendered by it (`ChatTemplateTaskEncoder`); any other one on images and texts laid out plainly
-(`MultiModalTaskEncoder`). This is the one place that chooses.
+A model of a known family that has a chat template, from the configuration or the tokenizer, is trained on conversations
+rendered by it (`ChatTemplateTaskEncoder`); any other model on plain sequences of images and text
+(`MultiModalTaskEncoder`). Only this module chooses.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ ENCODER_SETTINGS = (
     "max_pixels",
     "max_num_images",
 )
-"""Settings of the data that are the encoder's, and not the data module's."""
+"""Fields of `DataConfig` that are for the encoder, not for the data module."""
 
 _CHAT_ONLY = ("system", "min_pixels", "max_pixels", "max_num_images")
 
@@ -107,7 +107,7 @@ def training_task_encoder(config: DataConfig, bundle: ModelBundle) -> MultiModal
 
 
 def chat_template(name: str | None) -> str | None:
-    """Return the chat template of a name, or of a file. Raises ConfigurationError if there is no such one."""
+    """Return a chat template by name or file. Raises ConfigurationError if there is none."""
     if name is None or name in CHAT_TEMPLATES:
         return None if name is None else CHAT_TEMPLATES[name]
     try:
@@ -143,7 +143,7 @@ def _chat_encoder(
 
 
 def _bounded(family: Family, config: DataConfig) -> Family:
-    """Return a family with the bounds of the configuration for its images."""
+    """Return a family with the configured bounds for its images."""
     if config.min_pixels is None and config.max_pixels is None:
         return family
     if not isinstance(family, QwenFamily):

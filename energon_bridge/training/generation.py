@@ -1,10 +1,10 @@
-"""Letting a model write its answers, and comparing them with the expected ones.
+"""Generates a model's answers, and compares them with the expected ones.
 
-`predictions.jsonl` has one line per validation sample, each an object with the text fields `key`, `expected` and
-`generated`: in the order of the split, or, where samples are packed, in that of the packs and in each pack in its own.
-`exact_match` of its lines is the figure that a run ends with.
+`predictions.jsonl` has one line per validation sample: an object with the strings `key`, `expected` and `generated`, in
+the order of the split, or, if samples are packed, in the order of the packs. A run ends with the `exact_match` of its
+lines.
 
-Packs are taken apart to generate: each sample is prompted by itself, and is shown the images of its prompt.
+Packs are taken apart to generate: each sample is prompted separately, with the images of its prompt.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from energon_bridge.task_encoder.multimodal import MultiModalBatch
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prediction:
-    """What the model wrote for one sample, and what it should have written."""
+    """What the model generated for one sample, and what was expected."""
 
     key: str
     expected: str
@@ -34,20 +34,20 @@ class Prediction:
 
 
 def exact_match(predictions: Sequence[Prediction]) -> float:
-    """Return the share of answers that are exactly as expected, up to white space at the ends; 0 for none."""
+    """Return the fraction of answers that match exactly, up to white space at the ends; 0 without any."""
     right = sum(p.generated.strip() == p.expected.strip() for p in predictions)
     return right / len(predictions) if predictions else 0.0
 
 
 def write_predictions(predictions: Sequence[Prediction], path: Path) -> None:
-    """Write the predictions as JSON lines, in one step."""
+    """Write the predictions as JSON lines, atomically."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text("".join(json.dumps(asdict(p), ensure_ascii=False) + "\n" for p in predictions), "utf-8")
     os.replace(temporary, path)
 
 
 def prompts_of(batch: MultiModalBatch, pad_id: int) -> tuple[Tensor, Tensor]:
-    """Cut the answers off and align the prompts to the right, where generation begins.
+    """Cut off the answers and align the prompts to the right, where generation begins.
 
     Returns:
         Tokens and attention mask, int64 of shape (B, P), P being the longest prompt.
@@ -63,8 +63,8 @@ def prompts_of(batch: MultiModalBatch, pad_id: int) -> tuple[Tensor, Tensor]:
 
 
 def prompt_lengths(batch: MultiModalBatch) -> Tensor:
-    """Return how many tokens each row has before its answer, int64 (B,)."""
-    # The first label with loss is the first token of the answer; the token it is the label of ends the prompt. A row
+    """Return the number of tokens before the answer of each row, int64 (B,)."""
+    # The first label with loss is the first token of the answer, so its position is the last of the prompt. A row
     # without loss has no answer.
     whole = batch.attention_mask.sum(dim=1)
     return torch.where(batch.loss_mask.any(dim=1), batch.loss_mask.argmax(dim=1) + 1, whole)
@@ -79,7 +79,7 @@ def visible_images(
     per_image: int | None,
     video_token_id: int | None = None,
 ) -> dict[str, Tensor]:
-    """Leave out the images that stand behind the prompts; videos stay, and must stand in the prompts.
+    """Leave out images that come after the prompts; videos are kept, and must be inside the prompts.
 
     Args:
         inputs: What the image processor made of all images of the batch: a row for each image, or, where there is an
@@ -133,7 +133,7 @@ def _count(tokens: Tensor, image_token_id: int) -> Tensor:
 
 
 def _images_in(tokens: Tensor, image_token_id: int, per_image: int | None) -> list[int]:
-    """Return how many images each row shows."""
+    """Return the number of images in each row."""
     if per_image is not None:
         images: list[int] = (_count(tokens, image_token_id) // per_image).tolist()
         return images

@@ -1,4 +1,4 @@
-"""The data that LLaVA-1.5 was published with, in forms that are read here.
+"""Converts the data that LLaVA-1.5 was published with.
 
 Both come as one JSON list of `{"id": …, "image": PATH, "conversations": [{"from": "human" | "gpt", "value": …}, …]}`
 with a folder of images:
@@ -7,7 +7,7 @@ with a folder of images:
     llava_v1_5_mix665k.json       -> one `.jsonl` file for each top folder of the images, text.jsonl for conversations
                                      without one, and val.jsonl
 
-Every n-th entry is for validation, so that the same entries are in every time.
+Every n-th entry goes to validation, so the choice is the same each time.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from energon_bridge.errors import ConfigurationError
 def write_captions(
     source: Path, images: Path, folder: Path, *, val_every: int = 500, samples_per_shard: int = 10_000
 ) -> dict[str, int]:
-    """Write the captioned images of the first stage as tars; returns how many samples each split part has.
+    """Write the captioned images of the first stage as tars; return the samples per split part.
 
     Raises:
         ConfigurationError: The list cannot be read, has an entry of another form, or the folder is not empty.
@@ -47,7 +47,7 @@ def write_captions(
 
 
 def write_conversations(source: Path, folder: Path, *, val_every: int = 500) -> dict[str, int]:
-    """Write the conversations of the second stage as JSON lines; returns how many lines each file has.
+    """Write the conversations of the second stage as JSON lines; return the lines per file.
 
     Raises:
         ConfigurationError: The list cannot be read, or the folder is not empty.

@@ -1,13 +1,12 @@
 """The Lightning module: loss, optimizer, validation.
 
-The loss of an optimizer step is the mean over all of its tokens that carry loss, whatever microbatch, rank or pack they
-are in. So it does not depend on how the samples of the step are grouped: not on the number of ranks, and a pack of k
-samples counts as those k samples do. A microbatch that does not exist (its rank had none to deliver) has no such token.
-How many tokens there are is known only when the step is complete, so microbatches have the sum as their loss, and the
-gradients are scaled then, once.
+The loss of an optimizer step is the mean over all its tokens with loss, whatever microbatch, rank or pack they are in.
+So it does not depend on how the samples are grouped: neither on the number of ranks nor on packing. A masked microbatch
+(its rank had none to deliver) has no such tokens. The number of tokens is known only when the step is complete, so the
+loss of a microbatch is a sum, and the gradients are scaled once, at the end.
 
-Everything random in the model is seeded by (seed, optimizer step, microbatch, rank): there is no generator state to
-save, and a resumed run draws what the uninterrupted one would have drawn.
+All randomness in the model is seeded by (seed, optimizer step, microbatch, rank): there is no generator state to save,
+and a resumed run draws the same numbers as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ class VisionLanguageModule(LightningModule):
         return logits
 
     def model_inputs(self, batch: MultiModalBatch) -> dict[str, Tensor]:
-        """Return what the model takes besides tokens and what says which of them belong together."""
+        """Return the model's visual inputs, and token types if it takes them."""
         inputs = self._visual_inputs(batch)
         if self._wants_token_types:
             inputs["mm_token_type_ids"] = self._token_types(batch.tokens)
@@ -84,7 +83,7 @@ class VisionLanguageModule(LightningModule):
         return inputs | pixels
 
     def _token_types(self, tokens: Tensor) -> Tensor:
-        """Return 1 for the tokens of images, 2 for those of videos, 0 for texts."""
+        """Return 1 for image tokens, 2 for video tokens, 0 for text."""
         types = torch.eq(tokens, self.image_token_id).long()
         if (video := getattr(self.model.config, "video_token_id", None)) is not None:
             types += 2 * torch.eq(tokens, video)
@@ -100,19 +99,19 @@ class VisionLanguageModule(LightningModule):
                 check_packing(self.model)
 
     def training_step(self, batch: MultiModalBatch, batch_idx: int) -> Tensor:
-        """Return the summed loss of one microbatch; that of one that does not exist is 0, with gradients of 0."""
+        """Return the summed loss of one microbatch; a masked one has loss 0 and zero gradients."""
         key = key_of("step", self.config.seed, self.trainer.global_step, batch_idx, self.global_rank)
         torch.manual_seed(key & _SEED_BITS)
         losses, mask = self._token_losses(batch)
         loss, tokens = (losses * mask).sum(), mask.sum()
-        if not loss.requires_grad:  # only parts that see images are trained, and there is none
+        if not loss.requires_grad:  # only vision parts are trained, and the batch has no images
             loss = loss + sum(0.0 * parameter.sum() for parameter in self.model.parameters() if parameter.requires_grad)
         self._step_tokens = tokens if self._step_tokens is None else self._step_tokens + tokens
         self.last_loss = loss.detach()
         return loss
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Turn the mean over the microbatches of the step, whose gradients these are, into that over their tokens."""
+        """Rescale the gradients from the mean over the step's microbatches to the mean over their tokens."""
         assert self._step_tokens is not None
         tokens, self._step_tokens = self._step_tokens, None
         world_size = self.trainer.world_size
@@ -125,23 +124,23 @@ class VisionLanguageModule(LightningModule):
                     parameter.grad.mul_(self.step_scale)
 
     def on_validation_epoch_start(self) -> None:
-        """Forget the previous validation."""
+        """Reset the figures of the previous validation."""
         loaders = self.trainer.val_dataloaders
         count = len(loaders) if isinstance(loaders, list) else 1
         self._validation_sums = torch.zeros(count, 2, dtype=torch.float64)
         self._written = [[] for _ in range(count)]
 
     def validation_step(self, batch: MultiModalBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Add the loss of a microbatch, and let the model write its answers."""
+        """Add the loss of a microbatch, and generate its answers."""
         losses, mask = self._token_losses(batch)
         self._validation_sums[dataloader_idx] += torch.stack([(losses * mask).sum(), mask.sum()]).double().cpu()
         if self.config.validation.generate:
             self._written[dataloader_idx].append(self._predict(batch))
 
     def on_validation_epoch_end(self) -> None:
-        """Bring the ranks' sums and predictions together; the latter in the order of the split, or of its packs.
+        """Gather the ranks' sums and predictions, the latter in the order of the split, or of its packs.
 
-        Of several datasets `validation_losses` has the loss of each, and `validation_loss` that over all their tokens.
+        With several datasets, `validation_losses` has the loss of each, `validation_loss` the mean over all tokens.
         """
         ranks = [(self._validation_sums, self._written)]
         if self.trainer.world_size > 1:
@@ -160,7 +159,7 @@ class VisionLanguageModule(LightningModule):
             self.predictions += chain.from_iterable(in_turn)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restate Lightning's count of microbatches for the accumulation of this run.
+        """Convert Lightning's count of microbatches to the gradient accumulation of this run.
 
         Lightning counts the microbatches of one rank and takes an optimizer step where that count is a multiple of
         `accumulate_grad_batches`. On another number of ranks the saved count would cut the global batches elsewhere.
@@ -192,7 +191,7 @@ class VisionLanguageModule(LightningModule):
         if batch.__valid__ is not None:
             mask = mask * batch.__valid__.to(mask)[:, None]
         logits = self(batch).float()
-        labels = batch.labels.clamp(min=0)  # whatever marks a place without loss, its weight is zero
+        labels = batch.labels.clamp(min=0)  # positions without loss have weight zero, whatever marks them
         return functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none"), mask
 
     def _predict(self, batch: MultiModalBatch) -> list[Prediction]:

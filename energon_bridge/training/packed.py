@@ -1,12 +1,11 @@
-"""How a model of transformers sees a batch: rows of one sample each by their attention mask, packs by their positions.
+"""Inputs of transformers models: rows of one sample each are described by an attention mask, packs by their positions.
 
-Positions that begin again tell every attention of transformers where a sample ends: its masks, and the variable-length
-kernels, are then made so that no sample sees another. But only where the model is given no attention mask and keeps no
-cache; with either it silently attends across the borders. So both are left out, and `check_packing` looks at what the
-model does, before anything is trained. Models whose positions have three axes (the Qwen-VL families) are given the
-plain positions in front of those: by them alone they tell samples apart.
+Positions that restart tell transformers where a sample ends; its masks and variable-length kernels then keep samples
+apart. But this works only without an attention mask and without a cache: with either, the model silently attends across
+samples. So both are left out, and `check_packing` tests the model before training. Models with three position axes (the
+Qwen-VL families) get the plain positions in front of the three, and use those to tell samples apart.
 
-Padding needs no mask: it stands behind the tokens of its sample, whose attention is causal, and carries no loss.
+Padding needs no mask: it follows the tokens of its sample, attention is causal, and padding carries no loss.
 """
 
 from __future__ import annotations
@@ -20,17 +19,17 @@ from energon_bridge.errors import ConfigurationError
 from energon_bridge.task_encoder.packed_sequences import batch_packs, pack_sequences
 from energon_bridge.task_encoder.sequences import MultiModalBatch, MultiModalSample, PaddingValues
 
-# Of a change in the first sample, 0.13 to 0.81 came across the border in small models (LLaVA and Idefics3 with a cache,
-# Qwen2-VL as it is), and exactly nothing in LLaVA and Idefics3 as they are called here. Room is left for noise where
-# the tokens of all samples are computed together, as in mixtures of experts.
+# Of a change in the first sample, 0.13 to 0.81 leaked into the others in small models (LLaVA and Idefics3 with a cache,
+# Qwen2-VL as it is), and exactly nothing in LLaVA and Idefics3 as they are called here. This leaves room for noise in
+# models that compute the tokens of all samples together, such as mixtures of experts.
 _NOISE = 1e-2
 
 
 def sequence_inputs(batch: MultiModalBatch, *, mrope: bool = False) -> dict[str, Any]:
-    """Return the arguments of a model's forward that say which tokens of a batch see which, and where they stand.
+    """Return the forward arguments that tell which tokens of a batch see each other, and their positions.
 
-    A model with positions of three axes (`mrope`) is given those of packs behind the plain ones, which say where a
-    sample begins: int64 of shape (4, B, S). Of a batch without such positions the plain ones stand for all axes.
+    A model with three position axes (`mrope`) gets them after the plain positions, which tell where a sample begins:
+    int64 of shape (4, B, S). Without such positions in the batch, the plain ones are used for all axes.
     """
     positions = batch.mrope_position_ids
     if batch.cu_seqlens is None:
@@ -44,7 +43,7 @@ def sequence_inputs(batch: MultiModalBatch, *, mrope: bool = False) -> dict[str,
 
 
 def takes_mrope(model: Any) -> bool:
-    """Tell whether a model's positions have three axes: time, height and width."""
+    """Whether a model's positions have three axes: time, height and width."""
     text = model.config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
     return "mrope_section" in rope
@@ -55,7 +54,7 @@ def check_packing(model: Any) -> None:
     """Check that a model keeps the samples of a pack apart, on three samples of three tokens each.
 
     Raises:
-        ConfigurationError: Other tokens in one sample change what the model makes of the others.
+        ConfigurationError: Changing the tokens of one sample changes the model's output for the others.
     """
     modes = [(part, part.training) for part in model.modules()]
     model.eval()

@@ -1,6 +1,6 @@
-"""What a run reports: a log line per interval, and `metrics.jsonl` with one line per optimizer step.
+"""Reports of a run: a log line per interval, and `metrics.jsonl` with one line per optimizer step.
 
-`metrics.jsonl` has objects with `step`, `loss` and `lr`, the numbers as Python writes them, so that reading them back
+Each line of `metrics.jsonl` is an object with `step`, `loss` and `lr`. Numbers are written so that reading them back
 gives the same bits. A run that was killed and resumed has some steps twice; the later line counts.
 """
 
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class ProgressReporter(Callback):
-    """Log loss, speed and the share of time spent waiting for data, and keep the losses.
+    """Log loss, speed and the share of time spent waiting for data, and record the losses.
 
     Losses stay on the device until they are reported, so that no step waits for the accelerator.
     """
@@ -49,7 +49,7 @@ class ProgressReporter(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Keep the loss of a microbatch; report where an interval ends."""
+        """Record the loss of a microbatch; report at the end of an interval."""
         assert isinstance(pl_module, VisionLanguageModule)
         assert pl_module.last_loss is not None
         self._microbatch_losses.append(pl_module.last_loss)
@@ -69,7 +69,7 @@ class ProgressReporter(Callback):
             self._log(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the loss on the validation data; leave the time that it took out of the speed."""
+        """Log the validation loss; exclude validation from the speed."""
         assert isinstance(pl_module, VisionLanguageModule)
         if trainer.is_global_zero and pl_module.validation_loss is not None:
             data = getattr(trainer, "datamodule", None)
@@ -82,7 +82,7 @@ class ProgressReporter(Callback):
         self._restart_clock(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write what is left, after a stop on request."""
+        """Write what is left after an early stop."""
         self._write(trainer)
 
     def _restart_clock(self, trainer: Trainer) -> None:
@@ -103,7 +103,7 @@ class ProgressReporter(Callback):
         self._steps.clear()
 
     def _log(self, trainer: Trainer) -> None:
-        # Packs hold unequal numbers of samples, on each rank its own.
+        # Packs hold different numbers of samples, so ranks differ.
         samples = torch.tensor(float(self._samples), device=trainer.strategy.root_device)
         if trainer.world_size > 1:
             dist.all_reduce(samples)

@@ -58,8 +58,8 @@ logger = logging.getLogger(__name__)
 class RunResult:
     """How a run ended.
 
-    `read` is the share of validation answers that are exactly right; None where none were generated. `stopped` means
-    that the run was asked to leave before its last step.
+    `read` is the fraction of validation answers that are exactly right, None if none were generated. `stopped` means
+    that the run was asked to stop before its last step.
     """
 
     step: int
@@ -73,9 +73,9 @@ def run(config: RunConfig, *, resume: bool = False, overwrite: bool = False) -> 
     """Train and validate.
 
     Args:
-        config: What to do.
-        resume: Go on from the latest checkpoint of the run folder, if there is one.
-        overwrite: Remove what an earlier run left in the run folder.
+        config: The configuration of the run.
+        resume: Continue from the latest checkpoint of the run folder, if there is one.
+        overwrite: Remove an earlier run from the run folder.
 
     Raises:
         ConfigurationError: The run folder holds another run, or the configuration does not fit together.
@@ -83,11 +83,11 @@ def run(config: RunConfig, *, resume: bool = False, overwrite: bool = False) -> 
     run_dir = Path(config.run_dir)
     if config.train.threads:
         torch.set_num_threads(config.train.threads)
-    # Tokenizers with threads of their own do not survive the fork of the loader's workers.
+    # Tokenizer threads do not survive the fork of the loader's workers.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     checkpointer = Checkpointer(run_dir / "checkpoints", config.checkpoint)
     trainer = _build_trainer(config, run_dir, checkpointer)
-    # The process group is needed before training: to know the ranks, and to let them wait for the first one.
+    # The process group is needed before training, so that the other ranks can wait for the first one.
     trainer.strategy.setup_environment()
     described = run_dir / "config.yaml"
     before = described.read_bytes() if resume and trainer.is_global_zero and described.exists() else None
@@ -99,7 +99,7 @@ def run(config: RunConfig, *, resume: bool = False, overwrite: bool = False) -> 
     data = build_data_module(config, bundle)
     validates = config.validation.limit_batches != 0
     if validates:
-        data.val_dataloader()  # a dataset without a validation split is refused now, and not after the training
+        data.val_dataloader()  # fails now, not after training, if there is no validation split
     checkpoints = list_checkpoints(run_dir / "checkpoints") if resume else []
     if checkpoints:
         logger.info("resuming from %s", checkpoints[-1])
@@ -145,9 +145,9 @@ def dry_run(config: RunConfig) -> str:
 
 @contextmanager
 def opened_data(config: RunConfig) -> Iterator[DatasetSpec]:
-    """Give what a run reads, with the task encoder of its model; leaves nothing behind.
+    """Yield the dataset of a run, with the task encoder of its model; leaves nothing behind.
 
-    The model is that of the run folder if the run has begun, or made anew as the run would make it.
+    The model is that of the run folder if the run has begun, else built as the run would build it.
 
     Raises:
         ConfigurationError: Data, model or both cannot be loaded; says what is wrong with each.
@@ -163,7 +163,7 @@ def opened_data(config: RunConfig) -> Iterator[DatasetSpec]:
 
 
 def _load_inputs(config: RunConfig, model_dir: Path) -> ModelBundle:
-    """Return the model after a look at the data, so that one error says what both of them lack."""
+    """Check the data and load the model, so that one error reports the problems of both."""
     wrong: list[str] = []
     try:
         get_train_dataset(config.data.path, batch_size=1, trust_remote_code=config.data.trust_remote_code)
@@ -213,7 +213,7 @@ def _build_trainer(config: RunConfig, run_dir: Path, checkpointer: Checkpointer)
         accelerator=config.train.accelerator,
         num_nodes=num_nodes,
         devices=devices,
-        # Vision towers have parameters behind the features that are used; they never get a gradient.
+        # Vision towers have parameters after the features that are used; these never get a gradient.
         strategy=DDPStrategy(find_unused_parameters=True) if num_nodes * devices > 1 else "auto",
         precision=config.train.precision,
         plugins=[AtomicCheckpointIO()],
@@ -251,16 +251,16 @@ def _launched_processes() -> tuple[int, int]:
 
 @contextmanager
 def _main_rank_first(trainer: Trainer) -> Iterator[None]:
-    """Let the other ranks wait until the main one has left the block."""
+    """Make the other ranks wait until the main one has left the block."""
     yield
     trainer.strategy.barrier("main rank first")
 
 
 def prepare_run_dir(config: RunConfig, run_dir: Path, *, resume: bool, overwrite: bool) -> None:
-    """Write configuration and preset to the run folder, after a look at what is in it.
+    """Check the run folder, and write configuration and preset to it.
 
     Raises:
-        ConfigurationError: It holds a run that is neither to be resumed nor replaced.
+        ConfigurationError: It holds a run, and neither `resume` nor `overwrite` is set.
     """
     known = ("checkpoints", "metrics.jsonl", "predictions.jsonl", "model", "config.yaml", "export")
     present = [name for name in known if (run_dir / name).exists()]
@@ -286,7 +286,7 @@ def _write_preset(config: RunConfig, folder: Path) -> None:
 
 
 def load_bundle(config: RunConfig, preset_folder: Path) -> ModelBundle:
-    """Load the model of a run with what belongs to it; random weights are drawn from the seed."""
+    """Load the model of a run with its processors; random weights are drawn from the seed."""
     settings = config.model
     torch.manual_seed(key_of("weights", config.seed) >> 1)
     if settings.name_or_path is None:
@@ -325,7 +325,7 @@ def _result(module: VisionLanguageModule, trainer: Trainer, *, stopped: bool) ->
 
 
 class _TextOnly(TaskEncoder[Any, list[str], list[str], list[str]]):
-    """Keep what a sample says."""
+    """Keep the texts of a sample."""
 
     decoder = SampleDecoder(defer_images=True)  # images are not looked at
     cookers = COOKERS
@@ -346,7 +346,7 @@ class _TextOnly(TaskEncoder[Any, list[str], list[str], list[str]]):
 def dataset_captions(
     path: str, *, limit: int, split_part: str = "train", trust_remote_code: bool = False
 ) -> Iterator[str]:
-    """Give the texts of up to `limit` samples, in the order of the split: captions, questions, answers, documents."""
+    """Yield the texts of up to `limit` samples, in split order: captions, questions, answers, documents."""
     batch_size = 64
     dataset = get_val_dataset(
         path,
@@ -367,10 +367,10 @@ def dataset_captions(
 
 
 def freeze(model: Any, patterns: Sequence[str]) -> None:
-    """Turn the gradients of the named parts of a model off.
+    """Freeze the parts of a model that match the patterns.
 
     Raises:
-        ConfigurationError: A pattern names nothing, or nothing is left to train.
+        ConfigurationError: A pattern matches nothing, or nothing is left to train.
     """
     parameters = dict(model.named_parameters())
     for pattern in patterns:

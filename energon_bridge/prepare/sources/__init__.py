@@ -1,4 +1,4 @@
-"""Which kind of source a path is; the readers are in the modules beside this one."""
+"""Detects the kind of a source; the readers are in the other modules of this package."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LISTS = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 def open_source(
     path: Path, *, kind: str | None = None, media: Path | None = None, numbered: bool = False, num_workers: int = 1
 ) -> Source:
-    """Open a source of `energon convert`, of a kind or of what it looks like; raises what its reader does."""
+    """Open a source of `energon convert`, of the given or the detected kind; raises the errors of its reader."""
     if not path.exists():
         hint = " hf:// and other URLs are not read here: download them first." if "://" in str(path) else ""
         raise DatasetNotFoundError(f"{path}: no such file or folder. Check the path.{hint}")
@@ -39,7 +39,7 @@ def open_source(
 
 
 def _look(path: Path) -> tuple[str, Path]:
-    """Return what a path looks like, and the file that lists the samples if a folder has one."""
+    """Return the detected kind of a path, and the file that lists the samples if a folder has one."""
     suffix = path.suffix.lower()
     if path.is_file():
         if suffix in _TABLES:

@@ -1,1 +1,1 @@
-"""Training with megatron-core: tensor-, pipeline- and data-parallel, what `trainer: megatron` runs."""
+"""Training with megatron-core, tensor-, pipeline-, context- and data-parallel: `trainer: megatron`."""

@@ -1,9 +1,9 @@
-"""Attention of the language model: causal, kept inside the samples of packs, over the tokens of all context ranks.
+"""Attention of the language model: causal, within the samples of packs, over the tokens of all context-parallel ranks.
 
-megatron-core's own local attention knows neither packs nor context parallelism; both come with TransformerEngine, which
-needs a GPU. This one is torch's `scaled_dot_product_attention`. Under context parallelism a rank has the tokens of
-`zigzag_indices`, as megatron-core's rotary embeddings expect, and asks the keys and values of all ranks: they are
-gathered in every layer, and their gradients scattered back.
+megatron-core's local attention supports neither packs nor context parallelism; both need TransformerEngine, which needs
+a GPU. This one uses torch's `scaled_dot_product_attention`. Under context parallelism a rank has the tokens of
+`zigzag_indices`, as megatron-core's rotary embeddings expect, and needs the keys and values of all ranks: each layer
+gathers them, and scatters their gradients back.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class SharedAttention(MegatronModule):
         """Attend.
 
         Args:
-            query: Shape (S, B, heads, width), S being the tokens of this rank.
+            query: Shape (S, B, heads, width), with S tokens on this rank.
             key: The same.
             value: The same.
             attention_mask: What `seen_tokens` returns.
@@ -56,17 +56,17 @@ class SharedAttention(MegatronModule):
 
 
 def seen_tokens(position_ids: Tensor, *, packed: bool, rank: int, size: int) -> Tensor | None:
-    """Return which tokens of a row see which.
+    """Return which tokens of a row attend to which.
 
     Args:
-        position_ids: Shape (B, S); beginning at 0 in every sample.
+        position_ids: Shape (B, S), starting at 0 in every sample.
         packed: Whether rows may hold several samples.
         rank: The context-parallel rank.
         size: The context-parallel size.
 
     Returns:
         True where the query of this rank sees the key, bool (B, 1, S / size, S), keys in the order in which the ranks'
-        are gathered; None where every token sees all before it.
+        are gathered; None if every token sees all before it.
     """
     if size == 1 and not packed:
         return None

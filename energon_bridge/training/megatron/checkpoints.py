@@ -1,4 +1,4 @@
-"""Checkpoints of a megatron-core run: model, optimizer and data together, written whole or not at all.
+"""Checkpoints of a megatron-core run: model, optimizer and data together, written atomically.
 
 They are folders `RUN/checkpoints/step-0000200`::
 
@@ -6,10 +6,10 @@ They are folders `RUN/checkpoints/step-0000200`::
     run.pt                                          step, state of the data of all ranks, the sizes of the model
     complete.json                                   the name and size of every other file; written last
 
-A checkpoint is written to `.step-0000200.part`, flushed to the disk and renamed; so a folder of the final name without
-all files that its `complete.json` names was not written by this program, but copied or cut, and is passed over.
+A checkpoint is written to `.step-0000200.part`, flushed to disk and renamed. So a folder with the final name that lacks
+files listed in its `complete.json` was damaged later, for example by an incomplete copy, and is skipped.
 
-The format has whole tensors, whatever ranks wrote their parts: a checkpoint is read on any number of data-parallel
+The format has whole tensors, whatever ranks wrote their parts: a checkpoint can be read on any number of data-parallel
 ranks, and with other tp and pp. Learning rate and random numbers are functions of the step, and have no state.
 """
 
@@ -45,12 +45,12 @@ _SHARDING = {"distrib_optim_sharding_type": "fully_reshardable"}
 
 
 def checkpoint_folder(folder: Path, step: int) -> Path:
-    """Return where the checkpoint of an optimizer step lies."""
+    """Return the folder of the checkpoint of an optimizer step."""
     return folder / f"step-{step:07d}"
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
-    """Return the complete checkpoints, oldest first; others are named in a warning."""
+    """Return the complete checkpoints, oldest first; a warning names incomplete ones."""
     complete = []
     for path in sorted(folder.glob("step-*")):
         if missing := _missing(path):
@@ -64,11 +64,11 @@ def save_checkpoint(training: Training, folder: Path, step: int, data: dict[str,
     """Write a checkpoint and remove old ones; all ranks must call this.
 
     Args:
-        training: What is saved.
+        training: The model and optimizer to save.
         folder: The folder of the checkpoints.
         step: Optimizer steps done.
         data: The state of the data of the whole run.
-        keep: How many of the latest checkpoints stay; 0 keeps all.
+        keep: Number of checkpoints to keep, the latest ones; 0 keeps all.
     """
     target = checkpoint_folder(folder, step)
     part = target.with_name(f".{target.name}.part")
@@ -89,7 +89,7 @@ def save_checkpoint(training: Training, folder: Path, step: int, data: dict[str,
 
 
 def load_checkpoint(training: Training, path: Path) -> tuple[int, dict[str, Any]]:
-    """Continue from a checkpoint; all ranks must call this. Returns its step and the state of its data.
+    """Load a checkpoint; all ranks must call this. Return its step and the state of its data.
 
     Raises:
         ConfigurationError: The model has other sizes than the one in the checkpoint.
@@ -125,7 +125,7 @@ def _metadata(ranks: Ranks) -> dict[str, Any]:
 
 
 def _finish(part: Path, target: Path) -> None:
-    """Flush what was written to the disk, list it, and give it its name."""
+    """Flush the files to disk, list them, and rename the folder."""
     files = sorted(path for path in part.rglob("*") if path.is_file())
     for path in files:
         _flush(path)
@@ -133,7 +133,7 @@ def _finish(part: Path, target: Path) -> None:
     manifest.write_text(json.dumps({path.relative_to(part).as_posix(): path.stat().st_size for path in files}))
     _flush(manifest)
     _flush(part)
-    if target.exists():  # of a run that went back to an earlier checkpoint
+    if target.exists():  # from a run that went back to an earlier checkpoint
         shutil.rmtree(target)
     os.replace(part, target)
     _flush(target.parent)
@@ -148,7 +148,7 @@ def _flush(path: Path) -> None:
 
 
 def _missing(path: Path) -> str | None:
-    """Say what a checkpoint lacks; None if it is whole."""
+    """Return what a checkpoint lacks; None if it is complete."""
     try:
         listed: dict[str, int] = json.loads((path / _MANIFEST).read_text())
     except (OSError, ValueError):
@@ -164,8 +164,8 @@ def _missing(path: Path) -> str | None:
 
 # Writing --------------------------------------------------------------------------------------------------------------
 #
-# megatron-core's own strategy writes in the background: every rank spawns a process that imports the training program
-# again, and forks others, for each checkpoint. This one has the same format and writes before it returns.
+# megatron-core's own strategy writes in the background: for each checkpoint, every rank spawns a process that imports
+# the training program again and forks others. This one writes the same format before it returns.
 
 
 class SynchronousSave(TorchDistSaveShardedStrategy):

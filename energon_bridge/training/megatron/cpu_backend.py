@@ -1,4 +1,4 @@
-"""megatron-core without a GPU: what it asks of CUDA, answered by the CPU.
+"""megatron-core without a GPU: its CUDA calls, redirected to the CPU.
 
 megatron-core writes `device="cuda"`, `.cuda()` and `torch.cuda.current_device()` in many places and checks types by
 name (`torch.cuda.FloatTensor`). Inside `cpu_backend()` all of that means the CPU. Only machines without a GPU import
@@ -20,7 +20,7 @@ _CPU = torch.device("cpu")
 
 
 class _Stream:
-    """A CUDA stream on which everything has happened before anything waits for it."""
+    """A CUDA stream that is always up to date: waiting does nothing."""
 
     def wait_event(self, event: object) -> None: ...
 
@@ -29,7 +29,7 @@ class _Stream:
 
 @contextmanager
 def cpu_backend() -> Iterator[None]:
-    """Let this thread's torch put on the CPU what is meant for CUDA, until the block is left."""
+    """Redirect this thread's CUDA calls to the CPU within the block."""
     with ExitStack() as stack:
         for name, value in (
             ("current_device", lambda: _CPU),
@@ -45,7 +45,7 @@ def cpu_backend() -> Iterator[None]:
         ):
             stack.enter_context(_replaced(megatron_random, name, answer))
         stack.enter_context(warnings.catch_warnings())
-        # Warnings about megatron-core's and torch's own calls, which the mode makes look like ours.
+        # These warnings are about calls of megatron-core and torch, but the mode makes them look like ours.
         for message in ("The .grad attribute of a Tensor that is not a leaf", "Please use DTensor instead"):
             warnings.filterwarnings("ignore", message=message)
         stack.enter_context(_CudaToCpu())
@@ -63,7 +63,7 @@ def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
 
 
 class _CudaToCpu(TorchFunctionMode):
-    """Rewrite devices in calls of torch, and name types as if they were on CUDA."""
+    """Rewrite devices in torch calls, and name tensor types as if they were on CUDA."""
 
     def __torch_function__(
         self,

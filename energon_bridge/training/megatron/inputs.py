@@ -1,7 +1,7 @@
-"""What a rank's part of the model takes of a batch: the tensors on its device, and of the labels its own tokens.
+"""The inputs of a rank's part of the model: the batch on its device, and the labels of its own tokens.
 
-Every rank of a replica has the whole batch. Its images and tokens stay whole, since the first stage puts the embeddings
-of images in their places before the sequence is shared out; labels and their mask are those of this context rank.
+Every rank of a replica has the whole batch. Images and tokens stay whole, since the first stage inserts the image
+embeddings before the sequence is split; labels and their mask are those of this context-parallel rank.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Inputs:
 
 
 def training_inputs(batch: MultiModalBatch, ranks: Ranks) -> Inputs:
-    """Return what is needed for the loss of a batch; rows that are not valid carry none."""
+    """Return the inputs for the loss of a batch; invalid rows carry no loss."""
     mask = batch.loss_mask
     if batch.__valid__ is not None:
         mask = mask * batch.__valid__.to(mask)[:, None]
@@ -50,7 +50,7 @@ def training_inputs(batch: MultiModalBatch, ranks: Ranks) -> Inputs:
 
 
 def writing_inputs(tokens: Tensor, pixel_values: Tensor | None, ranks: Ranks) -> Inputs:
-    """Return what is needed for the logits of rows of one sample each; padding stands behind their tokens."""
+    """Return the inputs for the logits of rows with one sample each, padded on the right."""
     tokens = _even(tokens, ranks.groups.cp.size())
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     return Inputs(
@@ -63,13 +63,13 @@ def writing_inputs(tokens: Tensor, pixel_values: Tensor | None, ranks: Ranks) ->
 
 
 def own_tokens(tokens: Tensor, ranks: Ranks) -> Tensor:
-    """Return the positions of the tokens that this context-parallel rank has."""
+    """Return the positions of this context-parallel rank's tokens."""
     group = ranks.groups.cp
     return zigzag_indices(tokens.shape[1], rank=group.rank(), size=group.size()).to(tokens.device)
 
 
 def _even(values: Tensor, context_parallel: int) -> Tensor:
-    """Fill rows up at their end, to a multiple of the pieces that they are cut into."""
+    """Pad rows on the right, to a multiple of the number of pieces they are cut into."""
     return pad(values, (0, -values.shape[1] % (2 * context_parallel)))
 
 

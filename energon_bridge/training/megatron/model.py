@@ -1,10 +1,10 @@
 """The presets of `model.preset` as models of megatron-core: the same sizes, split over tensor and pipeline ranks.
 
-Batches of the `MultiModalTaskEncoder` have one token per image embedding already, where megatron-core's LLaVA expects
-one per image and widens the sequence itself. `Llava` puts the embeddings where those tokens are, so the tokens, labels
-and masks of a batch go in as they came, and every pipeline stage sees sequences of the same length.
+megatron-core's LLaVA expects one token per image and widens the sequence itself. Batches of the `MultiModalTaskEncoder`
+already have one token per image embedding. So `Llava` puts the embeddings where those tokens are: tokens, labels and
+masks are used unchanged, and every pipeline stage sees sequences of the same length.
 
-Nothing in these models is random after their initialisation: there is no dropout, so no generator state to save.
+After initialisation nothing in these models is random (there is no dropout), so there is no generator state to save.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from energon_bridge.training.config import RunConfig
 from energon_bridge.training.megatron.attention import SharedAttention
 
 _VOCABULARY_MULTIPLE = 128
-"""Vocabularies are filled up to a multiple of this, whatever tp is: checkpoints then fit every tp."""
+"""Vocabularies are padded to a multiple of this, whatever tp is, so that checkpoints fit every tp."""
 
 
 class Llava(LLaVAModel):
@@ -84,7 +84,7 @@ class Llava(LLaVAModel):
 def build_model(config: RunConfig, groups: ProcessGroupCollection, *, vocab_size: int, image_token_id: int) -> Llava:
     """Return this rank's part of the model.
 
-    The weights are drawn from the seed and the pipeline stage: the same ones for every tp and dp.
+    The weights depend on the seed and the pipeline stage only: they are the same for every tp and dp.
 
     Raises:
         ConfigurationError: megatron-core has no model of this preset.
@@ -121,7 +121,7 @@ def build_model(config: RunConfig, groups: ProcessGroupCollection, *, vocab_size
         image_token_index=image_token_id,
         pg_collection=groups,
     )
-    # megatron-core refuses this while it builds a model without TransformerEngine; its rotary embeddings need it.
+    # megatron-core rejects this when it builds a model without TransformerEngine, but its rotary embeddings need it.
     language.context_parallel_size = config.parallel.cp
     return llava
 
@@ -132,7 +132,7 @@ def _language_config(config: RunConfig) -> TransformerConfig:
         pipeline_model_parallel_size=config.parallel.pp,
         pipeline_dtype=_parameter_type(config),
         variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",  # the default one refuses variable lengths, experts or not
+        moe_token_dispatcher_type="alltoall",  # the default one rejects variable lengths, with or without experts
         normalization="RMSNorm",
         gated_linear_unit=True,
         activation_func=functional.silu,
@@ -165,9 +165,9 @@ def _shared(config: RunConfig) -> dict[str, Any]:
         "hidden_dropout": 0.0,
         "params_dtype": _parameter_type(config),
         "bf16": config.train.precision == "bf16-mixed",
-        # Weights drawn on the CPU, whole, and then cut: equal for every tp.
+        # Draw weights on the CPU, whole, and then cut them: the same for every tp.
         "use_cpu_initialization": True,
-        # The local layers are plain torch; kernels that fuse them come with TransformerEngine and Apex.
+        # The local layers are plain torch; fused kernels need TransformerEngine or Apex.
         "bias_activation_fusion": False,
         "bias_dropout_fusion": False,
         "masked_softmax_fusion": False,

@@ -1,6 +1,6 @@
-"""The processes of a run: found in the environment, connected, and grouped into replicas by megatron-core.
+"""The processes of a run: discovered from the environment, connected, and grouped into replicas by megatron-core.
 
-torchrun's variables come first, then SLURM's; a process that neither has started is alone.
+torchrun's variables take precedence over SLURM's; a process started by neither is alone.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _TIMEOUT = timedelta(minutes=30)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ranks:
-    """Where this process is in the run."""
+    """The place of this process in the run."""
 
     groups: ProcessGroupCollection
     device: torch.device
@@ -45,10 +45,10 @@ class Ranks:
 
 @contextmanager
 def connected_ranks(config: RunConfig) -> Iterator[Ranks]:
-    """Connect the processes of a run and form its groups; take them apart at the end.
+    """Connect the processes of a run and form its groups; disconnect them at the end.
 
     Raises:
-        ConfigurationError: The number of processes does not fit, or CUDA is asked for and not there.
+        ConfigurationError: The number of processes does not fit, or CUDA is requested but not available.
     """
     device = _device(config.train.accelerator)
     rank, world_size = launched_rank(os.environ)
@@ -73,7 +73,7 @@ def connected_ranks(config: RunConfig) -> Iterator[Ranks]:
             context_parallel_size=parallel.cp,
         )
         stack.callback(parallel_state.destroy_model_parallel)
-        # megatron-core forks its random states, which must exist, also where nothing is drawn from them.
+        # megatron-core forks its random states, so they must exist even if nothing draws from them.
         tensor_parallel.model_parallel_cuda_manual_seed(key_of("step", config.seed) >> 40)
         yield Ranks(groups=ProcessGroupCollection.use_mpu_process_groups(), device=device)
 
@@ -82,7 +82,7 @@ def launched_rank(environment: os._Environ[str] | dict[str, str]) -> tuple[int, 
     """Return rank and number of processes; under SLURM, set the variables that torch.distributed reads.
 
     Raises:
-        ConfigurationError: SLURM started tasks on several nodes and nothing says where the first one is.
+        ConfigurationError: SLURM started tasks on several nodes, and nothing names the first one.
     """
     if "RANK" in environment:
         return int(environment["RANK"]), int(environment["WORLD_SIZE"])

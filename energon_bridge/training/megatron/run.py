@@ -1,7 +1,7 @@
 """One run of `trainer: megatron`, from its configuration to `predictions.jsonl`.
 
-The run folder is that of the other trainer (see `training.run`), but for the checkpoints. Every rank of a replica loads
-the replica's batches; which ones they are is decided by the pure data-parallel rank.
+The run folder is as with the Lightning trainer (see `training.run`), except for the checkpoints. The pure data-parallel
+rank determines the batches of a replica, which all its ranks load (or receive, with `parallel.feeding: broadcast`).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ logger = logging.getLogger(__name__)
 
 
 class Progress:
-    """Keep the losses of the steps; all ranks report at the same steps.
+    """Record the losses of the steps; all ranks report at the same steps.
 
     Losses stay on the device until they are reported: until then only the last stages have them.
     """
@@ -73,13 +73,13 @@ class Progress:
         self.restart_clock()
 
     def add(self, step: int, lr: float, sums: Tensor, *, samples: int) -> None:
-        """Keep what `train_step` returned for a step, and how many samples this replica had in it."""
+        """Record what `train_step` returned for a step, and the number of this replica's samples in it."""
         self._steps.append((step, lr, sums))
         self._samples += samples
         self._timed += 1
 
     def restart_clock(self) -> None:
-        """Leave out of the speed what happened since the last report."""
+        """Exclude the time since the last report from the speed."""
         self._started = time.perf_counter()
         self._waited = self.data.wait_seconds
         self._samples = self._timed = 0
@@ -124,7 +124,7 @@ def run(config: RunConfig, *, resume: bool = False, overwrite: bool = False) -> 
     """
     if config.train.threads:
         torch.set_num_threads(config.train.threads)
-    # Tokenizers with threads of their own do not survive the fork of the loader's workers.
+    # Tokenizer threads do not survive the fork of the loader's workers.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     torch.use_deterministic_algorithms(config.train.deterministic)
     with connected_ranks(config) as ranks:
@@ -140,7 +140,7 @@ def run(config: RunConfig, *, resume: bool = False, overwrite: bool = False) -> 
 
 
 def _main_rank_first(ranks: Ranks, function: Callable[[], None]) -> None:
-    """Call a function on the main rank while the others wait, and stop all if it refuses."""
+    """Call a function on the main rank while the others wait; its ConfigurationError is raised on all ranks."""
     refusal: list[str | None] = [None]
     if ranks.main:
         try:
@@ -207,7 +207,7 @@ def _train(training: Training, bundle: ModelBundle, data: EnergonMultiModalDataM
 
 
 def _resume(training: Training, loader: Any, folder: Path) -> int:
-    """Continue from the latest complete checkpoint; return the optimizer steps done, 0 where there is none."""
+    """Continue from the latest complete checkpoint; return the optimizer steps done, 0 without a checkpoint."""
     newest: list[str | None] = [None]
     if training.ranks.main and (complete := complete_checkpoints(folder)):
         newest = [str(complete[-1])]
@@ -247,7 +247,7 @@ def _real_samples(batch: MultiModalBatch) -> int:
 
 @contextmanager
 def _asked_to_stop() -> Iterator[threading.Event]:
-    """Take over SIGTERM: the event says whether it came."""
+    """Take over SIGTERM; the event is set when it arrives."""
     asked = threading.Event()
     earlier = signal.signal(signal.SIGTERM, lambda *_: asked.set())
     try:
@@ -257,7 +257,7 @@ def _asked_to_stop() -> Iterator[threading.Event]:
 
 
 def _agree(asked: bool, ranks: Ranks) -> bool:
-    """Return whether any rank was asked; the signal may reach them during different steps."""
+    """Return whether any rank was asked to stop; ranks may receive the signal during different steps."""
     flag = torch.tensor(float(asked), device=ranks.device)
     dist.all_reduce(flag, op=dist.ReduceOp.MAX)
     return bool(flag)
@@ -272,7 +272,7 @@ def _agree(asked: bool, ranks: Ranks) -> bool:
 def write_answers(training: Training, bundle: ModelBundle, batch: MultiModalBatch) -> list[Prediction]:
     """Continue the prompts of a batch with the most likely tokens; all ranks of a replica return the same.
 
-    Rows that are not valid are left out.
+    Invalid rows are left out.
     """
     tokenizer, longest = bundle.tokenizer, training.config.validation.max_new_tokens
     if batch.cu_seqlens is not None:
@@ -303,12 +303,12 @@ def write_answers(training: Training, bundle: ModelBundle, batch: MultiModalBatc
 
 
 def _most_likely(training: Training, inputs: Inputs, places: Tensor, vocab_size: int) -> Tensor:
-    """Return the most likely token behind one place of each row, int64 (B,), on all ranks of a replica."""
+    """Return the most likely token after one position of each row, int64 (B,), on all ranks of a replica."""
     ranks = training.ranks
     logits = run_stages(training, inputs)
     chosen = torch.zeros_like(places)
     if logits is not None:
-        # The place is on one of the context-parallel ranks.
+        # The position belongs to one of the context-parallel ranks.
         here = torch.eq(own_tokens(inputs.tokens, ranks), places[:, None])
         of_place = (logits.float() * here.unsqueeze(-1)).sum(dim=1)
         if ranks.groups.cp.size() > 1:

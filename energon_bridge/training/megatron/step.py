@@ -1,8 +1,8 @@
 """One optimizer step, and the loss of a microbatch, by megatron-core's schedules.
 
-The loss of a step is the mean over all of its tokens that carry loss, whatever microbatch or rank they are in, as with
-the other trainer: gradients are summed and divided once by the tokens of the whole global batch
-(`calculate_per_token_loss`). Microbatches that do not exist have no such token.
+As with the Lightning trainer, the loss of a step is the mean over all its tokens with loss, whatever microbatch or rank
+they are in: gradients are summed, and divided once by the tokens of the whole global batch
+(`calculate_per_token_loss`). Masked microbatches have no such tokens.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class Training:
 
     @property
     def part(self) -> Llava:
-        """This rank's part of the model, without what it is wrapped in."""
+        """This rank's part of the model, unwrapped."""
         module = self.model.module
         return module.module if isinstance(module, Float16Module) else module
 
 
 def prepare_training(llava: Llava, config: RunConfig, ranks: Ranks) -> Training:
-    """Wrap a model and make its optimizer, whose state is shared out over the data-parallel ranks."""
+    """Wrap a model and make its optimizer, whose state is sharded over the data-parallel ranks."""
     llava = llava.to(ranks.device)
     wrapped = Float16Module(llava.config, llava) if llava.config.bf16 else llava
     ddp_config = DistributedDataParallelConfig(
@@ -116,7 +116,7 @@ def run_stages(training: Training, inputs: Inputs) -> Tensor | None:
 
 
 def over_replicas(sums: Tensor, ranks: Ranks) -> Tensor:
-    """Add up what the last stages of all replicas have, and give it to all ranks."""
+    """Sum the values of the last stages of all replicas, and return the sum on all ranks."""
     dist.all_reduce(sums, group=ranks.groups.dp_cp)
     return ranks.from_last_stage(sums)
 
@@ -128,7 +128,7 @@ def _run(training: Training, inputs: Iterable[Inputs], count: int, **kwargs: Any
         data_iterator=iter(inputs),
         model=[training.model],
         num_microbatches=count,
-        # Stages tell each other the real shapes (variable_seq_lengths).
+        # Stages send each other the real shapes (variable_seq_lengths).
         seq_length=longest,
         micro_batch_size=training.config.data.micro_batch_size,
         **kwargs,
@@ -159,7 +159,7 @@ def _loss(mask: Tensor, output: Tensor, non_loss_data: bool = False) -> Any:
 
 
 def complete_torch_state(optimizer: MegatronOptimizer) -> None:
-    """Make an optimizer fit to be saved and restored from the start; a fused one is left as it is."""
+    """Initialise an optimizer's state, so that it can be saved and restored before the first step; skip fused ones."""
     for distributed in optimizer.chained_optimizers:
         inner = distributed.optimizer
         if not isinstance(inner, torch.optim.Adam):  # AdamW is one
