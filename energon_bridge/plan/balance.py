@@ -57,7 +57,7 @@ def assign_microbatches(costs: npt.ArrayLike, ranks: int) -> Integers:
     wrong = np.flatnonzero(~(np.isfinite(values) & (values >= 0)))
     if len(wrong):
         raise ConfigurationError(
-            f"microbatch {wrong[0]} of the global batch has cost {values[wrong[0]]}: expected a finite number, 0 or more"
+            f"microbatch {wrong[0]} of the global batch has cost {values[wrong[0]]}: expected a number, 0 or more"
         )
     came = np.arange(len(values)).reshape(-1, ranks)
     if ranks == 1 or len(came) == 1 or not values.max():
@@ -182,7 +182,7 @@ def _sorted(costs: Integers, assignment: Integers) -> Integers:
 
 
 def _relabelled(assignment: Integers) -> Integers:
-    """Exchange whole ranks, which changes no cost, so that many microbatches stay with the rank that has loaded them."""
+    """Exchange whole ranks, which changes no cost, so that many microbatches stay where they were loaded."""
     ranks = assignment.shape[1]
     loaders = assignment % ranks
     shared = np.bincount((np.arange(ranks) * ranks + loaders).ravel(), minlength=ranks * ranks)
