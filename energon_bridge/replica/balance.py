@@ -64,7 +64,12 @@ class Balance:
 
 
 def make_balance(
-    cost: Cost, *, pg_collection: Any = None, replica: Replica | None = None, timeout_seconds: float | None = None
+    cost: Cost,
+    *,
+    pg_collection: Any = None,
+    data_group: Any = None,
+    replica: Replica | None = None,
+    timeout_seconds: float | None = None,
 ) -> Balance:
     """Make the groups on which data-parallel ranks exchange microbatches. Every process of the job must call it.
 
@@ -72,6 +77,7 @@ def make_balance(
         cost: See `Balance`.
         pg_collection: megatron-core's `ProcessGroupCollection`, whose `dp` is looked at. Default: the groups of
             `megatron.core.parallel_state`, else all ranks.
+        data_group: The data-parallel group of this process, where it is none of these.
         replica: Where one rank of each replica loads: from `make_replica`. These ranks balance.
         timeout_seconds: How long a rank waits for another one; default: that of torch.distributed, 30 minutes.
 
@@ -84,7 +90,7 @@ def make_balance(
         )
     if not dist.is_initialized():
         return Balance(cost=cost, group=None)
-    group = data_parallel_group(pg_collection)
+    group = data_group or data_parallel_group(pg_collection)
     world = range(dist.get_world_size())
     ranks = tuple(world if group is None else dist.get_process_group_ranks(group))
     loads = replica is None or replica.is_source
