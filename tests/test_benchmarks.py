@@ -143,3 +143,16 @@ def test_what_pixels_cost(monkeypatch, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 1 + len(pixels.PROCESSORS)
     assert all("decode" in line and "processor / pillow" in line for line in lines[1:])
+
+
+def test_how_even_balance_makes_the_ranks(capsys):
+    from benchmarks import balance
+
+    found = balance.run(1_600, (4, 8), (1, 2, 4))
+    assert len(found) == len(balance.MIXES) * 2 * 6
+    for _, _, rounds, figures in found:
+        assert figures.worse <= 1.01
+        assert figures.step <= figures.step_before
+        assert figures.round <= figures.round_before
+        assert rounds > 1 or figures.step == figures.step_before
+    assert capsys.readouterr().out.count("image mix, packs") == 6
