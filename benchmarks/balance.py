@@ -9,12 +9,16 @@ For each mix, number of ranks and of microbatches that each runs: the largest co
 the sum of the largest costs of the rounds over the mean (`round`: FSDP and pipelines wait in every round), as they come
 and balanced, means of some global batches; the steps of Karmarkar and Karp's differencing with equal counts, as verl
 and slime have it, and of longest first with equal counts; and the processor time to plan a global batch.
+
+`--run 4` trains instead, on so many processes: each microbatch sleeps for as long as it costs, ranks wait for each
+other after every step, and the time of a step is measured, without balance and with it, beside what costs predict.
 """
 
 from __future__ import annotations
 
 import argparse
 import heapq
+import multiprocessing
 import tempfile
 import time
 from dataclasses import dataclass
@@ -23,8 +27,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+import torch.distributed as dist
 
-from energon_bridge import DefaultTaskEncoder, Packer, TextSample, WorkerConfig, get_savable_loader, get_train_dataset
+from energon_bridge import (
+    DefaultTaskEncoder,
+    EnergonDataloader,
+    Packer,
+    TextSample,
+    WorkerConfig,
+    get_savable_loader,
+    get_train_dataset,
+    make_balance,
+)
 from energon_bridge.plan.balance import assign_microbatches, imbalance
 from energon_bridge.prepare import parse_patterns, prepare_dataset, render_dataset_yaml
 from energon_bridge.testing import write_shard
@@ -228,11 +243,79 @@ def run(samples: int, ranks: tuple[int, ...], rounds: tuple[int, ...]) -> list[t
     return found
 
 
+SECONDS, STEPS, RUN_ROUNDS, WARMUP = 0.1, 10, 4, 2  # seconds of a microbatch of 2,000 tokens
+
+
+class Tensors(Sized):
+    """Batches that can be sent, of 1 MB each."""
+
+    def batch(self, samples: list[Any]) -> Any:
+        return {"cost": super().batch(samples), "pixels": torch.zeros(250_000), "__key__": ["batch"]}
+
+
+def trained(rank: int, ranks: int, rendezvous: Path, folder: Path, sizes: Sizes, answers: Any) -> None:
+    """Train without and with balance; give seconds per step, and what the costs of the ranks predict."""
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks)
+    config = WorkerConfig(num_workers=0, num_lanes=4 * ranks, microbatches_per_global_batch=ranks * RUN_ROUNDS)
+    found = []
+    for balance in (None, make_balance(lambda batch: batch["cost"])):
+        dataset = get_train_dataset(
+            folder, task_encoder=Tensors(sizes), worker_config=config, batch_size=ROWS_PER_BATCH
+        )
+        loader = EnergonDataloader(get_savable_loader(dataset), balance=balance)
+        unit = SECONDS / 2_000
+        predicted = start = 0.0
+        for step in range(WARMUP + STEPS):
+            if step == WARMUP:
+                start, predicted = time.perf_counter(), 0.0
+            own = 0.0
+            for _ in range(RUN_ROUNDS):
+                cost = next(loader)["cost"]
+                time.sleep(cost * unit)
+                own += cost * unit
+            slowest = torch.tensor(own)
+            dist.all_reduce(slowest, dist.ReduceOp.MAX)
+            predicted += float(slowest)
+        found.append(((time.perf_counter() - start) / STEPS, predicted / STEPS))
+        loader.close()
+    answers.put(found)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run_ranks(ranks: int, samples: int) -> list[tuple[float, float]]:
+    """Print and return seconds per step and their prediction, without balance and with it."""
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as name:
+        write(Path(name) / "texts", samples)
+        sizes = image_mix(np.random.default_rng(7), samples)
+        answers = context.Queue()
+        arguments = ranks, Path(name) / "rendezvous", Path(name) / "texts", sizes, answers
+        processes = [context.Process(target=trained, args=(rank, *arguments)) for rank in range(ranks)]
+        for process in processes:
+            process.start()
+        found, *_ = [answers.get(timeout=300) for _ in processes]
+        for process in processes:
+            process.join()
+    (before, expected_before), (after, expected) = found
+    print(
+        f"{ranks} ranks, {RUN_ROUNDS} microbatches each, milliseconds of a step (of these the slowest rank computes):"
+    )
+    for name, (seconds, expected_seconds) in zip(("without", "with"), found, strict=True):
+        print(f"{name} balance {1e3 * seconds:.1f} ({1e3 * expected_seconds:.1f})")
+    print(f"step time with balance over that without: {after / before:.3f}, predicted {expected / expected_before:.3f}")
+    return found
+
+
 def main() -> None:
     """Print the table, and whether the goals are met."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samples", type=int, default=SAMPLES, help="samples of each mix")
+    parser.add_argument("--run", type=int, metavar="RANKS", help="train on so many processes instead")
     arguments = parser.parse_args()
+    if arguments.run:
+        run_ranks(arguments.run, arguments.samples)
+        return
     found = run(arguments.samples, RANKS, ROUNDS)
     label, ranks, rounds, worst = max(found, key=lambda row: row[3].worse)
     print(f"\nworst against the best of both: {worst.worse:.4f} ({label}, {ranks} ranks, {rounds} rounds)")

@@ -98,6 +98,14 @@ def test_the_provider_of_megatron_lm_hands_out_balanced_data(dataset: Path, tmp_
     assert all(state["microbatches"] == 8 for *_, state in results)
 
 
+def test_ranks_without_an_iterator_are_refused(dataset: Path) -> None:
+    provider = train_valid_test_dataloaders_provider(
+        lambda: balancing(dataset, 1), loader_ranks="tp0_pp_edges", arguments=lambda: SimpleNamespace()
+    )
+    with pytest.raises(ConfigurationError, match="balance='global_batch' all processes must ask"):
+        provider([100, 10, 0])
+
+
 def test_stages_get_their_fields_of_what_was_exchanged(dataset: Path, tmp_path: Path) -> None:
     def load(rank: int) -> Any:
         keys = StageKeys(first=["image"], last=["caption"])
