@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         get_val_datasets as get_val_datasets,
     )
     from energon_bridge.errors import (
+        BalanceError as BalanceError,
         BatchSizeMismatchError as BatchSizeMismatchError,
         BroadcastError as BroadcastError,
         ConfigurationError as ConfigurationError,
@@ -96,7 +97,13 @@ if TYPE_CHECKING:
         register_joiner as register_joiner,
     )
     from energon_bridge.prepare.shard_writer import ShardWriter as ShardWriter, finish_shards as finish_shards
-    from energon_bridge.replica import Replica as Replica, StageKeys as StageKeys, make_replica as make_replica
+    from energon_bridge.replica import (
+        Balance as Balance,
+        Replica as Replica,
+        StageKeys as StageKeys,
+        make_balance as make_balance,
+        make_replica as make_replica,
+    )
     from energon_bridge.samples import (
         Batch as Batch,
         CaptioningSample as CaptioningSample,
@@ -139,6 +146,7 @@ if TYPE_CHECKING:
     )
     from energon_bridge.task_encoder import (
         AugmentTaskEncoder as AugmentTaskEncoder,
+        BatchCost as BatchCost,
         Conversation as Conversation,
         ConversationTemplateConfig as ConversationTemplateConfig,
         Cooker as Cooker,
@@ -156,6 +164,7 @@ if TYPE_CHECKING:
         TaskEncoder as TaskEncoder,
         Turn as Turn,
         TurnLayout as TurnLayout,
+        attention_pairs as attention_pairs,
         basic_sample_keys as basic_sample_keys,
         batch_list as batch_list,
         batch_packs as batch_packs,
@@ -168,10 +177,12 @@ if TYPE_CHECKING:
         generic_concat as generic_concat,
         homogeneous_concat_mix as homogeneous_concat_mix,
         llava_template as llava_template,
+        num_tokens as num_tokens,
         pack_sequences as pack_sequences,
         packed_seq_params as packed_seq_params,
         stateless as stateless,
         unpack_batch as unpack_batch,
+        vision_patches as vision_patches,
     )
     from energon_bridge.task_encoder.families import (
         ChatConfig as ChatConfig,
@@ -190,6 +201,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "datamodule": ("EnergonMultiModalDataModule",),
     "datasets": ("get_loader", "get_savable_loader", "get_train_dataset", "get_val_dataset", "get_val_datasets"),
     "errors": (
+        "BalanceError",
         "BatchSizeMismatchError",
         "BroadcastError",
         "ConfigurationError",
@@ -251,7 +263,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "loader.savable": ("SavableDataLoader",),
     "mix": ("Blender", "WeightSchedule", "register_joiner"),
     "prepare.shard_writer": ("ShardWriter", "finish_shards"),
-    "replica": ("Replica", "StageKeys", "make_replica"),
+    "replica": ("Balance", "Replica", "StageKeys", "make_balance", "make_replica"),
     "samples": (
         "Batch",
         "CaptioningSample",
@@ -293,6 +305,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
         "Conversation",
         "ConversationTemplateConfig",
         "AugmentTaskEncoder",
+        "BatchCost",
         "DefaultTaskEncoder",
         "DeferredImage",
         "Document",
@@ -305,6 +318,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
         "Piece",
         "SampleDecoder",
         "TaskEncoder",
+        "attention_pairs",
         "basic_sample_keys",
         "Turn",
         "TurnLayout",
@@ -319,10 +333,12 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
         "generic_concat",
         "homogeneous_concat_mix",
         "llava_template",
+        "num_tokens",
         "pack_sequences",
         "packed_seq_params",
         "stateless",
         "unpack_batch",
+        "vision_patches",
     ),
     "task_encoder.families": (
         "ChatConfig",

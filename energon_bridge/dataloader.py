@@ -30,7 +30,7 @@ from typing import Any, Literal, NoReturn
 from energon_bridge.errors import ConfigurationError, EmptyDatasetError, MaskedMicrobatchesError, WrongUseError
 from energon_bridge.loader.document import FORMAT
 from energon_bridge.loader.savable import LOADER_IS_NO_DATASET
-from energon_bridge.replica import BroadcastLoader, Replica, open_loader
+from energon_bridge.replica import Balance, BroadcastLoader, Replica, open_loader
 from energon_bridge.samples.showing import counted, described
 
 MaskedMicrobatches = Literal["refuse", "allow"]
@@ -75,6 +75,8 @@ class EnergonDataloader:
             give None as loader. Give a function that opens the loader, so that an error while opening reaches all.
             Every rank of the replica must then make the same calls; only `save_state` and `len` ask nobody.
             None, the default: every rank loads by itself.
+        balance: From `make_balance`: the data-parallel ranks share the microbatches of each global batch out by their
+            costs. There is a state after whole global batches then. None, the default: each rank runs what it loads.
 
     Attributes:
         loader: The loader.
@@ -96,6 +98,7 @@ class EnergonDataloader:
         cycle: bool = False,
         repeat_epoch: bool = False,
         replica: Replica | None = None,
+        balance: Balance | None = None,
         on_delivery: Callable[[Any], Any] | None = None,
     ) -> None:
         if loader is None and (replica is None or replica.is_source):
@@ -109,7 +112,7 @@ class EnergonDataloader:
             raise ConfigurationError(
                 f"EnergonDataloader: masked_microbatches must be 'refuse' or 'allow', got {masked_microbatches!r}"
             )
-        self.loader = open_loader(loader, replica)
+        self.loader = open_loader(loader, replica, balance)
         self.on_delivery = on_delivery
         self.masked_microbatches = masked_microbatches
         self.wait_seconds = 0.0

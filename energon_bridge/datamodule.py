@@ -18,6 +18,7 @@ import inspect
 import logging
 import math
 import sys
+from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 from energon_bridge.dataloader import EnergonDataloader, MaskedMicrobatches
@@ -27,12 +28,13 @@ from energon_bridge.loader.metrics import dataset_names
 from energon_bridge.loader.position import OnMismatch
 from energon_bridge.loader.savable import SavableDataLoader
 from energon_bridge.loader.spec import DatasetSpec
-from energon_bridge.replica import Exchange, Replica, StageKeys, make_replica, open_loader
+from energon_bridge.replica import Balance, Exchange, Replica, StageKeys, make_balance, make_replica, open_loader
 from energon_bridge.samples.devices import normalise_on_device, to_device
 from energon_bridge.samples.showing import counted, described
 from energon_bridge.stores import CachePool
 from energon_bridge.task_encoder.checks import check_encoder
 from energon_bridge.task_encoder.conversation import MultiModalSampleConfig
+from energon_bridge.task_encoder.costs import BatchCost
 from energon_bridge.task_encoder.multimodal import MultiModalTaskEncoder
 from energon_bridge.topology import WorkerConfig, check_data_parallel, data_parallel_group
 
@@ -53,6 +55,9 @@ def _lightning_base() -> type:
 
 Feeding = Literal["all", "broadcast"]
 """Which ranks of a replica load."""
+
+BalanceMode = Literal["none", "global_batch"]
+"""Within what the data-parallel ranks exchange microbatches."""
 
 _Base: Any = _lightning_base()
 
@@ -96,6 +101,10 @@ class EnergonMultiModalDataModule(_Base):
             will `broadcast` to the others of its replica. Then all processes must ask for the data alike.
         validate_each_dataset: Let `val_dataloader` return a list with an iterator for each dataset of the mix, whose
             names are `validation_names`: for a loss per dataset.
+        balance: `global_batch`: the data-parallel ranks exchange the microbatches of each global batch of training, so
+            that all have the same work; its samples stay the same. It needs `global_batch_size`, all processes must ask
+            for the data alike, and there is a state after whole global batches only. `none`: each runs what it loads.
+        balance_cost: What a batch costs, for `balance`: a function of the batch; default: `BatchCost()`, its tokens.
         stage_keys: With `broadcast`: the fields of a batch that each pipeline stage gets; None: all fields.
         cache_pool: Keeps files near that cookers and hooks need later, of training and of validation.
         **kwargs: Further arguments of `get_train_dataset`, checked by name.
@@ -139,6 +148,8 @@ class EnergonMultiModalDataModule(_Base):
         masked_microbatches: MaskedMicrobatches = "refuse",
         on_mismatch: OnMismatch = "refuse",
         feeding: Feeding = "all",
+        balance: BalanceMode = "none",
+        balance_cost: Callable[[Any], float] | None = None,
         stage_keys: StageKeys | None = None,
         validate_each_dataset: bool = False,
         cache_pool: CachePool | None = None,
@@ -161,6 +172,12 @@ class EnergonMultiModalDataModule(_Base):
             _check_number(name, value, least, optional=name not in _NEEDED)
         if feeding not in get_args(Feeding):
             raise ConfigurationError(f"feeding must be one of {', '.join(get_args(Feeding))}, got {feeding!r}")
+        if balance not in get_args(BalanceMode):
+            raise ConfigurationError(f"balance must be one of {', '.join(get_args(BalanceMode))}, got {balance!r}")
+        if balance_cost is not None and not callable(balance_cost):
+            raise ConfigurationError(
+                f"balance_cost must be a function of a batch, such as BatchCost(), got {type(balance_cost).__name__}"
+            )
         self.path = path
         self.tokenizer = tokenizer
         self.image_processor = image_processor
@@ -183,6 +200,8 @@ class EnergonMultiModalDataModule(_Base):
         self.masked_microbatches = masked_microbatches
         self.on_mismatch = on_mismatch
         self.feeding = feeding
+        self.balance = balance
+        self.balance_cost = balance_cost or BatchCost()
         self.stage_keys = stage_keys
         self.validate_each_dataset = validate_each_dataset
         self.validation_names: list[str] = []
@@ -199,6 +218,7 @@ class EnergonMultiModalDataModule(_Base):
         self.val_dataloader_object: EnergonDataloader | list[EnergonDataloader] | None = None
         self.test_dataloader_object: EnergonDataloader | None = None
         self._replica: Replica | None = None
+        self._balance: Balance | None = None
         self._restored: dict[str, Any] | None = None  # what the training data began from; None: the beginning
         self._opened_sizes: dict[str, int] = {}
 
@@ -298,7 +318,7 @@ class EnergonMultiModalDataModule(_Base):
             self._refuse_other_size()
             self._forget("train")
         if self.train_dataloader_object is None:
-            loader = open_loader(lambda: self._load("train", self.num_workers), self.replica)
+            loader = open_loader(lambda: self._load("train", self.num_workers), self.replica, self._balancing())
             if self._restored is not None:
                 loader.load_state_dict(self._restored)  # it may bring another num_lanes
             self.train_dataloader_object = EnergonDataloader(
@@ -413,6 +433,17 @@ class EnergonMultiModalDataModule(_Base):
         if self._replica is None and self.feeding == "broadcast":
             self._replica = make_replica(pg_collection=self.pg_collection, stage_keys=self.stage_keys)
         return self._replica
+
+    def _balancing(self) -> Balance | None:
+        """Return how the data-parallel ranks balance their microbatches; None where they do not."""
+        if self._balance is None and self.balance == "global_batch":
+            self._balance = make_balance(
+                self.balance_cost,
+                pg_collection=self.pg_collection,
+                replica=self.replica,
+                data_group=self._mesh_group(),
+            )
+        return self._balance
 
     @property
     def consumed_samples(self) -> int:

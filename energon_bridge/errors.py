@@ -52,6 +52,7 @@
     │   ├── StepMismatchError           the ranks were not saved at the same step
     │   └── TooManyRanksError           more data-parallel ranks than lanes
     ├── LoaderError                     the loader cannot go on
+    │   ├── BalanceError                another data-parallel rank could not load its part of a global batch
     │   ├── BroadcastError              the rank that loads for a replica failed
     │   ├── ForkedLoaderError           a loader is iterated in a fork of the process that started its workers
     │   └── WorkerDiedError             workers died more often than the limit allows
@@ -271,6 +272,10 @@ class TooManyRanksError(StateError):
 
 class LoaderError(EnergonError):
     """The loader cannot go on."""
+
+
+class BalanceError(LoaderError):
+    """Another data-parallel rank could not load its part of a global batch whose microbatches are balanced."""
 
 
 class BroadcastError(LoaderError):

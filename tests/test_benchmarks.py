@@ -172,3 +172,16 @@ def test_rows_of_models_end_in_what_the_models_take(tmp_path: Path) -> None:
             assert batch.visual_inputs["image_grid_thw"][0].tolist() == [1, 34, 46]
             assert batch.pixel_values.element_size() == 1
             assert SEQ_LENGTH * 0.8 < batch.tokens.shape[1] <= SEQ_LENGTH
+
+
+def test_how_even_balance_makes_the_ranks(capsys):
+    from benchmarks import balance
+
+    found = balance.run(1_600, (4, 8), (1, 2, 4))
+    assert len(found) == len(balance.MIXES) * 2 * 6
+    for _, _, rounds, figures in found:
+        assert figures.worse <= 1.01
+        assert figures.step <= figures.step_before
+        assert figures.round <= figures.round_before
+        assert rounds > 1 or figures.step == figures.step_before
+    assert capsys.readouterr().out.count("image mix, packs") == 6

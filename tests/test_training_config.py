@@ -101,6 +101,9 @@ def test_an_unknown_key_names_the_file(tmp_path: Path) -> None:
         ("optimizer.warmup_steps=-1", "optimizer.warmup_steps must be at least 0, got -1"),
         ("optimizer.clip_norm=.nan", "optimizer.clip_norm must be at least 0, got nan"),
         ("optimizer.beta2=1.0", r"optimizer.beta2 must be at least 0 and below 1, got 1\.0"),
+        ("data.balance=ranks", "data.balance must be 'none' or 'global_batch', got 'ranks'"),
+        ("data.balance_patches=-1.0", "data.balance_patches must be at least 0, got -1"),
+        ("data.balance_attention=0.1", "0.1 is a cost of batches, but nothing is balanced: set data.balance=glob"),
         ("data.packing_buffer_size=0", "data.packing_buffer_size must be at least 1, got 0"),
         ("data.packing_buffer_size=some", "data.packing_buffer_size must be int or null, got 'some'"),
         (

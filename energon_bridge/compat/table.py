@@ -1,7 +1,7 @@
 """What each public name of megatron-energon is here: our own, an adapter, a name that raises when used, and so on.
 
-`describe` classifies a name of a module, `resolve` returns its object, and `render` the table of docs/reference/compat.md. Each
-name of `surface` has exactly one entry; a test fails if one is missing.
+`describe` classifies a name of a module, `resolve` returns its object, and `render` the table of
+docs/reference/compat.md. Each name of `surface` has exactly one entry; a test fails if one is missing.
 """
 
 from __future__ import annotations

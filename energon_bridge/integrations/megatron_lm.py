@@ -233,6 +233,11 @@ class _Run:
                 "loader_ranks='tp0_pp_edges' leaves ranks without an iterator, but with feeding='broadcast' every rank "
                 "of a replica takes part in every batch: use loader_ranks='all'"
             )
+        if data.balance != "none":
+            raise ConfigurationError(
+                "loader_ranks='tp0_pp_edges' leaves ranks without an iterator, but with balance='global_batch' all "
+                "processes must ask for the training data: use loader_ranks='all'"
+            )
         tensor_rank, _ = parallel_place("tp", data.pg_collection)
         stage, stages = parallel_place("pp", data.pg_collection)
         chunks = _model_chunks()

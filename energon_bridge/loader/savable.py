@@ -248,6 +248,11 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         """Which rank delivers which lane, for the run as it was started or last restored."""
         return self._position.ownership
 
+    @property
+    def pins(self) -> bool:
+        """Whether batches are copied to pinned memory."""
+        return self._pin
+
     # Processes -------------------------------------------------------------------------------------------------------
 
     def _say_what_is_idle(self) -> None:
@@ -429,19 +434,7 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         Args:
             global_dst_rank: Only this global rank gets the state (others None); default: every rank gets it.
         """
-        own = self.save_state_rank()
-        if self.config.dp_size == 1:
-            return own
-        if not torch.distributed.is_initialized():
-            raise LoaderError(
-                f"save_state_global needs torch.distributed to reach the other {self.config.dp_size - 1} ranks: save "
-                "save_state_rank() of every rank and give the list of them to restore_state_rank"
-            )
-        states: list[Any] = [None] * self.config.dp_size
-        torch.distributed.all_gather_object(states, own, group=self.config.data_parallel_group)
-        if global_dst_rank is not None and torch.distributed.get_rank() != global_dst_rank:
-            return None
-        return doc.merge(states)
+        return merged_state(self.save_state_rank(), self.config, global_dst_rank)
 
     def restore_state_global(self, state: doc.State | None, *, src_rank: int | None = None) -> None:
         """Continue from the state of a whole run.
@@ -487,6 +480,28 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
     def _pipeline(self) -> Pipeline:
         plan = self._position.plan
         return open_pipeline(self.spec, plan, self.config, threads=0, delivered=range(len(plan.leaves)))
+
+
+def merged_state(own: doc.State, config: WorkerConfig, global_dst_rank: int | None = None) -> doc.State | None:
+    """Return the state of the whole run from those of its data-parallel ranks, all of which must call it.
+
+    Args:
+        own: The state of this rank.
+        config: Of its loader.
+        global_dst_rank: Only this global rank gets the state (others None); default: every rank gets it.
+    """
+    if config.dp_size == 1:
+        return own
+    if not torch.distributed.is_initialized():
+        raise LoaderError(
+            f"save_state_global needs torch.distributed to reach the other {config.dp_size - 1} ranks: save "
+            "save_state_rank() of every rank and give the list of them to restore_state_rank"
+        )
+    states: list[Any] = [None] * config.dp_size
+    torch.distributed.all_gather_object(states, own, group=config.data_parallel_group)
+    if global_dst_rank is not None and torch.distributed.get_rank() != global_dst_rank:
+        return None
+    return doc.merge(states)
 
 
 class _Iterator:

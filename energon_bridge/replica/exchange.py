@@ -61,14 +61,12 @@ class Channel:
         Raises:
             ConfigurationError: The value holds something that cannot be sent.
         """
-        node, tensors = encode(value)
-        table = [[str(t.dtype).removeprefix("torch."), list(t.shape)] for t in tensors]
-        text = json.dumps([table, node], separators=(",", ":")).encode()
+        text, flats = written(value, self.device)
         framed = bytearray(len(text).to_bytes(8, "little") + text)
         framed += bytes(max(0, FRAME - len(framed)))
         whole = torch.frombuffer(framed, dtype=torch.uint8).to(self.device)
         rest = [whole[FRAME:]] if len(whole) > FRAME else []
-        return [whole[:FRAME], *rest, *(flat.view(torch.uint8) for flat in _flattened(tensors, self.device))]
+        return [whole[:FRAME], *rest, *flats]
 
     def send(self, parcel: Sequence[Tensor]) -> None:
         """Send what `pack` returned to all other ranks of the group, without waiting for them."""
@@ -86,13 +84,7 @@ class Channel:
         text = frame[8 : 8 + length]
         if len(text) < length:
             text += bytes(self._take(length - len(text)).cpu().numpy())
-        table, node = json.loads(text)
-        kinds = [(getattr(torch, name), shape) for name, shape in table]
-        flats = {
-            dtype: self._take(sum(_numel(s) for d, s in kinds if d is dtype) * dtype.itemsize).view(dtype)
-            for dtype in _non_empty(kinds)
-        }
-        return decode(node, _views(kinds, flats, self.device))
+        return read(text, self._take, self.device)
 
     def flush(self) -> None:
         """Wait until everything that was sent has arrived."""
@@ -104,6 +96,35 @@ class Channel:
         data = torch.empty(size, dtype=torch.uint8, device=self.device)
         dist.broadcast(data, self.source, group=self.group)
         return data
+
+
+def written(value: Any, device: torch.device) -> tuple[bytes, list[Tensor]]:
+    """Write a value down as a text, and the bytes of its tensors: a flat uint8 tensor for each dtype.
+
+    Raises:
+        ConfigurationError: Something in it cannot be sent.
+    """
+    node, tensors = encode(value)
+    table = [[str(t.dtype).removeprefix("torch."), list(t.shape)] for t in tensors]
+    text = json.dumps([table, node], separators=(",", ":")).encode()
+    return text, [flat.view(torch.uint8) for flat in _flattened(tensors, device)]
+
+
+def read(text: bytes, take: Callable[[int], Tensor], device: torch.device) -> Any:
+    """Build the value that `written` has written down.
+
+    Args:
+        text: The text.
+        take: Returns the next flat tensor, of so many bytes.
+        device: Where the tensors are.
+    """
+    table, node = json.loads(text)
+    kinds = [(getattr(torch, name), shape) for name, shape in table]
+    flats = {
+        dtype: take(sum(_numel(s) for d, s in kinds if d is dtype) * dtype.itemsize).view(dtype)
+        for dtype in _non_empty(kinds)
+    }
+    return decode(node, _views(kinds, flats, device))
 
 
 def _numel(shape: Sequence[int]) -> int:

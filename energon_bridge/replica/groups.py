@@ -94,7 +94,7 @@ def make_replica(
         )
     group = data_parallel_group(pg_collection)
     here = (dist.get_rank() if group is None else int(group.rank()), *parallel_place("pp", pg_collection))
-    places = _gathered(here)
+    places = gathered(here)
     rank, stages = dist.get_rank(), max(stages for _, _, stages in places)
     wanted = stage_keys or StageKeys(middle=None)
     replicas: dict[int, list[int]] = {}
@@ -115,7 +115,7 @@ def make_replica(
     return Replica(source=own_source, is_source=rank == own_source, keys=keys, links=tuple(links))
 
 
-def _gathered(values: tuple[int, ...]) -> list[tuple[int, ...]]:
+def gathered(values: tuple[int, ...]) -> list[tuple[int, ...]]:
     """Return the integers of all ranks, by rank."""
     device = torch.device("cuda", torch.cuda.current_device()) if str(dist.get_backend()) == "nccl" else "cpu"
     own = torch.tensor(values, dtype=torch.int64, device=device)

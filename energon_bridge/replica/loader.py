@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from energon_bridge.errors import WrongUseError
 from energon_bridge.loader.document import read
 from energon_bridge.loader.metrics import flat_metrics
 from energon_bridge.loader.summary import leaf_rows
+from energon_bridge.replica.balance import Balance, balanced
 from energon_bridge.replica.exchange import Exchange
 from energon_bridge.replica.groups import Replica
 from energon_bridge.replica.structure import check_keys, select
@@ -21,19 +23,21 @@ from energon_bridge.topology import Ownership
 State = dict[str, Any]
 
 
-def open_loader(loader: Any, replica: Replica | None) -> Any:
+def open_loader(loader: Any, replica: Replica | None, balance: Balance | None = None) -> Any:
     """Return the loader of this rank: its own, or one that receives from the source of its replica.
 
     Args:
         loader: A loader, or a function without arguments that opens one. With a replica, only the source uses it.
         replica: From `make_replica`; None: every rank loads.
+        balance: From `make_balance`: the ranks that load share the microbatches of a global batch out by their costs,
+            before these are broadcast; None: each runs what it loads.
 
     Raises:
         BroadcastError: The source could not open its loader; every rank raises.
     """
     if replica is None or not replica.links:
-        return _opened(loader)
-    return BroadcastLoader(loader, replica)
+        return balanced(_opened(loader), balance)
+    return BroadcastLoader(lambda: balanced(_opened(loader), balance), replica)
 
 
 def _opened(loader: Any) -> Any:
@@ -58,6 +62,7 @@ class BroadcastLoader:
         self._exchange = Exchange(replica)
         self._loader: Any = None
         self._state: State | None = None
+        self._unfinished: str | None = None
         self._stream: Iterator[Any] | None = None
         self._length: int | None = None
         self._checked = False
@@ -96,18 +101,19 @@ class BroadcastLoader:
             message = exchange.receive()
             if "end" in message:
                 raise StopIteration
-            self._state = message["state"]
+            self._note(message)
             return message["batch"]
         try:
             if self._stream is None:
                 self._stream = iter(self._loader)
             batch = next(self._stream)
-            self._state = self._saved()
+            saved = self._saved()
+            self._note(saved)
             if not self._checked:
                 for keys in (self.replica.keys, *(link.keys for link in self.replica.links)):
                     check_keys(batch, keys)
                 self._checked = True
-            parcels = exchange.pack(lambda keys: {"batch": select(batch, keys), "state": self._state})
+            parcels = exchange.pack(lambda keys: {"batch": select(batch, keys), **saved})
         except StopIteration:
             exchange.send(exchange.pack(lambda keys: {"end": True}))
             raise
@@ -120,7 +126,13 @@ class BroadcastLoader:
     # State -----------------------------------------------------------------------------------------------------------
 
     def save_state_rank(self) -> State | None:
-        """Return the state of the source after the last batch that this rank received, without communication."""
+        """Return the state of the source after the last batch that this rank received, without communication.
+
+        Raises:
+            WrongUseError: There is none: microbatches are balanced, and the global batch is not complete.
+        """
+        if self._unfinished is not None:
+            raise WrongUseError(self._unfinished)
         return self._state
 
     def counters(self) -> list[State]:
@@ -165,9 +177,17 @@ class BroadcastLoader:
             if close is not None:
                 close()
 
-    def _saved(self) -> State | None:
-        save = getattr(self._loader, "save_state_rank", None)
-        return None if save is None else save()
+    def _saved(self) -> State:
+        """Return what the source says of its state: the state, or why it has none."""
+        unfinished = getattr(self._loader, "unfinished", None)
+        save = None if unfinished else getattr(self._loader, "save_state_rank", None)
+        return {"state": None if save is None else save(), "unfinished": unfinished}
+
+    def _note(self, saved: State) -> None:
+        """Take over what the source says of its state; while it has none, the last one stands for the counters."""
+        self._unfinished = saved["unfinished"]
+        if self._unfinished is None:
+            self._state = saved["state"]
 
     def _facts(self) -> State:
         """Return what the other ranks need to know about the loader."""
@@ -178,7 +198,7 @@ class BroadcastLoader:
             "endless": not has_length if spec is None else not spec.finite,
             "length": len(loader) if has_length else None,
             "lanes": None if ownership is None else (ownership.num_lanes, ownership.world_size, ownership.start),
-            "state": self._saved(),
+            **self._saved(),
         }
 
     def _change(self, work: Callable[[], None]) -> None:
@@ -189,7 +209,8 @@ class BroadcastLoader:
             return self._facts()
 
         facts = self._exchange.answer(changed)
-        self.endless, self._length, self._state = facts["endless"], facts["length"], facts["state"]
+        self.endless, self._length = facts["endless"], facts["length"]
+        self._note(facts)
         lanes = facts["lanes"]
         self.ownership = lanes and Ownership(*lanes)
         self._stream = None

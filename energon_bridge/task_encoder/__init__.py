@@ -3,8 +3,9 @@
 `base` has the hooks, `augment` wraps an encoder, `current` says what a hook is working on, `decoder`, `images` and
 `deferred` turn bytes into values, `collate`, `convert` and `concat` turn samples into batches, records of one kind into
 another, and batches into one. `packing` (with `bins`) and `grouping` are ready-made choices of what shares a pack or a
-batch. The `multimodal` encoder makes tokens, labels and pixel values of images and texts: `sample_encoders` say what a
-sample has to say, `conversation` how that is written, `sequences` and `packed_sequences` what the model is given.
+batch, and `costs` says what a batch costs. The `multimodal` encoder makes tokens, labels and pixel values of images and
+texts: `sample_encoders` say what a sample has to say, `conversation` how that is written, `sequences` and
+`packed_sequences` what the model is given.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from energon_bridge.task_encoder.conversation import (
     llava_template,
 )
 from energon_bridge.task_encoder.cooking import Cooker, basic_sample_keys, cooker
+from energon_bridge.task_encoder.costs import BatchCost, attention_pairs, num_tokens, vision_patches
 from energon_bridge.task_encoder.decoder import SampleDecoder
 from energon_bridge.task_encoder.deferred import DeferredImage
 from energon_bridge.task_encoder.grouping import LengthGrouper
@@ -35,6 +37,7 @@ from energon_bridge.task_encoder.packing import OverLong, Packer
 
 __all__ = [
     "AugmentTaskEncoder",
+    "BatchCost",
     "Conversation",
     "ConversationTemplateConfig",
     "Cooker",
@@ -52,6 +55,7 @@ __all__ = [
     "TaskEncoder",
     "Turn",
     "TurnLayout",
+    "attention_pairs",
     "basic_sample_keys",
     "batch_list",
     "batch_packs",
@@ -66,8 +70,10 @@ __all__ = [
     "generic_concat",
     "homogeneous_concat_mix",
     "llava_template",
+    "num_tokens",
     "pack_sequences",
     "packed_seq_params",
     "stateless",
     "unpack_batch",
+    "vision_patches",
 ]

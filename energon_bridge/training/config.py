@@ -131,6 +131,11 @@ class DataConfig:
         num_lanes: Logical streams of the run; null: chosen to fit the global batch size.
         prefetch_factor: Microbatches prepared ahead, per worker.
         decode_threads: Threads that read and decode, per process; null: the cores divided among the processes.
+        balance: `global_batch`: data-parallel ranks exchange the microbatches of each global batch, so that all have
+            the same work. `none`: each rank runs what it loads.
+        balance_attention: Cost of a pair of tokens that attend to each other, where a token costs 1; about
+            1 / (12 hidden sizes).
+        balance_patches: Cost of an image patch, where a token costs 1.
         packing_buffer_size: Samples per lane from which packs are chosen; null: no packing. Applies to training and
             validation.
         packing_max_samples: Maximum samples per pack; null: as many as fit into `seq_length`.
@@ -158,6 +163,9 @@ class DataConfig:
     num_lanes: int | None = None
     prefetch_factor: int = 2
     decode_threads: int | None = None
+    balance: str = "none"
+    balance_attention: float = 0.0
+    balance_patches: float = 0.0
     packing_buffer_size: int | None = None
     packing_max_samples: int | None = None
     packing_max_images: int | None = None
@@ -343,6 +351,7 @@ class RunConfig:
                 f"data.micro_batch_size={self.data.micro_batch_size}"
             )
         self._check_packing()
+        self._check_balance()
         if (self.data.min_pixels or 0) > (self.data.max_pixels or math.inf):
             raise ConfigurationError(
                 f"data.min_pixels={self.data.min_pixels} is more than data.max_pixels={self.data.max_pixels}"
@@ -369,6 +378,18 @@ class RunConfig:
         for name in ("beta1", "beta2"):
             if not 0 <= (value := getattr(settings, name)) < 1:
                 raise ConfigurationError(f"optimizer.{name} must be at least 0 and below 1, got {value}")
+
+    def _check_balance(self) -> None:
+        data = self.data
+        if data.balance not in ("none", "global_batch"):
+            raise ConfigurationError(f"data.balance must be 'none' or 'global_batch', got {data.balance!r}")
+        for name in ("balance_attention", "balance_patches"):
+            if not 0 <= (value := getattr(data, name)) < math.inf:
+                raise ConfigurationError(f"data.{name} must be at least 0, got {value}")
+            if value and data.balance == "none":
+                raise ConfigurationError(
+                    f"data.{name}={value} is a cost of batches, but nothing is balanced: set data.balance=global_batch"
+                )
 
     def _check_packing(self) -> None:
         data = self.data

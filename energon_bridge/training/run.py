@@ -37,6 +37,7 @@ from energon_bridge.errors import ConfigurationError, EnergonError, StateError, 
 from energon_bridge.loader.spec import DatasetSpec
 from energon_bridge.rng import key_of
 from energon_bridge.task_encoder.base import TaskEncoder
+from energon_bridge.task_encoder.costs import BatchCost
 from energon_bridge.task_encoder.decoder import SampleDecoder
 from energon_bridge.task_encoder.families import ChatSample
 from energon_bridge.task_encoder.families.chat import chat_of
@@ -187,6 +188,7 @@ def build_data_module(
     settings = asdict(config.data)
     for name in ENCODER_SETTINGS:
         del settings[name]
+    cost = BatchCost(attention=settings.pop("balance_attention"), patches=settings.pop("balance_patches"))
     return EnergonMultiModalDataModule(
         tokenizer=bundle.tokenizer,
         image_processor=bundle.image_processor,
@@ -194,6 +196,7 @@ def build_data_module(
         seed=config.seed,
         pg_collection=pg_collection,
         feeding=cast(Feeding, config.parallel.feeding),
+        balance_cost=cost,
         validate_each_dataset=config.validation.each_dataset,
         masked_microbatches="allow",  # both trainers weigh by the mask
         **settings,

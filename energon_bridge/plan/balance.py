@@ -1,0 +1,197 @@
+"""Which rank trains on which microbatch of a global batch, so that no rank waits long for another one.
+
+A global batch has G microbatches, of which each of R ranks runs A = G / R, one in each of A *rounds*. Two things
+should be even: the cost of a rank over the whole step, for which ranks wait where gradients are reduced, and the costs
+within a round, for which they wait where every microbatch synchronises (FSDP, pipelines).
+
+The microbatches are sorted by cost, and R neighbours make a round: no other rounds have a smaller sum of largest costs,
+the time of a step whose rounds synchronise. Within the rounds they are dealt by Karmarkar and Karp's differencing: the
+two blocks of the widest spread are joined, the largest of one with the smallest of the other, until one block is left.
+Exchanges within a round then lower the cost of the most loaded rank. Where dealing longest first over all rounds, or
+no change at all, has a lower step, that is taken, unless its rounds were worse than as the microbatches came.
+
+Everything is done on integers, in which costs are multiples of 2^-40 of the largest: sums of floats depend on the
+processor, and all ranks must come to the same result.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from energon_bridge.errors import ConfigurationError
+
+Integers = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
+_RESOLUTION = 2.0**40
+_GAIN = 200
+"""A step that is lower by one part in this many is worth less even rounds."""
+_EXCHANGES = 64
+"""Most exchanges that are tried; each looks at all microbatches."""
+
+
+def assign_microbatches(costs: npt.ArrayLike, ranks: int) -> Integers:
+    """Assign the microbatches of a global batch to ranks.
+
+    Args:
+        costs: Of the G microbatches, in any unit, 0 or more; shape (G,). Microbatch `i` is loaded by rank `i % ranks`.
+        ranks: R, which divides G.
+
+    Returns:
+        Shape (G / R, R): the microbatch that each rank runs in each round, the most costly rounds first. A rank runs
+        one of those that it has loaded where that costs nothing.
+
+    Raises:
+        ConfigurationError: R does not divide G, or a cost is negative or no finite number.
+    """
+    values = np.asarray(costs, np.float64)
+    if ranks < 1 or values.ndim != 1 or not len(values) or len(values) % ranks:
+        raise ConfigurationError(
+            f"costs of shape {values.shape} cannot be shared by {ranks} ranks: expected one cost for each microbatch "
+            "of a global batch, a multiple of the number of ranks"
+        )
+    wrong = np.flatnonzero(~(np.isfinite(values) & (values >= 0)))
+    if len(wrong):
+        raise ConfigurationError(
+            f"microbatch {wrong[0]} of the global batch has cost {values[wrong[0]]}: expected a number, 0 or more"
+        )
+    came = np.arange(len(values)).reshape(-1, ranks)
+    if ranks == 1 or len(came) == 1 or not values.max():
+        return came
+    scaled = np.rint(values / values.max() * _RESOLUTION).astype(np.int64)
+    return _relabelled(_best(scaled, came))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Imbalance:
+    """How uneven a global batch is; 1 is even.
+
+    Attributes:
+        step: Cost of the most loaded rank over the mean of the ranks.
+        round: Sum of the largest costs of the rounds, over the same mean: the time of a step in which all ranks wait
+            for each other in every round, over that of even ranks.
+    """
+
+    step: float
+    round: float
+
+
+def imbalance(costs: npt.ArrayLike, assignment: Integers) -> Imbalance:
+    """Return how uneven the costs of a global batch are under an assignment of shape (rounds, ranks)."""
+    table = np.asarray(costs, np.float64)[assignment]
+    mean = float(table.sum()) / table.shape[1]
+    if not mean:
+        return Imbalance(step=1.0, round=1.0)
+    return Imbalance(step=float(table.sum(0).max()) / mean, round=float(table.max(1).sum()) / mean)
+
+
+def _best(costs: Integers, came: Integers) -> Integers:
+    """Return the assignment of the lowest step among those whose rounds are no worse than as they came."""
+    ranks = came.shape[1]
+    order = np.argsort(-costs, kind="stable")  # ties by position
+    dealt = _exchanged(costs, _differenced(costs, order.reshape(-1, ranks)))
+    limit, rounds = _step(costs, came), _rounds(costs, came)
+    best = dealt if _step(costs, dealt) <= limit else _sorted(costs, came)
+    if best is dealt and _step(costs, dealt) * _GAIN <= _mean(costs, ranks) * (_GAIN + 1):
+        return dealt  # no other one can be lower by more than that
+    greedy = _sorted(costs, _longest_first(costs, order, ranks))
+    if _step(costs, greedy) * (_GAIN + 1) < _step(costs, best) * _GAIN and _rounds(costs, greedy) <= rounds:
+        best = greedy
+    return best
+
+
+def _step(costs: Integers, assignment: Integers) -> int:
+    return int(costs[assignment].sum(0).max())
+
+
+def _rounds(costs: Integers, assignment: Integers) -> int:
+    return int(costs[assignment].max(1).sum())
+
+
+def _mean(costs: Integers, ranks: int) -> int:
+    return -(-int(costs.sum()) // ranks)
+
+
+def _differenced(costs: Integers, rounds: Integers) -> Integers:
+    """Deal the microbatches of each round, shape (rounds, ranks), to ranks; the rounds stay what they are."""
+    blocks = []
+    for number, row in enumerate(rounds):
+        sums = costs[row]
+        blocks.append((int(sums.min() - sums.max()), number, sums, row[None]))
+    heapq.heapify(blocks)
+    number = len(blocks)
+    while len(blocks) > 1:
+        _, _, sums, rows = heapq.heappop(blocks)
+        _, _, other_sums, other_rows = heapq.heappop(blocks)
+        down, up = np.argsort(-sums, kind="stable"), np.argsort(other_sums, kind="stable")
+        sums = sums[down] + other_sums[up]
+        rows = np.concatenate([rows[:, down], other_rows[:, up]])
+        heapq.heappush(blocks, (int(sums.min() - sums.max()), number, sums, rows))
+        number += 1
+    return _sorted(costs, blocks[0][3])
+
+
+def _exchanged(costs: Integers, assignment: Integers) -> Integers:
+    """Lower the cost of the most loaded rank by exchanges within rounds, as far as single ones can."""
+    assignment = assignment.copy()
+    table = costs[assignment]
+    sums = table.sum(0)
+    mean = _mean(costs, table.shape[1])
+    for _ in range(_EXCHANGES):
+        rank = int(sums.argmax())
+        largest = int(sums[rank])
+        if largest * 1000 <= mean * 1001:
+            break
+        # By exchanging round i with rank j both ranks get at least `after[i, j]`.
+        moved = table[:, [rank]] - table
+        after = np.maximum(largest - moved, sums[None] + moved)
+        after[:, rank] = largest
+        row, other = divmod(int(after.argmin()), table.shape[1])
+        if after[row, other] >= largest:
+            break
+        change = moved[row, other]
+        for grid in (assignment, table):
+            grid[row, [rank, other]] = grid[row, [other, rank]]
+        sums[rank] -= change
+        sums[other] += change
+    return assignment
+
+
+def _longest_first(costs: Integers, order: Integers, ranks: int) -> Integers:
+    """Give each microbatch, the most costly first, to the least loaded rank that has room for it."""
+    rounds = len(order) // ranks
+    heap = [(0, rank) for rank in range(ranks)]
+    taken: list[list[int]] = [[] for _ in range(ranks)]
+    for microbatch, cost in zip(order.tolist(), costs[order].tolist(), strict=True):
+        load, rank = heap[0]
+        taken[rank].append(microbatch)
+        if len(taken[rank]) < rounds:
+            heapq.heapreplace(heap, (load + cost, rank))
+        else:
+            heapq.heappop(heap)
+    return np.array(taken).T
+
+
+def _sorted(costs: Integers, assignment: Integers) -> Integers:
+    """Let every rank run its most costly microbatches first: no order has a smaller sum of the rounds' largest."""
+    return np.take_along_axis(assignment, np.argsort(-costs[assignment], axis=0, kind="stable"), axis=0)
+
+
+def _relabelled(assignment: Integers) -> Integers:
+    """Exchange whole ranks, which changes no cost, so that many microbatches stay where they were loaded."""
+    ranks = assignment.shape[1]
+    loaders = assignment % ranks
+    shared = np.bincount((np.arange(ranks) * ranks + loaders).ravel(), minlength=ranks * ranks)
+    pairs = np.flatnonzero(shared)
+    pairs = pairs[np.argsort(-shared[pairs], kind="stable")]
+    column_of = np.full(ranks, -1)
+    free = np.ones(ranks, bool)
+    for column, rank in zip((pairs // ranks).tolist(), (pairs % ranks).tolist(), strict=True):
+        if free[column] and column_of[rank] < 0:
+            column_of[rank], free[column] = column, False
+    column_of[column_of < 0] = np.flatnonzero(free)
+    return assignment[:, column_of]

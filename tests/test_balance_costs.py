@@ -1,0 +1,96 @@
+"""What a batch costs, counted by hand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from energon_bridge import BatchCost, Segment, attention_pairs, num_tokens, vision_patches
+from energon_bridge.errors import ConfigurationError
+from energon_bridge.task_encoder.packed_sequences import batch_packs, pack_sequences
+from energon_bridge.task_encoder.sequences import MultiModalSample, PaddingValues, batch_sequences
+
+FILLING = PaddingValues(pad_id=0, ignore=-100)
+
+
+def sample(length: int, **visual: torch.Tensor) -> MultiModalSample:
+    tokens = torch.ones(length, dtype=torch.int64)
+    return MultiModalSample(
+        __key__=str(length),
+        __restore_key__=(),
+        tokens=tokens,
+        labels=tokens,
+        loss_mask=tokens.float(),
+        visual=visual,
+        answer="",
+    )
+
+
+def test_padded_rows_cost_their_padding() -> None:
+    batch = batch_sequences([sample(3), sample(5)], 8, FILLING)
+    assert num_tokens(batch) == 16
+    assert attention_pairs(batch) == 2 * 8**2
+    assert vision_patches(batch) == 0
+    assert BatchCost()(batch) == 16
+    assert BatchCost(tokens=2, attention=0.5)(batch) == 32 + 64
+
+
+def test_packs_attend_within_their_samples() -> None:
+    packs = [pack_sequences([sample(3), sample(5)], FILLING), pack_sequences([sample(4)], FILLING)]
+    batch = batch_packs(packs, FILLING)
+    assert num_tokens(batch) == 16
+    assert attention_pairs(batch) == 3**2 + 5**2 + 8**2  # the second row is padded to eight
+    batch.cu_seqlens_padded = None
+    assert attention_pairs(batch) == 3**2 + 5**2 + 4**2
+
+
+def test_segments_say_what_a_row_of_ones_own_holds() -> None:
+    rows = [(Segment("", "a", 0, 2), Segment("", "b", 2, 3)), (Segment("", "c", 0, 6),)]
+    assert attention_pairs({"input_ids": torch.zeros(2, 6), "segments": rows}) == 4 + 9 + 36
+
+
+@pytest.mark.parametrize(
+    ("visual", "patches"),
+    [
+        ({"image_grid_thw": torch.tensor([[1, 4, 6], [1, 2, 2]]), "pixel_values": torch.zeros(28, 1176)}, 28),
+        ({"image_grid_thw": torch.tensor([[1, 4, 6]]), "video_grid_thw": torch.tensor([[3, 2, 2]])}, 24 + 12),
+        ({"pixel_values": torch.zeros(2, 3, 28, 56)}, 2 * 2 * 4),
+        ({"pixel_values": torch.zeros(30, 1176)}, 30),
+        ({"pixel_values": torch.zeros(2, 64, 768)}, 128),
+    ],
+)
+def test_patches_of_any_layout(visual: dict[str, torch.Tensor], patches: int) -> None:
+    tokens = torch.zeros(1, 4)
+    assert vision_patches({"tokens": tokens, **visual}) == patches
+    inner = {name: value for name, value in visual.items() if name != "pixel_values"}
+    batch = {"tokens": tokens, "pixel_values": visual.get("pixel_values"), "visual_inputs": inner}
+    assert vision_patches(batch) == patches
+    assert BatchCost(tokens=1, patches=2)(batch) == 4 + 2 * patches
+
+
+def test_the_side_of_a_patch() -> None:
+    assert vision_patches({"pixel_values": torch.zeros(1, 3, 32, 32)}, patch_size=16) == 4
+    assert BatchCost(tokens=0, patches=1, patch_size=16)({"pixel_values": torch.zeros(1, 3, 32, 32)}) == 4
+
+
+@dataclass
+class Captions:
+    caption: list[str]
+
+
+@pytest.mark.parametrize(("batch", "has"), [(Captions(["a"]), "got caption"), ({}, "got no fields"), ("text", "str")])
+def test_a_batch_without_tokens_needs_a_cost_of_its_own(batch: Any, has: str) -> None:
+    with pytest.raises(ConfigurationError, match=has) as caught:
+        BatchCost()(batch)
+    assert "Give a function of the batch" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "weights", [{"tokens": -1}, {"attention": float("nan")}, {"tokens": 0}, {"patches": 1, "patch_size": 0}]
+)
+def test_weights_that_are_none(weights: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match="BatchCost: "):
+        BatchCost(**weights)
