@@ -1,9 +1,9 @@
-"""One rank of a replica loads, and the others get its batches: which ranks these are, and how a batch reaches them.
+"""One rank of a replica loads and the others receive its batches: which ranks these are, and how a batch reaches them.
 
-A *replica* is what trains on the same batches: the tensor-, context- and pipeline-parallel ranks that share a pure
-data-parallel rank. `groups` finds them, `structure` writes a batch down as plain values and tensors, `channel` moves
-it, `exchange` says what is said, `loader` is the loader that every rank of the replica holds. Across replicas,
-`balance` shares the microbatches of a global batch out by their costs, and `peers` moves them between their ranks.
+A *replica* is the set of ranks that train on the same batches: the tensor-, context- and pipeline-parallel ranks that
+share a pure data-parallel rank. `groups` finds them, `structure` serialises a batch to plain values and tensors,
+`exchange` sends them with errors and answers, and `loader` is the loader that every rank of the replica holds.
+Across replicas, `balance` assigns the microbatches of a global batch to ranks by cost, and `peers` moves them.
 """
 
 from __future__ import annotations

@@ -25,8 +25,7 @@ from energon_bridge.prepare.sources.base import (
     lay_out,
     located,
 )
-from energon_bridge.prepare.sources.proposing import CONVERSATIONS, propose_layout
-from energon_bridge.prepare.sources.tables import as_files, conversation_row, holds_media
+from energon_bridge.prepare.sources.tables import CONVERSATIONS, as_files, conversation_row, holds_media, propose_layout
 
 _SPLIT = re.compile(r"(train|validation|valid|val|dev|test)(?=[-_.]|$)")
 
