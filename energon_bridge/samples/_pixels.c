@@ -372,12 +372,12 @@ VALUES(uint32_t)
 
 /* Copy, past the caches where what is written is large. `loose`: what is behind it is written later. */
 INSIDE void write_out(const void *from, void *to, Py_ssize_t bytes, int stream, int loose) {
-    if (loose)
-        for (Py_ssize_t i = 0; i < bytes; i += 16)
-            _mm_storeu_si128((__m128i *)((char *)to + i), _mm_loadu_si128((const __m128i *)((const char *)from + i)));
-    else if (stream && (uintptr_t)to % 16 == 0 && bytes % 16 == 0)
+    if (stream && (uintptr_t)to % 16 == 0 && bytes % 16 == 0)
         for (Py_ssize_t i = 0; i < bytes; i += 16)
             _mm_stream_si128((__m128i *)((char *)to + i), _mm_loadu_si128((const __m128i *)((const char *)from + i)));
+    else if (loose)
+        for (Py_ssize_t i = 0; i < bytes; i += 16)
+            _mm_storeu_si128((__m128i *)((char *)to + i), _mm_loadu_si128((const __m128i *)((const char *)from + i)));
     else
         memcpy(to, from, bytes);
 }
