@@ -231,7 +231,7 @@ def test_a_rank_that_dies_ends_the_others(data: Path, tmp_path: Path) -> None:
         take(loader, 1, 2)
         if rank == 1:
             return "died"  # the process ends, and its connections with it
-        with pytest.raises(RuntimeError):
+        with pytest.raises(BalanceError, match=r"rank 0 of 2 cannot reach another one .* it has ended, or did not ask"):
             take(loader, 20, 2)
         return "ended"
 

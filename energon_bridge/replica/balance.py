@@ -14,6 +14,7 @@ what the ranks have delivered there is no beginning of the stream.
 
 from __future__ import annotations
 
+import atexit
 import datetime
 import logging
 import math
@@ -45,7 +46,7 @@ Cost = Callable[[Any], float]
 
 _PER_DELIVERY = 2
 _AT_CLOSE = 5.0
-"""Seconds that closing waits for an exchange: where another rank is gone, it never ends by itself."""
+"""Seconds that closing, and the end of the process, wait for an exchange."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,13 +148,18 @@ class _Sums:
 
 
 class _Exchange(threading.Thread):
-    """Exchanges one global batch; `outcome` waits for it."""
+    """Exchanges one global batch; `outcome` waits for it.
+
+    Where another rank is gone it may never end, so it must not keep the process; where the process ends as it should,
+    it is waited for, since a thread that is stopped within a call of gloo aborts the process.
+    """
 
     def __init__(self, work: Callable[[], list[Any]]) -> None:
         super().__init__(name="energon-balance", daemon=True)
         self._work = work
         self._batches: list[Any] = []
         self._error: BaseException | None = None
+        atexit.register(self.join, _AT_CLOSE)
         self.start()
 
     def run(self) -> None:
@@ -161,6 +167,8 @@ class _Exchange(threading.Thread):
             self._batches = self._work()
         except BaseException as error:
             self._error = error
+        finally:
+            atexit.unregister(self.join)
 
     def outcome(self) -> list[Any]:
         self.join()
@@ -253,15 +261,15 @@ class BalancedLoader:
         """Return what this rank runs of the next global batch; after an error all ranks begin it anew."""
         self._load(self._rounds)
         assert self._exchange is not None
-        exchange, self._exchange = self._exchange, None
         share = self._share
         try:
-            batches = exchange.outcome()
-        except BaseException:
+            batches = self._exchange.outcome()  # interrupted while it waits, the next call goes on waiting
+        except Exception:
             self._drop()
             self.loader.restore_state_rank(self._state)
             raise
         assert share.state is not None
+        self._exchange = None
         self._state_after = share.state
         self._share = _Share(number=share.number + 1)
         return batches
