@@ -135,7 +135,7 @@ class _Share:
     batches: list[Any] = field(default_factory=list)
     costs: list[float] = field(default_factory=list)
     error: Exception | None = None
-    state: State | None = None
+    state: Callable[[], State] | None = None
 
 
 @dataclass(kw_only=True, slots=True)
@@ -203,8 +203,8 @@ class BalancedLoader:
         self._exchange: _Exchange | None = None
         self._sums = _Sums()
         self._share = _Share(number=0)
-        self._state: State = {}
-        self._state_after: State = {}
+        self._state: Callable[[], State] = loader.snapshot()
+        self._state_after = self._state
         self._moved()
 
     @property
@@ -266,7 +266,7 @@ class BalancedLoader:
             batches = self._exchange.outcome()  # interrupted while it waits, the next call goes on waiting
         except Exception:
             self._drop()
-            self.loader.restore_state_rank(self._state)
+            self.loader.restore_state_rank(self._state())
             raise
         assert share.state is not None
         self._exchange = None
@@ -287,7 +287,7 @@ class BalancedLoader:
                 share.costs.append(self._cost_of(batch))
                 share.batches.append(batch)
                 if len(share.batches) == self._rounds:
-                    share.state = self.loader.save_state_rank()
+                    share.state = self.loader.snapshot()
             except Exception as error:
                 # The other ranks wait for this one, and what was loaded before can still be trained on.
                 share.error = error
@@ -370,7 +370,7 @@ class BalancedLoader:
         """
         if self.unfinished is not None:
             raise WrongUseError(self.unfinished)
-        return self._state
+        return self._state()
 
     def restore_state_rank(self, state: Any, **kwargs: Any) -> None:
         """Continue from a state (see `SavableDataLoader.restore_state_rank`), saved with or without balance.
@@ -413,7 +413,7 @@ class BalancedLoader:
 
     def counters(self) -> list[State]:
         """Return a row for each leaf of what this rank loaded, as `leaf_rows` describes; of whole global batches."""
-        return leaf_rows(read(self._state))
+        return leaf_rows(read(self._state()))
 
     def metrics(self) -> dict[str, float]:
         """Return what this rank did so far as plain numbers by name.
@@ -467,7 +467,7 @@ class BalancedLoader:
             )
         if not self.loader.ownership.even:
             raise ConfigurationError(_uneven(self.loader.ownership))
-        self._state = self._state_after = state
+        self._state = self._state_after = self.loader.snapshot()
         self._share = _Share(number=state["microbatches"] // size)
 
 
