@@ -191,6 +191,25 @@ def test_a_run_goes_on_over_any_numbers_of_ranks_and_lost_workers(
     assert found == unbalanced["mix"][:7]
 
 
+def test_weights_change_as_without_balance(data: Path, tmp_path: Path) -> None:
+    """What was loaded ahead under the old weights is loaded again; a resume knows the new ones."""
+
+    def run(rank: int, ranks: int, balance: bool) -> Any:
+        loader = open_data(data, ranks, rank, kind="mix", balance=balance)
+        found = take(loader, 2, ranks)
+        draw = loader.loader.set_weights([1, 9])
+        state = loader.state_dict()
+        found += take(loader, 2, ranks)
+        loader.load_state_dict(state)
+        return found, take(loader, 2, ranks), draw, loader.close()
+
+    ((reference, again, draw, _),) = [run(0, 1, False)]
+    results = on_ranks(tmp_path, 2, partial(run, ranks=2, balance=True))
+    assert {result[2] for result in results} == {draw}
+    assert global_batches([found for found, *_ in results], 2) == global_batches([reference], 1)
+    assert global_batches([found for _, found, *_ in results], 2) == global_batches([again], 1)
+
+
 def test_a_state_without_balance_goes_on_with_it(data: Path, tmp_path: Path, unbalanced: dict[str, Any]) -> None:
     plain = open_data(data, 1, 0, balance=False)
     take(plain, 1, 1)
