@@ -52,7 +52,7 @@
     │   ├── StepMismatchError           the ranks were not saved at the same step
     │   └── TooManyRanksError           more data-parallel ranks than lanes
     ├── LoaderError                     the loader cannot go on
-    │   ├── BalanceError                another data-parallel rank could not load its part of a global batch
+    │   ├── BalanceError                another data-parallel rank failed or is gone while microbatches are balanced
     │   ├── BroadcastError              the rank that loads for a replica failed
     │   ├── ForkedLoaderError           a loader is iterated in a fork of the process that started its workers
     │   └── WorkerDiedError             workers died more often than the limit allows
@@ -275,7 +275,7 @@ class LoaderError(EnergonError):
 
 
 class BalanceError(LoaderError):
-    """Another data-parallel rank could not load its part of a global batch whose microbatches are balanced."""
+    """Another data-parallel rank failed, or is gone, while the microbatches of a global batch are balanced."""
 
 
 class BroadcastError(LoaderError):

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import os
+import signal
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from engine import config_of, digest, text_dataset
 from forked import run_forked
 from mixing import metadataset
 from multimodal import PixelProcessor, WordTokenizer
+from workers import worker_pids
 
 from energon_bridge import BatchCost, EnergonDataloader, TextSample, get_savable_loader, get_train_dataset, make_balance
 from energon_bridge.errors import BalanceError, ConfigurationError, FatalSampleError, StepMismatchError, WrongUseError
@@ -161,6 +165,51 @@ def test_a_resume_goes_on_with_the_same_sets(
         assert [entry[0] for entry in resumed] == [entry[2] for entry in first]
 
 
+def test_a_run_goes_on_over_any_numbers_of_ranks_and_lost_workers(
+    data: Path, tmp_path: Path, unbalanced: dict[str, Any]
+) -> None:
+    """A mix on 4, 1, 2 and 2 ranks, with and without balance; the workers of the last ones are killed."""
+
+    def stop(rank: int, ranks: int, workers: int, balance: bool, steps: int, state: Any) -> Any:
+        loader = open_data(data, ranks, rank, kind="mix", workers=workers, balance=balance)
+        if state is not None:
+            loader.load_state_dict(state)
+        batches = take(loader, 1, ranks)
+        for worker in worker_pids():
+            os.kill(worker, signal.SIGKILL)
+        batches += take(loader, steps - 1, ranks)
+        return batches, loader.state_dict(), loader.metrics()["worker_restarts"], loader.close()
+
+    state: Any = None
+    found: list[Any] = []
+    for ranks, workers, balance, steps in [(4, 0, True, 2), (1, 0, True, 1), (2, 0, False, 1), (2, 1, True, 3)]:
+        arguments = {"ranks": ranks, "workers": workers, "balance": balance, "steps": steps, "state": state}
+        results = on_ranks(tmp_path, ranks, partial(stop, **arguments))
+        found += global_batches([batches for batches, *_ in results], ranks)
+        state = results[0][1]
+        assert all(restarts > 0 for _, _, restarts, _ in results) == (workers > 0)
+    assert found == unbalanced["mix"][:7]
+
+
+def test_weights_change_as_without_balance(data: Path, tmp_path: Path) -> None:
+    """What was loaded ahead under the old weights is loaded again; a resume knows the new ones."""
+
+    def run(rank: int, ranks: int, balance: bool) -> Any:
+        loader = open_data(data, ranks, rank, kind="mix", balance=balance)
+        found = take(loader, 2, ranks)
+        draw = loader.loader.set_weights([1, 9])
+        state = loader.state_dict()
+        found += take(loader, 2, ranks)
+        loader.load_state_dict(state)
+        return found, take(loader, 2, ranks), draw, loader.close()
+
+    ((reference, again, draw, _),) = [run(0, 1, False)]
+    results = on_ranks(tmp_path, 2, partial(run, ranks=2, balance=True))
+    assert {result[2] for result in results} == {draw}
+    assert global_batches([found for found, *_ in results], 2) == global_batches([reference], 1)
+    assert global_batches([found for _, found, *_ in results], 2) == global_batches([again], 1)
+
+
 def test_a_state_without_balance_goes_on_with_it(data: Path, tmp_path: Path, unbalanced: dict[str, Any]) -> None:
     plain = open_data(data, 1, 0, balance=False)
     take(plain, 1, 1)
@@ -231,7 +280,7 @@ def test_a_rank_that_dies_ends_the_others(data: Path, tmp_path: Path) -> None:
         take(loader, 1, 2)
         if rank == 1:
             return "died"  # the process ends, and its connections with it
-        with pytest.raises(RuntimeError):
+        with pytest.raises(BalanceError, match=r"rank 0 of 2 cannot reach another one .* it has ended, or did not ask"):
             take(loader, 20, 2)
         return "ended"
 

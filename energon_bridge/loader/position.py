@@ -115,7 +115,7 @@ class Position:
     def copied(self) -> Position:
         """Return a copy that stays where it is, or goes on by itself."""
         other = copy.copy(self)
-        other.lanes = dict(self.lanes)
+        other.lanes, other._counts = dict(self.lanes), list(self._counts)
         return other
 
     def lane(self) -> int | None:

@@ -15,7 +15,7 @@ import os
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from types import GenericAlias
 from typing import Any, ClassVar, NoReturn
@@ -370,6 +370,10 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
     def save_state_rank(self) -> doc.State:
         """Return the state of this rank: its lanes as delivered. Takes no communication."""
         return self._position.document()
+
+    def snapshot(self) -> Callable[[], doc.State]:
+        """Return a function that returns the state of this rank as it is now; it costs little until it is called."""
+        return self._position.copied().document
 
     def counters(self) -> list[doc.State]:
         """Return a row for each leaf with draws, epochs and exact counters of this rank, as `Position.rows` says."""

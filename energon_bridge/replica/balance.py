@@ -14,6 +14,7 @@ what the ranks have delivered there is no beginning of the stream.
 
 from __future__ import annotations
 
+import atexit
 import datetime
 import logging
 import math
@@ -45,7 +46,7 @@ Cost = Callable[[Any], float]
 
 _PER_DELIVERY = 2
 _AT_CLOSE = 5.0
-"""Seconds that closing waits for an exchange: where another rank is gone, it never ends by itself."""
+"""Seconds that closing, and the end of the process, wait for an exchange."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,7 +135,7 @@ class _Share:
     batches: list[Any] = field(default_factory=list)
     costs: list[float] = field(default_factory=list)
     error: Exception | None = None
-    state: State | None = None
+    state: Callable[[], State] | None = None
 
 
 @dataclass(kw_only=True, slots=True)
@@ -147,13 +148,18 @@ class _Sums:
 
 
 class _Exchange(threading.Thread):
-    """Exchanges one global batch; `outcome` waits for it."""
+    """Exchanges one global batch; `outcome` waits for it.
+
+    Where another rank is gone it may never end, so it must not keep the process; where the process ends as it should,
+    it is waited for, since a thread that is stopped within a call of gloo aborts the process.
+    """
 
     def __init__(self, work: Callable[[], list[Any]]) -> None:
         super().__init__(name="energon-balance", daemon=True)
         self._work = work
         self._batches: list[Any] = []
         self._error: BaseException | None = None
+        atexit.register(self.join, _AT_CLOSE)
         self.start()
 
     def run(self) -> None:
@@ -161,6 +167,8 @@ class _Exchange(threading.Thread):
             self._batches = self._work()
         except BaseException as error:
             self._error = error
+        finally:
+            atexit.unregister(self.join)
 
     def outcome(self) -> list[Any]:
         self.join()
@@ -195,8 +203,8 @@ class BalancedLoader:
         self._exchange: _Exchange | None = None
         self._sums = _Sums()
         self._share = _Share(number=0)
-        self._state: State = {}
-        self._state_after: State = {}
+        self._state: Callable[[], State] = loader.snapshot()
+        self._state_after = self._state
         self._moved()
 
     @property
@@ -253,15 +261,15 @@ class BalancedLoader:
         """Return what this rank runs of the next global batch; after an error all ranks begin it anew."""
         self._load(self._rounds)
         assert self._exchange is not None
-        exchange, self._exchange = self._exchange, None
         share = self._share
         try:
-            batches = exchange.outcome()
-        except BaseException:
+            batches = self._exchange.outcome()  # interrupted while it waits, the next call goes on waiting
+        except Exception:
             self._drop()
-            self.loader.restore_state_rank(self._state)
+            self.loader.restore_state_rank(self._state())
             raise
         assert share.state is not None
+        self._exchange = None
         self._state_after = share.state
         self._share = _Share(number=share.number + 1)
         return batches
@@ -279,7 +287,7 @@ class BalancedLoader:
                 share.costs.append(self._cost_of(batch))
                 share.batches.append(batch)
                 if len(share.batches) == self._rounds:
-                    share.state = self.loader.save_state_rank()
+                    share.state = self.loader.snapshot()
             except Exception as error:
                 # The other ranks wait for this one, and what was loaded before can still be trained on.
                 share.error = error
@@ -362,7 +370,7 @@ class BalancedLoader:
         """
         if self.unfinished is not None:
             raise WrongUseError(self.unfinished)
-        return self._state
+        return self._state()
 
     def restore_state_rank(self, state: Any, **kwargs: Any) -> None:
         """Continue from a state (see `SavableDataLoader.restore_state_rank`), saved with or without balance.
@@ -405,7 +413,7 @@ class BalancedLoader:
 
     def counters(self) -> list[State]:
         """Return a row for each leaf of what this rank loaded, as `leaf_rows` describes; of whole global batches."""
-        return leaf_rows(read(self._state))
+        return leaf_rows(read(self._state()))
 
     def metrics(self) -> dict[str, float]:
         """Return what this rank did so far as plain numbers by name.
@@ -459,7 +467,7 @@ class BalancedLoader:
             )
         if not self.loader.ownership.even:
             raise ConfigurationError(_uneven(self.loader.ownership))
-        self._state = self._state_after = state
+        self._state = self._state_after = self.loader.snapshot()
         self._share = _Share(number=state["microbatches"] // size)
 
 

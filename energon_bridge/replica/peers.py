@@ -7,7 +7,8 @@ the text of `structure`, the text, and the flat tensor of each dtype, each from 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from energon_bridge.errors import BalanceError
 from energon_bridge.replica.exchange import read, written
 
 _ALIGNED = 64
@@ -53,17 +55,13 @@ class Peers:
     def gather(self, values: Sequence[float]) -> npt.NDArray[np.float64]:
         """Return the numbers of all ranks, shape (ranks, numbers)."""
         own = torch.tensor(values, dtype=torch.float64)
-        found = [torch.empty_like(own) for _ in range(self.size)]
-        dist.all_gather(found, own, group=self.group)
-        return torch.stack(found).numpy()
+        return torch.stack(self._gathered(own)).numpy()
 
     def tell(self, text: str) -> list[str]:
         """Return the texts of all ranks, cut to 4,096 bytes."""
         raw = text.encode()[:_TEXT]
         own = torch.frombuffer(bytearray(raw.ljust(_TEXT, b"\0")), dtype=torch.uint8)
-        found = [torch.empty_like(own) for _ in range(self.size)]
-        dist.all_gather(found, own, group=self.group)
-        return [bytes(entry.numpy()).rstrip(b"\0").decode(errors="replace") for entry in found]
+        return [bytes(entry.numpy()).rstrip(b"\0").decode(errors="replace") for entry in self._gathered(own)]
 
     def exchange(
         self, moves: Sequence[Move], parcels: Mapping[int, Tensor], sizes: npt.NDArray[np.float64]
@@ -78,18 +76,44 @@ class Peers:
         Returns:
             The microbatches that this rank receives, by number.
         """
-        works, received = [], {}
-        for move in moves:
-            if move.target == self.rank:
-                received[move.number] = torch.empty(int(sizes[move.number]), dtype=torch.uint8)
-                works.append(dist.irecv(received[move.number], self._global(move.source), self.group, move.number))
-        for move in moves:
-            if move.source == self.rank:
-                works.append(dist.isend(parcels[move.number], self._global(move.target), self.group, move.number))
-        for work in works:
-            assert work is not None  # every rank is in the group
-            work.wait()
+        received = {
+            move.number: torch.empty(int(sizes[move.number]), dtype=torch.uint8)
+            for move in moves
+            if move.target == self.rank
+        }
+        with self._reaching():
+            works = [
+                dist.irecv(received[move.number], self._global(move.source), self.group, move.number)
+                for move in moves
+                if move.target == self.rank
+            ]
+            works += [
+                dist.isend(parcels[move.number], self._global(move.target), self.group, move.number)
+                for move in moves
+                if move.source == self.rank
+            ]
+            for work in works:
+                assert work is not None  # every rank is in the group
+                work.wait()
         return {number: unpack(parcel) for number, parcel in received.items()}
+
+    def _gathered(self, own: Tensor) -> list[Tensor]:
+        found = [torch.empty_like(own) for _ in range(self.size)]
+        with self._reaching():
+            dist.all_gather(found, own, group=self.group)
+        return found
+
+    @contextmanager
+    def _reaching(self) -> Iterator[None]:
+        """Say what it means where gloo cannot reach another rank."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise BalanceError(
+                f"data-parallel rank {self.rank} of {self.size} cannot reach another one to balance microbatches: it "
+                "has ended, or did not ask for as many batches as this one within the timeout of the group. Look at "
+                f"the first error of the other ranks ({error})"
+            ) from error
 
     def _global(self, rank: int) -> int:
         return dist.get_global_rank(self.group, rank)
