@@ -6,14 +6,17 @@ import os
 import random
 import time
 from collections.abc import Iterator
+from contextlib import closing
+from itertools import islice
 from pathlib import Path
 
 import pytest
-from engine import text_dataset
+from engine import config_of, text_dataset, train_dataset
 from forked import run_forked, start_forked
 from object_server import ObjectServer, serving
 from test_object_storage import content
 
+from energon_bridge import get_savable_loader
 from energon_bridge.errors import ConfigurationError, ShardMissingError, ShortReadError
 from energon_bridge.storage import node_cache, open_store
 from energon_bridge.storage.network import MADE
@@ -188,6 +191,43 @@ def test_the_claim_of_a_process_elsewhere_holds_for_some_time(
     began = time.monotonic()
     assert open_store(server.url).read("small") == FILES["small"]
     assert 0.2 < time.monotonic() - began < 5
+
+
+def counted(store: object, call: str, *arguments: object) -> tuple[int, int, int, int]:
+    before = MADE.cache_hits, MADE.cache_hit_bytes, MADE.cache_misses, MADE.cache_miss_bytes
+    getattr(store, call)(*arguments)
+    now = MADE.cache_hits, MADE.cache_hit_bytes, MADE.cache_misses, MADE.cache_miss_bytes
+    return tuple(after - earlier for earlier, after in zip(before, now, strict=True))  # type: ignore[return-value]
+
+
+def test_hits_and_misses_are_counted(server: ObjectServer) -> None:
+    store = open_store(server.url)
+    assert counted(store, "read", "small") == (0, 0, 1, 1000)  # it came with the answer that named its version
+    assert counted(store, "read", "small") == (1, 1000, 0, 0)
+    assert counted(store, "read_range", "a.tar", BLOCK - 1, BLOCK + 2) == (0, 0, 3, 3 * BLOCK)
+    assert counted(store, "read_range", "a.tar", 2 * BLOCK, 2 * BLOCK) == (1, BLOCK, 1, BLOCK)
+    assert counted(store, "size", "a.tar") == (0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_metrics_count_hits_also_where_nothing_is_asked_any_more(server: ObjectServer, workers: int) -> None:
+    text_dataset(server.folder / "texts", train=[9, 11, 7, 30])
+
+    def metrics() -> dict[str, float]:
+        dataset = train_dataset(f"{server.url}/texts")
+        with closing(get_savable_loader(dataset, worker_config=config_of(1, workers))) as loader:
+            for _ in islice(loader, 12):
+                pass
+            return loader.metrics()
+
+    first, asked = metrics(), len(server.asked)
+    second = metrics()
+    assert first["cache_misses"] > 0
+    assert first["cache_miss_bytes"] > 0
+    assert not [path for path, _ in server.asked[asked:] if path.endswith(".tar")]
+    assert second["cache_hits"] > 0
+    assert second["cache_hit_bytes"] > 0
+    assert second["cache_misses"] == 0
 
 
 def test_how_it_is_turned_on(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
