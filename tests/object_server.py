@@ -143,9 +143,9 @@ def _say(
 
 
 @contextlib.contextmanager
-def serving(folder: Path) -> Iterator[ObjectServer]:
+def serving(folder: Path, kind: type[ObjectServer] = ObjectServer) -> Iterator[ObjectServer]:
     """Serve a folder until the end of the block."""
-    with ObjectServer(folder) as server:
+    with kind(folder) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:

@@ -132,6 +132,20 @@ def test_the_benchmark_of_packing_runs(tmp_path, monkeypatch):
     )
 
 
+def test_requests_of_a_server_are_counted(tmp_path):
+    from object_server import serving
+
+    from benchmarks import buckets
+
+    buckets.write(tmp_path / "data", 64, 100, 2)
+    with serving(tmp_path) as server:
+        asked, fetched, rate = buckets.measure(f"{server.url}/data", 0, 64, None)
+        made = len(server.asked)
+    assert 0 < asked <= made / 64
+    assert fetched > 100
+    assert rate > 0
+
+
 def test_what_pixels_cost(monkeypatch, capsys):
     pytest.importorskip("transformers")
     from benchmarks import pixels

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
 from click.testing import CliRunner
 from forked import start_forked
+from object_server import ObjectServer, serving
 from test_object_storage import DATA, content, mix, plain
 
 from energon_bridge.cli.main import main
 from energon_bridge.errors import DatasetNotFoundError, ShardMissingError, ShortReadError
 from energon_bridge.prepare import parse_patterns, prepare_dataset, render_dataset_yaml
 from energon_bridge.storage import open_store
+from energon_bridge.storage.buckets import server_of
 from energon_bridge.stores import SystemFileStore
 from energon_bridge.testing import write_shard
 
+PNG = base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAQAAAC1HAwCAAAAC0lEQVR42mNkYAAAAAYAAjCB0C8AAAAASUVORK5CYII=")
 boto3 = pytest.importorskip("boto3", reason="boto3 is not installed (extra s3)")
 moto_server = pytest.importorskip("moto.server", reason="moto is not installed (extra dev)")
 
@@ -87,6 +92,57 @@ def test_refusals_name_the_bucket_and_the_answer(s3: Any) -> None:
             call()
 
 
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_changed_endpoint_reaches_a_bucket_in_use(
+    s3: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cached: bool
+) -> None:
+    """Neither a bucket that a store holds nor what the node's cache knows of the same name elsewhere is used."""
+    monkeypatch.delenv("ENERGON_CACHE_DIR", raising=False)
+    if cached:
+        monkeypatch.setenv("ENERGON_CACHE_DIR", str(tmp_path / "cache"))
+    store = open_store("s3://datasets/moved")
+    store.write("x", b"here")
+    assert store.read("x") == b"here"
+    (tmp_path / "served/datasets/moved").mkdir(parents=True)
+    (tmp_path / "served/datasets/moved/x").write_bytes(b"elsewhere")
+    with serving(tmp_path / "served") as server, monkeypatch.context() as patch:
+        patch.setenv("AWS_ENDPOINT_URL", server.url)
+        assert store.read("x") == b"elsewhere"
+        assert open_store("s3://datasets/moved").read("x") == b"elsewhere"
+    assert store.read("x") == b"here"
+
+
+def test_changed_credentials_sign_the_next_request(s3: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store("s3://datasets/signed")
+    store.write("x", b"here")
+    assert store.read("x") == b"here"
+    (tmp_path / "datasets/signed").mkdir(parents=True)
+    (tmp_path / "datasets/signed/x").write_bytes(b"here")
+    signed = []
+
+    class Noting(ObjectServer):
+        def answer(self, handler: Any) -> None:
+            signed.append(parse_qs(urlsplit(handler.path).query)["X-Amz-Credential"][0].partition("/")[0])
+            super().answer(handler)
+
+    with serving(tmp_path, Noting) as server:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
+        for key in ("first", "second"):
+            monkeypatch.setenv("AWS_ACCESS_KEY_ID", key)
+            assert store.read("x") == b"here"
+    assert list(dict.fromkeys(signed)) == ["first", "second"]  # a slow answer is asked for twice
+
+
+def test_where_a_bucket_lies_is_told_without_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "BlobEndpoint=http://here/acc;AccountName=acc;AccountKey=secret;SharedAccessSignature=secret"
+    monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", text)
+    assert server_of("abfss") == "BlobEndpoint=http://here/acc;AccountName=acc"
+    monkeypatch.delenv("AZURE_STORAGE_CONNECTION_STRING")
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT", "other")
+    assert server_of("az") == "other"
+    assert server_of("https") == ""
+
+
 @DATA
 def test_the_stream_from_a_bucket_is_the_local_one(s3: Any, tmp_path: Path, write: Any) -> None:
     name = write(tmp_path)
@@ -105,6 +161,7 @@ def test_a_dataset_is_prepared_in_its_bucket(s3: Any, tmp_path: Path) -> None:
     (tmp_path / "train").mkdir()
     for number in range(3):
         samples = {f"{number}{key}": {"txt": b"text of %d" % key} for key in range(4)}
+        samples[f"{number}0"]["png"] = PNG
         write_shard(tmp_path / f"train/{number}.tar", samples)
     upload(s3, tmp_path, "prepared")
     url = "s3://datasets/prepared"
@@ -113,6 +170,12 @@ def test_a_dataset_is_prepared_in_its_bucket(s3: Any, tmp_path: Path) -> None:
     prepare_dataset(tmp_path, split=parse_patterns(["train:train/.*"]), dataset_yaml=yaml)
     assert content(url, 10) == content(tmp_path, 10)
     runner = CliRunner()
+    for folder in (url, str(tmp_path)):
+        result = runner.invoke(
+            main, ["prepare-media", folder, "--media-metadata-by-extension", "--num-workers", "1", "--no-progress"]
+        )
+        assert result.exit_code == 0, result.output
+        assert "stored metadata for 3 files" in result.output
     for command in (["info", url], ["lint", url], ["plan", url, "--steps", "2", "--batch-size", "2"]):
         result = runner.invoke(main, command)
         assert result.exit_code == 0, (command, result.output)

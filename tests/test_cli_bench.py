@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from object_server import serving
 
 from energon_bridge.cli import bench
 from energon_bridge.cli.main import main
@@ -70,6 +71,23 @@ def test_it_prints_stages_rates_and_a_limit(dataset: Path, tmp_path: Path, monke
     assert result.exit_code == 0, result.output
     for words in ("Time for a sample, without workers: reading ", "samples/s", "0 (enough)", "\nLimit: ", "\nTry: "):
         assert words in result.output
+
+
+def test_it_runs_on_a_server_and_says_what_the_cache_had(
+    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ["--batch-size", 4, "--num-workers", 0, "--seconds", 0.2]
+    with serving(dataset) as server:
+        result = energon(server.url, *options, "--json")
+        assert result.exit_code == 0, result.output
+        found = json.loads(result.output)["reading"]
+        assert found["requests"] > 0
+        assert found["bytes_per_request"] > 0
+        assert found["cache_hits"] == found["cache_misses"] == 0
+        monkeypatch.setenv("ENERGON_CACHE_DIR", str(tmp_path / "cache"))
+        result = energon(server.url, *options)
+    assert result.exit_code == 0, result.output
+    assert "Node cache: 100% of " in result.output
 
 
 @pytest.mark.parametrize(

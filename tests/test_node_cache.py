@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
+import signal
 import time
 from collections.abc import Iterator
+from contextlib import closing
+from itertools import islice
 from pathlib import Path
 
 import pytest
-from engine import text_dataset
+from engine import config_of, text_dataset, train_dataset
 from forked import run_forked, start_forked
 from object_server import ObjectServer, serving
 from test_object_storage import content
 
+from energon_bridge import get_savable_loader
 from energon_bridge.errors import ConfigurationError, ShardMissingError, ShortReadError
 from energon_bridge.storage import node_cache, open_store
 from energon_bridge.storage.network import MADE
 from energon_bridge.storage.node_cache import BLOCK, use_node_cache
 
 SIZES = {"a.tar": 9 * BLOCK + 77, "b.tar": 6 * BLOCK, "small": 1000}
-KILLS = 100 if os.environ.get("ENERGON_LONG_TESTS") else 3
+LONG = bool(os.environ.get("ENERGON_LONG_TESTS"))
+KILLS = 100 if LONG else 3
 FILES = {name: random.Random(name).randbytes(size) for name, size in SIZES.items()}
 TOTAL = sum(SIZES.values())
 
@@ -73,6 +79,7 @@ def test_each_byte_is_fetched_once_by_any_number_of_processes(server: ObjectServ
     server.latency = 0.002
     fetched = run_forked(4, lambda rank: read_much(server.url, rank, 25))
     assert TOTAL <= sum(fetched) <= 1.02 * TOTAL
+    logging.getLogger(__name__).info("%d bytes fetched by 4 processes, of %d", sum(fetched), TOTAL)
     asked = len(server.asked)
     assert asked <= TOTAL // BLOCK + 2 * len(FILES) + 3
     assert read_much(server.url, 9) == 0
@@ -80,7 +87,7 @@ def test_each_byte_is_fetched_once_by_any_number_of_processes(server: ObjectServ
     assert not list(cache.rglob("*.claim")) + list(cache.rglob("*.writing"))
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", [1, 2, 4] if LONG else [1, 3])
 def test_requests_of_a_run_do_not_grow_with_its_ranks(server: ObjectServer, ranks: int) -> None:
     text_dataset(server.folder / "texts", train=[9, 11, 7, 30])
     expected = content(server.folder / "texts", 30)
@@ -88,6 +95,8 @@ def test_requests_of_a_run_do_not_grow_with_its_ranks(server: ObjectServer, rank
         assert found == expected
     files = {path for path, _ in server.asked}
     assert len(server.asked) <= 2 * len(files), server.asked
+    shards = [request for request in server.asked if request[0].endswith(".tar")]
+    logging.getLogger(__name__).info("%d ranks: %d requests, %d of shards", ranks, len(server.asked), len(shards))
 
 
 def test_a_cap_below_the_data(server: ObjectServer, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,9 +118,11 @@ def test_killed_processes_leave_no_wrong_byte(server: ObjectServer, cache: Path)
     rng = random.Random(5)
     for number in range(KILLS):
         children = [start_forked(lambda seed=seed: read_much(server.url, seed)) for seed in range(3)]  # type: ignore[misc]
-        time.sleep(rng.uniform(0.005, 0.12))
         for child in children:
-            child.kill()
+            os.setpgid(child.pid, children[0].pid)
+        time.sleep(rng.uniform(0.005, 0.12))
+        os.killpg(children[0].pid, signal.SIGKILL)
+        for child in children:
             child.result()
         if number % 3 == 2:
             began = time.monotonic()
@@ -188,6 +199,43 @@ def test_the_claim_of_a_process_elsewhere_holds_for_some_time(
     began = time.monotonic()
     assert open_store(server.url).read("small") == FILES["small"]
     assert 0.2 < time.monotonic() - began < 5
+
+
+def counted(store: object, call: str, *arguments: object) -> tuple[int, int, int, int]:
+    before = MADE.cache_hits, MADE.cache_hit_bytes, MADE.cache_misses, MADE.cache_miss_bytes
+    getattr(store, call)(*arguments)
+    now = MADE.cache_hits, MADE.cache_hit_bytes, MADE.cache_misses, MADE.cache_miss_bytes
+    return tuple(after - earlier for earlier, after in zip(before, now, strict=True))  # type: ignore[return-value]
+
+
+def test_hits_and_misses_are_counted(server: ObjectServer) -> None:
+    store = open_store(server.url)
+    assert counted(store, "read", "small") == (0, 0, 1, 1000)  # it came with the answer that named its version
+    assert counted(store, "read", "small") == (1, 1000, 0, 0)
+    assert counted(store, "read_range", "a.tar", BLOCK - 1, BLOCK + 2) == (0, 0, 3, 3 * BLOCK)
+    assert counted(store, "read_range", "a.tar", 2 * BLOCK, 2 * BLOCK) == (1, BLOCK, 1, BLOCK)
+    assert counted(store, "size", "a.tar") == (0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_metrics_count_hits_also_where_nothing_is_asked_any_more(server: ObjectServer, workers: int) -> None:
+    text_dataset(server.folder / "texts", train=[9, 11, 7, 30])
+
+    def metrics() -> dict[str, float]:
+        dataset = train_dataset(f"{server.url}/texts")
+        with closing(get_savable_loader(dataset, worker_config=config_of(1, workers))) as loader:
+            for _ in islice(loader, 12):
+                pass
+            return loader.metrics()
+
+    first, asked = metrics(), len(server.asked)
+    second = metrics()
+    assert first["cache_misses"] > 0
+    assert first["cache_miss_bytes"] > 0
+    assert not [path for path, _ in server.asked[asked:] if path.endswith(".tar")]
+    assert second["cache_hits"] > 0
+    assert second["cache_hit_bytes"] > 0
+    assert second["cache_misses"] == 0
 
 
 def test_how_it_is_turned_on(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

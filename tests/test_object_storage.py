@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import gc
 import json
 import os
@@ -232,6 +233,23 @@ def test_a_proxy_of_the_environment_is_asked(
     monkeypatch.setenv("no_proxy", "localhost")
     assert open_store("http://storage.invalid/").read("x") == b"content"
     assert server.asked
+
+
+def test_the_guide_names_messages_that_there_are() -> None:
+    root = Path(__file__).parents[1]
+    said = ""
+    for path in [*root.glob("energon_bridge/storage/*.py"), root / "energon_bridge/errors.py"]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                said += "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                said += f"{node.value}\n"
+    table = (root / "docs/object-storage.md").read_text().partition("| message | what to do |")[2].partition("\n\n")[0]
+    messages = re.findall(r"^\| `([^`]+)` \|", table, re.MULTILINE)
+    assert len(messages) > 8
+    for message in messages:
+        for part in message.split("…"):
+            assert part in said, message
 
 
 # Processes -----------------------------------------------------------------------------------------------------------

@@ -25,13 +25,15 @@ _WARM_UP = 0.3
 _ENOUGH = 0.95
 """Share of the best rate that is enough: the fewest workers that reach it are recommended."""
 _BUSY = 0.8
+_CACHE = ("cache_hits", "cache_hit_bytes", "cache_misses", "cache_miss_bytes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rate:
     """One run: its rate, processor seconds per sample, and seconds per stage and sample.
 
-    `training_cpu` is the share of the time for which the training process itself was busy.
+    `training_cpu` is the share of the time for which the training process itself was busy; `cache_hits` and
+    `cache_misses` are blocks of the node's cache.
     """
 
     workers: int
@@ -47,6 +49,10 @@ class Rate:
     bytes_per_request: float
     seconds_per_request: float
     waiting: float
+    cache_hits: int = 0
+    cache_hit_bytes: int = 0
+    cache_misses: int = 0
+    cache_miss_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,6 +161,7 @@ def _measure(mix: str, options: dict[str, Any], encoder: Any, seconds: float) ->
         bytes_per_request=more["request_bytes"] / requests if requests else 0.0,
         seconds_per_request=more["request_seconds"] / requests if requests else 0.0,
         waiting=more["request_seconds"] / more["make_seconds"] if requests and more["make_seconds"] else 0.0,
+        **{name: int(more.get(name, 0)) for name in _CACHE},
     )
 
 
@@ -232,6 +239,12 @@ def report(found: Found) -> Iterator[str]:
         yield (
             f"Requests: {format_bytes(int(reading.bytes_per_request))} each, waited for "
             f"{1e3 * reading.seconds_per_request:.1f} ms; {reading.samples / reading.requests:.1f} samples a request"
+        )
+    blocks = reading.cache_hits + reading.cache_misses
+    if blocks:
+        yield (
+            f"Node cache: {reading.cache_hits / blocks:.0%} of {blocks:,} blocks lay there "
+            f"({format_bytes(reading.cache_hit_bytes)}), {format_bytes(reading.cache_miss_bytes)} had to be fetched"
         )
     if found.load_average > found.cores + 1:
         yield (

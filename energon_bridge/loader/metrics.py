@@ -61,6 +61,8 @@ def flat_metrics(
         - what the processes have asked of servers, if anything: `requests`, and of these `request_retries` and
           `request_hedges` (second requests), `request_bytes`, and `request_seconds` that reads waited;
           and `stalled_reads`: tries of reading a file that took longer than `read_timeout_seconds`;
+          and of the node's cache, in blocks of 1 MiB and in bytes: `cache_hits` and `cache_hit_bytes` that lay there,
+          `cache_misses` and `cache_miss_bytes` that had to be fetched;
         - of a mix `samples/NAME` and `epochs/NAME` of each dataset that is part of it now, and `errors/NAME` and
           `skipped/NAME` of those that have lost samples.
     """

@@ -386,6 +386,55 @@ def _azure_account() -> str:
     return account
 
 
+_SETTINGS = {
+    "s3": (
+        "AWS_ENDPOINT_URL_S3",
+        "AWS_ENDPOINT_URL",
+        "AWS_REGION",
+        "AWS_DEFAULT_REGION",
+        "AWS_PROFILE",
+        "AWS_ACCESS_KEY_ID",
+        "AWS_SECRET_ACCESS_KEY",
+        "AWS_SESSION_TOKEN",
+        "AWS_SHARED_CREDENTIALS_FILE",
+        "AWS_CONFIG_FILE",
+    ),
+    "gs": ("STORAGE_EMULATOR_HOST", "GOOGLE_APPLICATION_CREDENTIALS"),
+    "az": (
+        "AZURE_STORAGE_CONNECTION_STRING",
+        "AZURE_STORAGE_ACCOUNT",
+        "AZURE_STORAGE_ACCOUNT_NAME",
+        "AZURE_STORAGE_KEY",
+        "AZURE_STORAGE_ACCOUNT_KEY",
+        "AZURE_STORAGE_SAS_TOKEN",
+    ),
+}
+_FAMILIES = {"s3": "s3", "gs": "gs", "gcs": "gs", "az": "az", "abfs": "az", "abfss": "az"}
+_SECRETS = ("AccountKey=", "SharedAccessSignature=")
+
+
+def settings_of(protocol: str) -> tuple[str | None, ...]:
+    """Return what the environment says of servers and credentials: a bucket was made with these and no others."""
+    return tuple(map(os.environ.get, _SETTINGS.get(_FAMILIES.get(protocol, ""), ())))
+
+
+def server_of(protocol: str) -> str:
+    """Return what the environment says of where buckets lie, without secrets; nothing if it is the provider's own.
+
+    The same name behind another server or account is another bucket.
+    """
+    said = settings_of(protocol)
+    match _FAMILIES.get(protocol):
+        case "s3":
+            return said[0] or said[1] or (f"profile {said[4]}" if said[4] else "")  # which may name an endpoint
+        case "gs":
+            return said[0] or ""
+        case "az":
+            parts = [part for part in (said[0] or "").split(";") if part and not part.startswith(_SECRETS)]
+            return ";".join(parts) or said[1] or said[2] or ""
+    return ""
+
+
 def _is_folder(blob: Any) -> bool:
     return (blob.metadata or {}).get("hdi_isfolder") == "true"
 

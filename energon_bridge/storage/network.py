@@ -9,7 +9,8 @@ from dataclasses import dataclass, fields
 class Requests:
     """Requests; those made again after a failure; rivals of slow ones; bytes that came; seconds that reads waited.
 
-    And of files: tries of a read that took longer than `read_timeout_seconds`.
+    Of files: tries of a read that took longer than `read_timeout_seconds`. Of the node's cache: blocks that lay on the
+    disk, or that another process fetched meanwhile, and their bytes; blocks that this process fetched, and theirs.
     """
 
     requests: int = 0
@@ -18,6 +19,10 @@ class Requests:
     request_bytes: int = 0
     request_seconds: float = 0.0
     stalled_reads: int = 0
+    cache_hits: int = 0
+    cache_hit_bytes: int = 0
+    cache_misses: int = 0
+    cache_miss_bytes: int = 0
 
     def values(self) -> tuple[float, ...]:
         """Return the numbers in the order of `REQUESTS`."""

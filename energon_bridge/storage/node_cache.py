@@ -20,6 +20,7 @@ import json
 import os
 import re
 import socket
+import threading
 import time
 import uuid
 import zlib
@@ -28,6 +29,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from energon_bridge.errors import ConfigurationError
+from energon_bridge.storage.network import MADE
 
 _T = TypeVar("_T")
 
@@ -79,6 +81,7 @@ class NodeCache:
         self._written = -1
         self._refused = 0.0
         self._known: dict[str, tuple[float, Version]] = {}
+        self._first: set[Place] = set()
 
     def versions(self, urls: Sequence[str], ask: Callable[[list[int]], list[Version]]) -> list[Version]:
         """Return what lies at some URLs; `ask` finds it out for those of the given numbers."""
@@ -110,6 +113,7 @@ class NodeCache:
     def blocks(self, wanted: Sequence[Place], fetch: Callable[[list[Place]], list[bytes]]) -> dict[Place, memoryview]:
         """Return blocks; `fetch` gets those that nobody has fetched yet."""
         found: dict[Place, memoryview] = {}
+        fetched: set[Place] = set()
 
         def load(place: Place) -> bool:
             data = self._load_block(*place)
@@ -120,15 +124,36 @@ class NodeCache:
         def make(places: list[Place]) -> None:
             for place, data in zip(places, fetch(places), strict=True):
                 found[place] = memoryview(data)
-                self.put(place, data)
+                fetched.add(place)
+                self._put(place, data)
 
         self._each(list(dict.fromkeys(wanted)), lambda place: place[0].name(place[1]), load, make)
+        self._count(found, fetched)
         return found
 
     def put(self, place: Place, data: bytes) -> None:
-        """Keep a block, if the disk takes it."""
+        """Keep a block that came with the answer that says which version there is, if the disk takes it."""
+        self._first.add(place)
+        self._put(place, data)
+
+    def _put(self, place: Place, data: bytes) -> None:
         version, block = place
         self._publish(version.name(block), data, zlib.crc32(data).to_bytes(4, "little"))
+
+    def _count(self, found: dict[Place, memoryview], fetched: set[Place]) -> None:
+        """Add blocks to the counters: those that this process fetched are misses, whichever request brought them."""
+        hits = misses = hit_bytes = miss_bytes = 0
+        for place, data in found.items():
+            if place in fetched or place in self._first:
+                self._first.discard(place)
+                misses, miss_bytes = misses + 1, miss_bytes + len(data)
+            else:
+                hits, hit_bytes = hits + 1, hit_bytes + len(data)
+        with _counting:
+            MADE.cache_hits += hits
+            MADE.cache_hit_bytes += hit_bytes
+            MADE.cache_misses += misses
+            MADE.cache_miss_bytes += miss_bytes
 
     def forget(self, url: str) -> None:
         """Ask the server again what lies at a URL."""
@@ -332,6 +357,15 @@ def _is_void(path: str) -> bool:
 
 
 _caches: dict[tuple[str, int | None], NodeCache] = {}
+_counting = threading.Lock()
+
+
+def _after_fork() -> None:
+    global _counting
+    _counting = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def node_cache() -> NodeCache | None:

@@ -2,7 +2,7 @@
 
 Invariant: a read returns exactly the bytes asked for, of one version of the object, or raises an error that names the
 URL, the range, what the server said, and what to do. A store can be pickled and used after a fork: it holds nothing but
-its URL, and finds the client and the bucket of the process it is in.
+its URL, and finds the client and the bucket of the process it is in, and of what its environment says by now.
 """
 
 from __future__ import annotations
@@ -12,11 +12,20 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 from energon_bridge.errors import DatasetNotFoundError, EnergonError, ShardMissingError, StorageError
 from energon_bridge.storage.base import short_read
-from energon_bridge.storage.buckets import AzureBucket, Bucket, GcsBucket, HttpBucket, S3Bucket
+from energon_bridge.storage.buckets import (
+    AzureBucket,
+    Bucket,
+    GcsBucket,
+    HttpBucket,
+    S3Bucket,
+    server_of,
+    settings_of,
+)
 from energon_bridge.storage.http import Body, Client, GaveUp, Piece, Refused, TooShort, WholeFile, shared_client
 from energon_bridge.storage.node_cache import BLOCK, Place, Version, node_cache
 from energon_bridge.storage.stalls import Stalls
@@ -58,7 +67,7 @@ class RemoteStore:
         self._bucket_name, _, prefix = rest.partition("/")
         self._prefix = f"{prefix}/" if prefix else ""
         self._stalls = Stalls() if stalls is None else stalls
-        self._here: tuple[int, Client, Bucket] | None = None
+        self._here: tuple[int, Client, Bucket, tuple[str | None, ...]] | None = None
         self._cache = node_cache()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -152,8 +161,9 @@ class RemoteStore:
 
     def _read_all(self, wanted: Sequence[tuple[str, Sequence[int], Sequence[int]]]) -> list[list[bytes]]:
         spans = [_spans(offsets, lengths) for _, offsets, lengths in wanted]
+        bucket = self._place()[1]
         pieces = [
-            self._piece(rel, start, min(_PIECE, high - start))
+            Piece(bucket, self._prefix + rel, start, min(_PIECE, high - start), False)
             for (rel, _, _), found in zip(wanted, spans, strict=True)
             for low, high, _ in found
             for start in range(low, high, _PIECE)
@@ -186,12 +196,17 @@ class RemoteStore:
 
     def _forget(self, rel: str) -> None:
         if self._cache is not None:
-            self._cache.forget(self.url(rel))
+            self._cache.forget(self._cached_url(rel))
+
+    def _cached_url(self, rel: str) -> str:
+        """Return how the cache names a file: by its server, too, if the environment says which."""
+        server = server_of(self._protocol)
+        return f"{server} {self.url(rel)}" if server else self.url(rel)
 
     def _versions(self, rels: Sequence[str], first: int = 1) -> list[Version]:
         """Return which versions of files there are; those nobody knows are asked for, with `first` of their bytes."""
         assert self._cache is not None
-        cache = self._cache
+        cache, urls = self._cache, [self._cached_url(rel) for rel in rels]
 
         def ask(numbers: list[int]) -> list[Version]:
             try:
@@ -201,25 +216,25 @@ class RemoteStore:
                     return [ask([number])[0] for number in numbers]
                 if refused.status not in (404, 410):
                     raise
-                return [Version(self.url(rels[numbers[0]]), "", -1)]
+                return [Version(urls[numbers[0]], "", -1)]
             found: _Versions = []
             for number, body in zip(numbers, bodies, strict=True):
-                version = Version(self.url(rels[number]), body.version if body.total else "", _total(body))
+                version = Version(urls[number], body.version if body.total else "", _total(body))
                 found.append(version)
                 if version.tag and body.got == version.length(0):
                     cache.put((version, 0), bytes(body.data))
             return found
 
         with self._naming(rels[0] if len(rels) == 1 else ""):
-            return cache.versions([self.url(rel) for rel in rels], ask)
+            return cache.versions(urls, ask)
 
     def _read_cached(self, wanted: Sequence[tuple[str, Sequence[int], Sequence[int]]]) -> list[list[bytes]] | None:
         """Read ranges by the cache; None if it cannot, or if the server has to say what is wrong."""
         assert self._cache is not None
         rels = [rel for rel, _, _ in wanted]
-        names = {self.url(rel): rel for rel in rels}
         for _ in range(_CHANGES):
             versions = self._versions(rels)
+            names = {version.url: rel for version, rel in zip(versions, rels, strict=True)}
             places: list[Place] = []
             for version, (_, offsets, lengths) in zip(versions, wanted, strict=True):
                 for offset, length in zip(offsets, lengths, strict=True):
@@ -230,7 +245,7 @@ class RemoteStore:
                         places.extend((version, n) for n in range(offset // BLOCK, (offset + length - 1) // BLOCK + 1))
             try:
                 with self._naming(rels[0] if len(rels) == 1 else ""):
-                    blocks = self._cache.blocks(sorted(set(places), key=_where), lambda left: self._blocks(left, names))
+                    blocks = self._cache.blocks(sorted(set(places), key=_where), partial(self._blocks, names=names))
             except _Changed as changed:
                 self._cache.forget(changed.url)
                 continue
@@ -299,10 +314,10 @@ class RemoteStore:
     # Asking ----------------------------------------------------------------------------------------------------------
 
     def _place(self) -> tuple[Client, Bucket]:
-        here = self._here
-        if here is None or here[0] != os.getpid():
-            bucket = _bucket(self._protocol, self._bucket_name)
-            here = self._here = os.getpid(), shared_client(), bucket
+        here, settings = self._here, settings_of(self._protocol)
+        if here is None or here[0] != os.getpid() or here[3] != settings:
+            bucket = _bucket(self._protocol, self._bucket_name, settings)
+            here = self._here = os.getpid(), shared_client(), bucket, settings
         return here[1], here[2]
 
     def _piece(self, rel: str, start: int, length: int, *, upto: bool = False) -> Piece:
@@ -462,16 +477,17 @@ def _spans(offsets: Sequence[int], lengths: Sequence[int]) -> list[tuple[int, in
     return spans
 
 
-_buckets: weakref.WeakValueDictionary[tuple[str, str], Bucket] = weakref.WeakValueDictionary()
+_buckets: weakref.WeakValueDictionary[tuple[str, str, tuple[str | None, ...]], Bucket] = weakref.WeakValueDictionary()
 _making = threading.Lock()
 
 
-def _bucket(protocol: str, name: str) -> Bucket:
-    """Return the bucket of a name, one per process: its clients and signatures are for all datasets in it."""
+def _bucket(protocol: str, name: str, settings: tuple[str | None, ...]) -> Bucket:
+    """Return the bucket of a name under some settings, one per process: its clients and signatures are for all datasets
+    in it."""
     with _making:
-        bucket = _buckets.get((protocol, name))
+        bucket = _buckets.get((protocol, name, settings))
         if bucket is None:
-            bucket = _buckets[protocol, name] = _MAKERS[protocol](name)
+            bucket = _buckets[protocol, name, settings] = _MAKERS[protocol](name)
         return bucket
 
 

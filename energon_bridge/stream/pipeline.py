@@ -200,11 +200,11 @@ class Pipeline:
     def seconds_since(self, start: float) -> tuple[float, ...]:
         """Return the seconds since then, and those of them spent waiting for loads and batching; start anew.
 
-        What this process has asked servers since the last call follows, if it has asked anything or a read stalled.
+        What this process has asked servers and the node's cache since the last call follows, if it is anything.
         """
         found: tuple[float, ...] = (time.perf_counter() - start, self.load_seconds, self.batch_seconds)
-        if (MADE.requests, MADE.stalled_reads) != (self._asked[0], self._asked[-1]):
-            now = MADE.values()
+        now = MADE.values()
+        if now != self._asked:
             found += tuple(after - before for before, after in zip(self._asked, now, strict=True))
             self._asked = now
         self.load_seconds = self.batch_seconds = 0.0
