@@ -139,7 +139,7 @@ def test_requests_of_a_server_are_counted(tmp_path):
 
     buckets.write(tmp_path / "data", 64, 100, 2)
     with serving(tmp_path) as server:
-        asked, fetched, rate = buckets.measure(f"{server.url}/data", 0, 64, None)
+        asked, fetched, rate = buckets.measure(f"{server.url}/data", 0, 64)
         made = len(server.asked)
     assert 0 < asked <= made / 64
     assert fetched > 100
