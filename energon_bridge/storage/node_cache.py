@@ -1,15 +1,15 @@
 """Blocks of remote objects on a disk of the node, shared by all its processes: each is fetched by one of them.
 
-`ENERGON_CACHE_DIR` (and `ENERGON_CACHE_BYTES`) turn it on; `use_node_cache` sets both. Files below `<folder>/v1/<2 hex
+`ENERGON_CACHE_DIR` (and `ENERGON_CACHE_BYTES`) turn it on; `use_node_cache` sets both. Files below `<folder>/v2/<2 hex
 digits>/`, each named by a SHA-256:
 
     <hash>.id       what lies at a URL: JSON {"url", "version" (ETag), "size"}; size -1: nothing. Believed for a minute
-    <hash>.block    1 MiB of one version of one object (the last one is shorter), then its CRC-32
+    <hash>.block    1 MiB of one version of one object (the last one is shorter), then the CRC-32 of each 64 KiB of it
     <name>.claim    somebody fetches it: JSON [host, process]. Void if that process is gone, or after 20 seconds
 
-Invariant: a block that is read is the one that was fetched. Files appear by renaming, whole; a block of another length
-or checksum does not count. Nobody locks: a claim only saves work, and two processes that fetch the same block write the
-same bytes. What the disk refuses (it is full, say) is read past the cache.
+Invariant: what is read of a block is what was fetched. Files appear by renaming, whole; a block of another length does
+not count, nor one in which a piece that is needed has another checksum. Nobody locks: a claim only saves work, and two
+processes that fetch the same block write the same bytes. What the disk refuses (it is full, say) is read past it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import threading
 import time
 import uuid
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -34,6 +34,8 @@ from energon_bridge.storage.network import MADE
 _T = TypeVar("_T")
 
 BLOCK = 1 << 20
+PIECE = 64 << 10
+"""What is read, and checked, of a block on the disk at least: a small sample need not pay for all of it."""
 _BELIEVED_SECONDS, _MISSING_SECONDS = 60.0, 5.0
 _CLAIM_SECONDS = 20.0
 _EMPTY_SECONDS = 1.0
@@ -70,13 +72,15 @@ class Version:
 
 Place = tuple[Version, int]
 """A block of a version."""
+Span = tuple[int, int]
+"""Where in a block the bytes that are needed begin and end."""
 
 
 class NodeCache:
     """The cache in one folder; processes that give the same folder share it. Thread-safe, usable after a fork."""
 
     def __init__(self, folder: str, limit: int | None) -> None:
-        self._folder = os.path.join(os.path.abspath(os.path.expanduser(folder)), "v1")
+        self._folder = os.path.join(os.path.abspath(os.path.expanduser(folder)), "v2")
         self._limit = limit
         self._written = -1
         self._refused = 0.0
@@ -110,13 +114,21 @@ class NodeCache:
         self._each(missing, lambda number: self._id_name(urls[number]), load, make)
         return [found[number] for number in range(len(urls))]
 
-    def blocks(self, wanted: Sequence[Place], fetch: Callable[[list[Place]], list[bytes]]) -> dict[Place, memoryview]:
-        """Return blocks; `fetch` gets those that nobody has fetched yet."""
+    def blocks(
+        self, wanted: Mapping[Place, Sequence[Span]], fetch: Callable[[list[Place]], list[bytes]]
+    ) -> dict[Place, memoryview]:
+        """Return blocks; `fetch` gets those that nobody has fetched yet.
+
+        Args:
+            wanted: The blocks, in the order in which they are to be fetched, with what is needed of each. What is not
+                needed of a block that lies on the disk may be zeros.
+            fetch: Returns blocks, whole.
+        """
         found: dict[Place, memoryview] = {}
         fetched: set[Place] = set()
 
         def load(place: Place) -> bool:
-            data = self._load_block(*place)
+            data = self._load_block(*place, wanted[place])
             if data is not None:
                 found[place] = data
             return data is not None
@@ -127,7 +139,7 @@ class NodeCache:
                 fetched.add(place)
                 self._put(place, data)
 
-        self._each(list(dict.fromkeys(wanted)), lambda place: place[0].name(place[1]), load, make)
+        self._each(list(wanted), lambda place: place[0].name(place[1]), load, make)
         self._count(found, fetched)
         return found
 
@@ -138,7 +150,7 @@ class NodeCache:
 
     def _put(self, place: Place, data: bytes) -> None:
         version, block = place
-        self._publish(version.name(block), data, zlib.crc32(data).to_bytes(4, "little"))
+        self._publish(version.name(block), data, _checksums(data))
 
     def _count(self, found: dict[Place, memoryview], fetched: set[Place]) -> None:
         """Add blocks to the counters: those that this process fetched are misses, whichever request brought them."""
@@ -238,21 +250,27 @@ class NodeCache:
             return None
         return version if version.url == url and self._know(version, since) > 0 else None
 
-    def _load_block(self, version: Version, block: int) -> memoryview | None:
+    def _load_block(self, version: Version, block: int, spans: Sequence[Span]) -> memoryview | None:
         path, length = self._path(version.name(block)), version.length(block)
+        pieces = -(-length // PIECE)
+        data = memoryview(bytearray(length))
         try:
             with open(path, "rb", buffering=0) as file:
-                used = os.fstat(file.fileno()).st_mtime
-                data = memoryview(file.read(length + 5) or b"")
+                status = os.fstat(file.fileno())
+                used = status.st_mtime
+                sums = os.pread(file.fileno(), 4 * pieces, length)
+                whole = status.st_size == length + 4 * pieces and len(sums) == 4 * pieces
+                if whole:
+                    needed = {n for low, high in spans for n in range(low // PIECE, -(-high // PIECE))}
+                    whole = all(_read_piece(file.fileno(), data, n, sums) for n in sorted(needed))
         except OSError:
             return None
-        whole = len(data) == length + 4 and zlib.crc32(data[:length]) == int.from_bytes(data[length:], "little")
         with contextlib.suppress(OSError):  # another process may have deleted it meanwhile
             if not whole:
                 os.unlink(path)
             elif time.time() - used > _USED_SECONDS:
                 os.utime(path)
-        return data[:length] if whole else None
+        return data if whole else None
 
     def _publish(self, name: str, *parts: bytes) -> None:
         if time.monotonic() < self._refused:
@@ -311,6 +329,19 @@ class NodeCache:
             if used + size <= most:
                 return
         raise OSError("no room")
+
+
+def _checksums(data: bytes) -> bytes:
+    """Return the CRC-32 of each piece of a block, 4 bytes each."""
+    view = memoryview(data)
+    return b"".join(zlib.crc32(view[at : at + PIECE]).to_bytes(4, "little") for at in range(0, len(data), PIECE))
+
+
+def _read_piece(descriptor: int, block: memoryview, number: int, sums: bytes) -> bool:
+    """Read a piece of a block's file into the block; return whether it is the one that was written."""
+    piece = block[number * PIECE : (number + 1) * PIECE]
+    got = os.preadv(descriptor, [piece], number * PIECE)
+    return got == len(piece) and zlib.crc32(piece).to_bytes(4, "little") == sums[4 * number : 4 * number + 4]
 
 
 def _files(folder: str) -> Iterator[tuple[str, os.stat_result]]:

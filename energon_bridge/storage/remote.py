@@ -27,7 +27,7 @@ from energon_bridge.storage.buckets import (
     settings_of,
 )
 from energon_bridge.storage.http import Body, Client, GaveUp, Piece, Refused, TooShort, WholeFile, shared_client
-from energon_bridge.storage.node_cache import BLOCK, Place, Version, node_cache
+from energon_bridge.storage.node_cache import BLOCK, Place, Span, Version, node_cache
 from energon_bridge.storage.stalls import Stalls
 
 _GAP = 32 << 10
@@ -235,17 +235,19 @@ class RemoteStore:
         for _ in range(_CHANGES):
             versions = self._versions(rels)
             names = {version.url: rel for version, rel in zip(versions, rels, strict=True)}
-            places: list[Place] = []
+            places: dict[Place, list[Span]] = {}
             for version, (_, offsets, lengths) in zip(versions, wanted, strict=True):
                 for offset, length in zip(offsets, lengths, strict=True):
                     if not version.tag or offset < 0 or length < 0 or offset + length > version.size:
                         self._cache.forget(version.url)
                         return None
-                    if length:
-                        places.extend((version, n) for n in range(offset // BLOCK, (offset + length - 1) // BLOCK + 1))
+                    for n in range(offset // BLOCK, -(-(offset + length) // BLOCK) if length else 0):
+                        span = max(0, offset - n * BLOCK), min(BLOCK, offset + length - n * BLOCK)
+                        places.setdefault((version, n), []).append(span)
             try:
                 with self._naming(rels[0] if len(rels) == 1 else ""):
-                    blocks = self._cache.blocks(sorted(set(places), key=_where), partial(self._blocks, names=names))
+                    ordered = {place: places[place] for place in sorted(places, key=_where)}
+                    blocks = self._cache.blocks(ordered, partial(self._blocks, names=names))
             except _Changed as changed:
                 self._cache.forget(changed.url)
                 continue
