@@ -104,8 +104,8 @@ def verify_resume(
 
     Raises:
         ResumeMismatchError: A resumed loader or `restore_sample` delivered a different batch, or a state does not
-        survive JSON
-            and `torch.load(weights_only=True)`. Names the microbatch, its samples, the field and the likely cause.
+            survive JSON and `torch.load(weights_only=True)`. Names the microbatch, its samples, the
+            field and the likely cause.
         ConfigurationError: The arguments contradict each other.
     """
     check = _Check(make_loader, worker_config, topologies)

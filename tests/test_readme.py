@@ -100,7 +100,10 @@ def anchors(document: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("document", [*DOCUMENTS, REPOSITORY / "CONTRIBUTING.md"], ids=name_of)
+BESIDE = [REPOSITORY / name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")]
+
+
+@pytest.mark.parametrize("document", [*DOCUMENTS, *BESIDE], ids=name_of)
 def test_links_lead_somewhere(document):
     lost = []
     for link in re.findall(r"\]\(([^)\s]+)\)", document.read_text()):
