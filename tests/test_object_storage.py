@@ -244,7 +244,8 @@ def test_the_guide_names_messages_that_there_are() -> None:
                 said += "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values)
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 said += f"{node.value}\n"
-    table = (root / "docs/object-storage.md").read_text().partition("| message | what to do |")[2].partition("\n\n")[0]
+    guide = (root / "docs/how-to/object-storage.md").read_text()
+    table = guide.partition("| message | what to do |")[2].partition("\n\n")[0]
     messages = re.findall(r"^\| `([^`]+)` \|", table, re.MULTILINE)
     assert len(messages) > 8
     for message in messages:

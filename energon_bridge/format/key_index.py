@@ -42,6 +42,7 @@ _INDEXES = (
     "CREATE INDEX idx_sample_parts_full ON sample_parts"
     "(tar_file_id, sample_index, part_name, content_byte_offset, content_byte_size)",
 )
+_MEDIA_TABLES = ("media_metadata", "media_filters")
 # The file is built under a temporary name and thrown away after a crash: no journal, no waiting for the disk.
 _PRAGMAS = (
     "PRAGMA journal_mode = OFF",
@@ -69,20 +70,21 @@ class KeyIndexWriter:
             for statement in (*_PRAGMAS, *statements, "BEGIN"):
                 self._connection.execute(statement)
 
-    def take_over(self, old: str, shards: Sequence[str], kept: Collection[str]) -> None:
+    def take_over(self, old: str, shards: Sequence[str], kept: Collection[str], *, media: bool) -> None:
         """Take over the rows of some shards from an earlier key index, before anything is added.
 
         Args:
             old: Path of that index, which stays as it is.
             shards: Its shards, in their order.
             kept: Names of those that have not changed.
+            media: Whether the media metadata may come along; else there is none afterwards.
         """
         if list(self._shards[: len(shards)]) == list(shards) and len(kept) == len(shards):
             self._connection.close()
             with self._writing(f", copying {old}"):
                 shutil.copyfile(old, self._path)
             self._continued = f", which continues {old} (delete that to do without)"
-            self._connect()
+            self._connect(*(f"DROP TABLE IF EXISTS {name}" for name in _MEDIA_TABLES if not media))
             return
         places = {shard: number for number, shard in enumerate(self._shards)}
         moves = [(number, places[shard]) for number, shard in enumerate(shards) if shard in kept]
@@ -119,10 +121,9 @@ class KeyIndexWriter:
         """Take over the media metadata of the key index that this one replaces, as preparing again does not make it."""
         if self._continued:
             return  # they are in the copy
-        names = ("media_metadata", "media_filters")
         query = "SELECT name, sql FROM old.sqlite_master WHERE type = 'table' AND name IN (?, ?)"
         with self._reading(os.fspath(old)):
-            for name, create in self._connection.execute(query, names).fetchall():
+            for name, create in self._connection.execute(query, _MEDIA_TABLES).fetchall():
                 check_table(self._connection, "old", name)
                 self._connection.execute(create)
                 self._connection.execute(f"INSERT INTO main.{name} SELECT * FROM old.{name}")

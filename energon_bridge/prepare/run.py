@@ -203,7 +203,8 @@ def _index(
             index = staging.path(meta_path(INDEX_SQLITE))
             writer = stack.enter_context(KeyIndexWriter(index, shards))
             if earlier is not None and known:
-                writer.take_over(store.url(meta_path(INDEX_SQLITE)), list(earlier.counts), known)
+                old = store.url(meta_path(INDEX_SQLITE))
+                writer.take_over(old, list(earlier.counts), known, media=media is None)
         missing: list[str] = []
         for number, shard in enumerate(shards):
             record = None if shard in known else next(scans)
