@@ -17,6 +17,7 @@ from PIL import Image
 
 from energon_bridge import (
     CaptioningSample,
+    DefaultTaskEncoder,
     EmptyDatasetError,
     ShardWriter,
     get_savable_loader,
@@ -288,6 +289,40 @@ def test_mixes_are_filtered_by_dataset_and_as_a_whole(data: Path, tmp_path: Path
     dataset = train_dataset(mix, "skipping")  # type: ignore[arg-type]
     expected = deliver(loaders_of(dataset, 1, 0), 3 * NUM_LANES).digests
     assert deliver(loaders_of(dataset, 3, 1), NUM_LANES).digests == expected
+
+
+@pytest.mark.parametrize("encoder", ["skipping", "packing"])
+def test_filtered_mixes_go_on_on_any_ranks_and_workers(data: Path, tmp_path: Path, encoder: str) -> None:
+    other = text_dataset(tmp_path / "other", train=[20, 20])
+    add_column(other, "number", number)
+    parts = [
+        {"path": str(data), "filter": "language != 'de'", "weight": 3},
+        {"path": str(other), "filter": "number % 3 == 1", "weight": 1},
+        {"path": str(data), "filter": "number > 100", "weight": 1},
+    ]
+    split = {"blend": parts, "filter": "number != 7"}
+    mix = {"__module__": "megatron.energon", "__class__": "MetadatasetV2", "splits": {"train": split}}
+    dataset = train_dataset(mix, encoder)  # type: ignore[arg-type]
+    expected = deliver(loaders_of(dataset, 1, 0), 4 * NUM_LANES).digests
+    for ranks, workers, others, other_workers in ((1, 2, 4, 2), (2, 0, 1, 2), (4, 2, 2, 0)):
+        first = deliver(loaders_of(dataset, ranks, workers), 36 // ranks, [36 // ranks - 3])
+        assert first.digests == expected[: len(first.digests)]
+        (state,) = first.states.values()
+        at = state[0]["microbatches"]
+        found = deliver(loaders_of(dataset, others, other_workers, state=state), 24 // others).digests
+        assert found == expected[at : at + len(found)]
+
+
+def test_the_data_module_filters_training_and_validation(data: Path) -> None:
+    pytest.importorskip("lightning.pytorch")
+    from energon_bridge import EnergonMultiModalDataModule
+
+    settings: dict[str, Any] = {"micro_batch_size": 2, "global_batch_size": 2, "num_workers": 0}
+    settings |= {"task_encoder": DefaultTaskEncoder()}
+    module = EnergonMultiModalDataModule(str(data), None, None, filter="number % 2 == 1", **settings)
+    train = iter(module.train_dataloader())
+    assert all(n % 2 for _ in range(70) for n in numbers_of(next(train)))
+    assert [n for batch in module.val_dataloader().one_pass() for n in numbers_of(batch)] == [1, 3, 5, 7, 9, 11]
 
 
 def test_a_join_is_not_filtered(data: Path) -> None:
