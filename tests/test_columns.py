@@ -119,6 +119,19 @@ def test_samples_that_fail_are_named_or_get_a_value(tmp_path: Path) -> None:
     assert column(root, "n").tolist() == [0, 1, 2, 3, 4, 5, 6, -1, 8, 9]
 
 
+def width_of_long_texts(sample: Any) -> dict[str, int]:
+    if number(sample) < 6:
+        raise ValueError("short")
+    return {"width": number(sample)}
+
+
+def test_a_shard_in_which_all_samples_fail(tmp_path: Path) -> None:
+    """Only the other shards say which columns there are."""
+    root = text_dataset(tmp_path, train=[6, 4])
+    assert add_column(root, None, width_of_long_texts, missing=0).num_missing == 6
+    assert column(root, "width").tolist() == [0, 0, 0, 0, 0, 0, 6, 7, 8, 9]
+
+
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
@@ -339,7 +352,7 @@ def test_a_join_is_not_filtered(data: Path) -> None:
         ("number >", ConfigurationError, "cannot be parsed"),
         ("number", ConfigurationError, "gives a number, expected true or false"),
         ("__import__('os')", ConfigurationError, "is not allowed"),
-        ("number < 0", EmptyDatasetError, "none of its 120 samples fulfils the filter 'number < 0'"),
+        ("number < 0", EmptyDatasetError, "none of its 120 samples passes the filter 'number < 0'"),
     ],
 )
 def test_filters_that_cannot_be(data: Path, text: str, error: type[Exception], message: str) -> None:

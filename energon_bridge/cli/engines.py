@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -12,6 +13,17 @@ from energon_bridge.format.parallel import Workers
 from energon_bridge.prepare.engines import RayEngine, Task, parse_task
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def workers_option(command: Command) -> Command:
+    """Add the number of processes to a command."""
+    return click.option(
+        "--num-workers",
+        default=min(16, os.cpu_count() or 1),
+        show_default="one per core, 16 at most",
+        type=click.IntRange(min=1),
+        help="Processes.",
+    )(command)
 
 
 def engine_options(command: Command) -> Command:

@@ -7,7 +7,7 @@ import os
 import click
 
 from energon_bridge.cli.assistant import ask_dataset_yaml, ask_field_map, ask_ratio, show_first_samples
-from energon_bridge.cli.engines import engine_options, task_of, task_options, workers_of
+from energon_bridge.cli.engines import engine_options, task_of, task_options, workers_of, workers_option
 from energon_bridge.cli.output import count_of
 from energon_bridge.cli.prepare_media import media_filter, media_options, report_media
 from energon_bridge.cli.progress import shard_progress
@@ -21,8 +21,6 @@ from energon_bridge.prepare.run import Prepared, prepare_dataset, rebuild_index,
 from energon_bridge.prepare.split import SplitRule, parse_patterns, parse_ratio
 from energon_bridge.samples import CrudeSample, sample_type_by_name
 from energon_bridge.storage import Store, open_store
-
-_DEFAULT_WORKERS = min(16, os.cpu_count() or 1)
 
 
 @click.command("prepare")
@@ -38,13 +36,7 @@ _DEFAULT_WORKERS = min(16, os.cpu_count() or 1)
 @click.option("--exclude", default=None, metavar="PATTERN", help="Leave out tars whose path contains this pattern.")
 @click.option("--sample-type", default=None, help="Class name: CaptioningSample, CrudeWebdataset, ...")
 @click.option("--field-map", default=None, metavar="JSON", help='Parts of the fields: \'{"image": "jpg,png"}\'.')
-@click.option(
-    "--num-workers",
-    default=_DEFAULT_WORKERS,
-    show_default="one per core, 16 at most",
-    type=click.IntRange(min=1),
-    help="Processes.",
-)
+@workers_option
 @engine_options
 @task_options
 @click.option("--shuffle-tars", is_flag=True, help="Shuffle the tars (always alike) before splitting by ratio.")

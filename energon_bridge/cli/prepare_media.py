@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import click
 
-from energon_bridge.cli.engines import engine_options, workers_of
+from energon_bridge.cli.engines import engine_options, workers_of, workers_option
 from energon_bridge.cli.progress import shard_progress
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.format.media_kinds import MediaFilter
@@ -16,7 +15,6 @@ from energon_bridge.prepare.media import IndexedMedia, prepare_media
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-_DEFAULT_WORKERS = min(16, os.cpu_count() or 1)
 _SHOWN = 5
 
 
@@ -62,13 +60,7 @@ def report_media(found: IndexedMedia) -> None:
 @click.command("prepare-media")
 @click.argument("path", type=click.Path())
 @click.option("--progress/--no-progress", default=True, help="Show a progress bar.")
-@click.option(
-    "--num-workers",
-    default=_DEFAULT_WORKERS,
-    show_default="one per core, 16 at most",
-    type=click.IntRange(min=1),
-    help="Processes.",
-)
+@workers_option
 @engine_options
 @media_options
 def command(

@@ -77,7 +77,7 @@ def start_process(method: StartMethod, name: str, target: Callable[..., None], a
         # An interrupt while it starts must not reach it before it ignores it; this process gets it afterwards.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         collecting = gc.isenabled()
-        gc.disable()  # in the fork until `set_up_worker`: what this process threw away is not to be destroyed there
+        gc.disable()  # the fork must not destroy this process's garbage; `set_up_worker` turns it on again
         try:
             _start(process)
         finally:

@@ -64,7 +64,7 @@ class OpenLeaf:
         subset = "" if self.is_whole else f"{self.start}:{self.stop}"
         parts = [self.dataset.fingerprint, self.dataset.split_part, subset, str(self.occurrence)]
         parts += [self.aux_fingerprint] * bool(self.aux_fingerprint)
-        if self.kept is not None:  # which samples are kept is the order's matter, and not how that is said
+        if self.kept is not None:  # the order depends on which samples are kept, not on the expression
             parts.append("kept " + hashlib.blake2b(self.kept.tobytes(), digest_size=16).hexdigest())
         identity = hashlib.blake2b("\0".join(parts).encode(), digest_size=8).hexdigest()
         object.__setattr__(self, "identity", identity)
@@ -76,7 +76,7 @@ class OpenLeaf:
 
     @property
     def part(self) -> str:
-        """Which samples of its dataset the leaf has, as states say it: `10:20 where tokens < 9`; empty: all."""
+        """The samples of its dataset that the leaf has, as in states: `10:20 where tokens < 9`; empty: all."""
         if self.is_whole:
             return ""
         return f"{self.start}:{self.stop}" + f" where {self.filter}" * (self.kept is not None)
@@ -160,7 +160,7 @@ def open_leaves(mix: Mix, opener: DatasetOpener, *, shuffle_epochs: int | None) 
 def kept_samples(
     dataset: PreparedDataset | JoinedDataset, text: str, start: int, stop: int, *, where: str
 ) -> np.ndarray:
-    """Return which of the samples [start, stop) of a dataset a filter keeps: their numbers, rising, int32 or int64.
+    """Return the numbers of the samples in [start, stop) that a filter keeps, ascending, int32 or int64.
 
     Raises ConfigurationError for a wrong expression or column, MetadataError for a column of other shards or a dataset
     that can have none, and EmptyDatasetError if nothing is kept.
@@ -170,7 +170,7 @@ def kept_samples(
         raise MetadataError(f"{where}: {what} has no columns and cannot be filtered: {text}")
     known = read_columns(dataset.store)
     columns = {name: column_of(dataset, name, known)[start:stop] for name in column_names(text) if name in known}
-    if len(columns) < len(known):  # an error names those that there are
+    if len(columns) < len(known):  # for the error, which lists them
         columns |= {name: np.empty(0) for name in known.keys() - columns.keys()}
     try:
         kept = evaluate(text, columns, num_samples=stop - start)
@@ -179,7 +179,7 @@ def kept_samples(
         raise ConfigurationError(f"{dataset.path}: {error}{hint}") from error
     numbers = start + np.flatnonzero(kept)
     if not numbers.size:
-        raise EmptyDatasetError(f"{dataset.path}: none of its {stop - start} samples fulfils the filter {text!r}")
+        raise EmptyDatasetError(f"{dataset.path}: none of its {stop - start} samples passes the filter {text!r}")
     return numbers.astype(np.int32) if stop <= np.iinfo(np.int32).max else numbers
 
 

@@ -1,7 +1,7 @@
-"""Making columns: a function of a sample, called for all samples of a prepared dataset.
+"""Making columns: a function that is called for every sample of a prepared dataset.
 
-What was made of a shard stays when the shard does: added again, a column costs only new and changed shards. Either the
-whole column is there afterwards, or what was there before.
+Values are kept shard by shard: making a column again computes only new and changed shards. A run that fails leaves the
+columns as they were.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from energon_bridge.storage import open_store
 Progress = Callable[[int, int], None]
 Value = int | float | bool | str
 OfSample = Callable[[Any], Value | Mapping[str, Value]]
-"""Of a sample of the dataset's type, its parts decoded, or (`raw`) of a dict of its parts as bytes."""
+"""Takes a sample of the dataset's type, decoded, or, with `raw`, a dict of its parts as bytes."""
 
 _MOST_VALUES = 1 << 20
 _IMAGES = frozenset({"jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "avif", "ppm"})
@@ -47,7 +47,7 @@ _IMAGES = frozenset({"jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Added:
-    """The columns that were written, and of how many samples and shards they had to be computed."""
+    """The columns written, the samples they cover, and how many were computed or got the value for missing ones."""
 
     names: tuple[str, ...]
     num_samples: int
@@ -73,19 +73,18 @@ def add_column(
 
     Args:
         path: Folder or URL of the dataset.
-        name: The column; None where the function returns a mapping, of several columns by name.
+        name: Name of the column; None if the function returns a mapping of column names to values.
         function: Gives a number or a text for a sample; it must be importable, for worker processes.
-        made_of: What made it, for people. A column that something else made is computed anew; default: the name of the
-            function.
+        made_of: Describes what made the column. If it differs from before, all shards are computed again. Default: the
+            name of the function.
         raw: Give the function a dict of the sample's parts as bytes, and `__key__`, instead of a decoded sample.
-        missing: Value of samples that cannot be decoded, or at which the function raises; None: the first of them is
-            an error.
+        missing: Value for samples that cannot be decoded or for which the function raises; None: the first one raises.
         decoder: A `SampleDecoder`; default: images as uint8 RGB arrays.
         progress: Called with shards done and all shards.
 
     Raises:
         SampleError: The function or a decoder failed, and `missing` is None; the message names shard and key.
-        ConfigurationError: The function gives something else than numbers or texts.
+        ConfigurationError: The function returns something other than numbers or texts.
         DatasetError: The dataset cannot be read; a class of its own for each reason.
     """
     dataset = _whole(path, dataset_config, trust_remote_code=trust_remote_code)
@@ -100,19 +99,22 @@ def add_column(
         old = _kept_rows(dataset, there, name, made_of)
         new = [number for number, shard in enumerate(shards) if shard not in old]
         compute = partial(_rows_of_shard, dataset, function, name, raw, missing, decoder)
-        rows: dict[str, list[Any]] = {}
+        rows: dict[str, dict[int, np.ndarray]] = {}
         failed = 0
         with closing(map_shards(compute, new, num_workers=num_workers)) as computed:
             for number, shard in enumerate(shards):
                 found, bad = (old[shard], 0) if shard in old else next(computed)
                 failed += bad
                 for column, values in found.items():
-                    rows.setdefault(column, []).append(values)
+                    rows.setdefault(column, {})[number] = values
                 if progress is not None:
                     progress(number + 1, len(shards))
-        for column, pieces in rows.items():
-            if len(pieces) < len(shards):
-                raise ConfigurationError(f"column {column!r}: {made_of} gives it for some shards only, not for all.")
+        for column, by_shard in rows.items():
+            if len(by_shard) < len(shards) and missing is None:
+                raise ConfigurationError(f"column {column!r}: {made_of} returns it in some shards only, not in all.")
+            pieces = [
+                by_shard[n] if n in by_shard else np.full(count, missing) for n, (_, count, _) in enumerate(shards)
+            ]
             numbers, texts = _numbers_of(column, pieces)
             file = io.BytesIO()
             np.save(file, numbers, allow_pickle=False)
@@ -138,7 +140,7 @@ def remove_column(path: str | os.PathLike[str], name: str) -> None:
 
 
 def image_size(parts: Mapping[str, Any]) -> dict[str, int]:
-    """Return `width` and `height` of a sample's first image, of its header alone; for `raw=True`."""
+    """Return `width` and `height` of a sample's first image, read from its header; for `raw=True`."""
     from PIL import Image
 
     for part, data in parts.items():
@@ -200,7 +202,7 @@ _Shard = tuple[str, int, int]
 def _kept_rows(
     dataset: PreparedDataset, there: Mapping[str, Column], name: str | None, made_of: str
 ) -> dict[_Shard, dict[str, np.ndarray]]:
-    """Return by shard what can stay of the columns that the same function has made."""
+    """Return, by shard, the values that the same function made before and that are still valid."""
     kept: dict[_Shard, dict[str, np.ndarray]] = {}
     same = {column: known for column, known in there.items() if known.made_of == made_of and name in (None, column)}
     for column, known in same.items():
@@ -225,7 +227,7 @@ def _rows_of_shard(
     decoder: Any,
     shard: int,
 ) -> tuple[dict[str, np.ndarray], int]:
-    """Return the columns of one shard, and how many samples got the value for missing ones."""
+    """Return the columns of one shard, and how many of its samples failed."""
     decode = None
     if not raw:
         from energon_bridge.task_encoder.decoder import SampleDecoder
@@ -246,12 +248,12 @@ def _rows_of_shard(
                     "(--missing), or mend it."
                 ) from error
             rows.append(None)
-    names = list(dict.fromkeys(column for row in rows if row is not None for column in row)) or [name or ""]
+    names = list(dict.fromkeys(column for row in rows if row is not None for column in row))
     columns = {}
-    for column in names:
+    for column in names or ([name] if name else []):  # all failed: another shard may tell which columns there are
         if not column:
             raise ConfigurationError("give the column a name: the function returns single values.")
-        column_path(column)  # whether it can be one
+        column_path(column)  # refuses other names
         columns[column] = _array([missing if row is None else row.get(column, missing) for row in rows], column)
     return columns, sum(row is None for row in rows)
 

@@ -58,7 +58,7 @@ Progress = Callable[[int, int], None]
 _SCANS = ".nv-meta.scans"
 _TARS = "tars.json"
 _MANY = 64
-"""Tars from which on walks are kept until all are done."""
+"""From this many tars on, each scan is kept until the preparation is complete."""
 
 _logger = logging.getLogger(__name__)
 
@@ -140,7 +140,7 @@ def scan_task(
     num_workers: Workers = 1,
     progress: Progress | None = None,
 ) -> int:
-    """Walk through the tars of one task, for `prepare_dataset(..., finish=True)`, and return their number.
+    """Scan the tars of one task, for `prepare_dataset(..., finish=True)`, and return their number.
 
     Tasks may run at the same time, anywhere where the dataset has the same path, and again at any time. Raises what
     `prepare_dataset` raises for a tar.
@@ -238,7 +238,7 @@ def _index(
 
 
 def _scan(store: Store, keep: bool, find_only: bool, shard: str) -> ShardRecord | None:
-    """Walk through a tar, unless an earlier run did; with `find_only`, return None where none did."""
+    """Scan a tar, or load the scan of an earlier run; with `find_only`, return None if there is none."""
     version, name = _version(store, shard), f"{_SCANS}/{shard}{RECORD_SUFFIX}"
     if store.exists(name):
         with contextlib.suppress(ValueError):
@@ -254,7 +254,7 @@ def _scan(store: Store, keep: bool, find_only: bool, shard: str) -> ShardRecord 
 
 
 def _version(store: Store, shard: str) -> str:
-    """Return what tells one content of a tar from another: its size and, in a local folder, when it was written."""
+    """Identify the content of a tar: by its size and, in a local folder, its modification time."""
     if isinstance(store, LocalStore):
         status = os.stat(store.url(shard))
         return f"{status.st_size} {status.st_mtime_ns}"
@@ -270,7 +270,7 @@ class _Earlier:
     part_names: tuple[str, ...]
 
     def has(self, store: Store, shard: str) -> bool:
-        """Whether a shard's indexes are there and made of the tar that is there."""
+        """Whether a shard's index exists and its tar has not changed since."""
         if shard not in self.counts or self.versions.get(shard) != _version(store, shard):
             return False
         index = index_name(shard)
@@ -278,9 +278,9 @@ class _Earlier:
 
 
 def _earlier(store: Store, *, key_index: bool) -> _Earlier | None:
-    """Return the earlier preparation of a local folder, if its indexes can be used again."""
+    """Return the earlier preparation of a local folder, if its indexes can be reused."""
     if not isinstance(store, LocalStore) or not store.exists(meta_path(_TARS)):
-        return None  # elsewhere a tar may be replaced by one of the same size, and nothing tells
+        return None  # elsewhere, a new tar of the same size would go unnoticed
     if key_index and not store.exists(meta_path(INDEX_SQLITE)):
         return None
     try:
