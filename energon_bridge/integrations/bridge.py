@@ -52,6 +52,9 @@ _RESERVED = frozenset(
 )
 """Dataset arguments for which the configuration has its own fields."""
 
+_PACK_BATCHES = (HFEnergonTaskEncoderConfig, QwenVLEnergonTaskEncoderConfig, NemotronOmniEnergonTaskEncoderConfig)
+"""The declared encoders that can pack the samples of a microbatch."""
+
 
 # Not frozen, unlike other configurations: Megatron-Bridge changes fields after they were made.
 @dataclass(kw_only=True, slots=True)
@@ -80,7 +83,7 @@ class EnergonDatasetConfig:
         packing_buffer_size: Samples from which packs are selected; None: nothing is packed.
         dataset_kwargs: More arguments of `get_train_dataset`, plain values.
         enable_in_batch_packing: Pack the samples of each microbatch into one row; only with the encoders that
-            `HFEnergonTaskEncoderConfig` and `QwenVLEnergonTaskEncoderConfig` declare. `packing_buffer_size` chooses
+            this module's configurations declare. `packing_buffer_size` chooses
             from more samples than one batch, and fills rows better.
         defer_in_batch_packing_to_step: The training step packs; batches stay as they are.
         in_batch_packing_pad_to_multiple_of: Each sample that is packed inside its batch is padded to a multiple of it.
@@ -177,13 +180,11 @@ class EnergonDatasetConfig:
                 "packing_buffer_size with enable_in_batch_packing or defer_in_batch_packing_to_step: samples are "
                 "packed once; leave out the latter two"
             )
-        if self._packs_batches() and not isinstance(
-            declared_by_bridge(self.task_encoder), HFEnergonTaskEncoderConfig | QwenVLEnergonTaskEncoderConfig
-        ):
+        if self._packs_batches() and not isinstance(declared_by_bridge(self.task_encoder), _PACK_BATCHES):
             _refuse(
                 f"enable_in_batch_packing with a task encoder of type {type(self.task_encoder).__name__}: only "
-                "HFEnergonTaskEncoderConfig and QwenVLEnergonTaskEncoderConfig pack inside a batch. Set "
-                "packing_buffer_size instead, or let your encoder's batch do it"
+                f"{', '.join(kind.__name__ for kind in _PACK_BATCHES)} pack inside a batch. Set packing_buffer_size "
+                "instead, or let your encoder's batch do it"
             )
 
     def _packs_batches(self) -> bool:

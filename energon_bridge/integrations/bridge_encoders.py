@@ -1,8 +1,8 @@
 """Megatron-Bridge's task encoder configurations, with its names and fields, and batches as its steps read them.
 
-They build this package's chat encoders for Qwen-VL and LLaVA. A step of Megatron-Bridge reads a dict: `input_ids`,
-`labels` (already shifted), `loss_mask`, `position_ids` and `attention_mask`; the media as one object, `visual_inputs`;
-and for packed rows `cu_seqlens_q` and the like.
+They build this package's chat encoders for Qwen-VL and LLaVA, and Megatron-Bridge's own for Nemotron Omni. A step of
+Megatron-Bridge reads a dict: `input_ids`, `labels` (already shifted), `loss_mask`, `position_ids` and `attention_mask`;
+the media as one object, `visual_inputs`; and for packed rows `cu_seqlens_q` and the like.
 
 *Packing inside a batch* concatenates the samples of a microbatch into one row. Packing from a buffer
 (`packing_buffer_size`) fills rows better, and its rows have the same form.
@@ -11,14 +11,15 @@ and for packed rows `cu_seqlens_q` and the like.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from energon_bridge.errors import ConfigurationError
-from energon_bridge.integrations.task_encoders import TaskEncoderContext
+from energon_bridge.integrations.task_encoders import TaskEncoderContext, load_processor
+from energon_bridge.task_encoder.base import TaskEncoder
 from energon_bridge.task_encoder.families import ChatConfig, ChatTemplateTaskEncoder
 from energon_bridge.task_encoder.families.pretrained import load_pretrained
 from energon_bridge.task_encoder.packed_sequences import MultiModalPack, pack_sequences
@@ -210,7 +211,23 @@ class QwenVLEnergonTaskEncoderConfig:
 
 @dataclass(kw_only=True, slots=True)
 class NemotronOmniEnergonTaskEncoderConfig:
-    """Declares the encoder of Nemotron Omni, which this package does not have; `build` says what to do instead."""
+    """Declares Megatron-Bridge's own encoder of Nemotron Omni; Megatron-Bridge must be installed.
+
+    That encoder imports `megatron.energon`: the program calls `energon_bridge.compat.install()` first.
+
+    Args:
+        hf_processor_path: Folder or hub name of the model's processor.
+        max_audio_duration: Longest sound, in seconds.
+        num_mel_bins: Frequencies of a spectrogram.
+        visual_keys: Must be `("pixel_values",)`.
+        temporal_patch_size: Frames of a patch.
+        video_fps: Frames a second that are taken from a video.
+        video_nframes: Most frames of a video.
+        use_temporal_video_embedder: Encode videos; without it, a sample with a video is an error.
+        patch_dim: Edge of a patch, in pixels.
+        collapse_image_tokens: Return one token per image, as older versions of the model read them.
+        trust_remote_code: Run code that comes with the processor; None: what the run says.
+    """
 
     hf_processor_path: str
     max_audio_duration: float
@@ -225,12 +242,42 @@ class NemotronOmniEnergonTaskEncoderConfig:
     trust_remote_code: bool | None = None
 
     def build(self, context: TaskEncoderContext) -> Any:
-        """Raise ConfigurationError: this encoder is Megatron-Bridge's own."""
-        raise ConfigurationError(
-            f"{type(self).__name__}: the sound and the tiles of Nemotron Omni are encoded by Megatron-Bridge's own "
-            "NemotronOmniTaskEncoder only. Make that one and give it as it is: EnergonDatasetConfig(task_encoder="
-            "NemotronOmniTaskEncoder(…)), in a program that runs under energon_bridge.compat"
-        )
+        """Load the processor and make the encoder.
+
+        Raises:
+            ConfigurationError: Megatron-Bridge cannot be imported, or not over this package's `megatron.energon`; the
+                processor cannot be loaded; or Megatron-Bridge refuses a value.
+        """
+        name = type(self).__name__
+        try:
+            from megatron.bridge.data.energon.nemotron_omni_task_encoder import NemotronOmniTaskEncoder
+        except ImportError as error:
+            raise ConfigurationError(
+                f"{name}: Nemotron Omni is encoded by Megatron-Bridge's own NemotronOmniTaskEncoder, which cannot be "
+                f"imported ({error}). Install Megatron-Bridge, and call energon_bridge.compat.install() before "
+                "anything imports megatron.energon"
+            ) from error
+        if not issubclass(NemotronOmniTaskEncoder, TaskEncoder):
+            raise ConfigurationError(
+                f"{name}: Megatron-Bridge's NemotronOmniTaskEncoder was imported over the real megatron-energon: call "
+                "energon_bridge.compat.install() before anything imports megatron.energon"
+            )
+        trust = context.trust_remote_code if self.trust_remote_code is None else self.trust_remote_code
+        settings = {field.name: getattr(self, field.name) for field in fields(self)}
+        for key in ("hf_processor_path", "trust_remote_code"):
+            del settings[key]
+        try:
+            return NemotronOmniTaskEncoder(
+                processor=load_processor(self.hf_processor_path, trust_remote_code=trust),
+                seq_length=context.seq_length,
+                pad_to_max_length=context.pad_to_max_length,
+                pad_to_multiple_of=context.pad_to_multiple_of,
+                enable_in_batch_packing=context.pack_batches_to_multiple_of is not None,
+                in_batch_packing_pad_to_multiple_of=context.pack_batches_to_multiple_of or 1,
+                **settings,
+            )
+        except (TypeError, ValueError) as error:
+            raise ConfigurationError(f"{name}: {error}") from error
 
 
 def declared_by_bridge(config: Any) -> Any:

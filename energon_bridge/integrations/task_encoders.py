@@ -147,3 +147,25 @@ def load_processors(
             f"hf_processor_path={path!r}: no tokenizer and image processor of transformers could be loaded from there: "
             f"{error}"
         ) from error
+
+
+def load_processor(path: str, *, trust_remote_code: bool = False) -> Any:
+    """Load a model's whole processor: tokenizer, and what encodes its media.
+
+    Args:
+        path: Folder or hub name.
+        trust_remote_code: Run code that comes with it.
+
+    Raises:
+        ConfigurationError: transformers is not installed, or it cannot be loaded.
+    """
+    try:
+        from transformers import AutoProcessor
+    except ImportError as error:
+        raise ConfigurationError("a declared task encoder needs transformers: pip install transformers") from error
+    try:
+        return AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(
+            f"hf_processor_path={path!r}: no processor of transformers could be loaded from there: {error}"
+        ) from error
