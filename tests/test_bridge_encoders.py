@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -167,9 +169,9 @@ def test_packing_that_does_not_fit_is_refused(dataset: Path, values: dict[str, A
         declared(dataset, settings.pop("task_encoder"), **settings).finalize()
 
 
-def omni() -> NemotronOmniEnergonTaskEncoderConfig:
+def omni(path: str = "x") -> NemotronOmniEnergonTaskEncoderConfig:
     return NemotronOmniEnergonTaskEncoderConfig(
-        hf_processor_path="x",
+        hf_processor_path=path,
         max_audio_duration=10.0,
         num_mel_bins=128,
         visual_keys=("pixel_values",),
@@ -184,7 +186,7 @@ def omni() -> NemotronOmniEnergonTaskEncoderConfig:
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda m: omni(), "NemotronOmniTaskEncoder only"),
+        (lambda m: omni(), "cannot be imported.*Install Megatron-Bridge, and call energon_bridge.compat.install"),
         (lambda m: qwen(m["llava"]), "holds no Qwen-VL model"),
         (lambda m: qwen(m["qwen"], hf_processor_revision="abc"), "hf_processor_revision='abc' is not available"),
         (lambda m: HFEnergonTaskEncoderConfig(hf_processor_path=m["qwen"]), "leaves out image_grid_thw"),
@@ -193,3 +195,66 @@ def omni() -> NemotronOmniEnergonTaskEncoderConfig:
 def test_encoders_that_cannot_be_made_say_why(dataset: Path, models: dict[str, str], make: Any, text: str) -> None:
     with pytest.raises(ConfigurationError, match=text):
         iterators(declared(dataset, make(models)))
+
+
+class Omni(DefaultTaskEncoder[Any, Any, Any, Any]):
+    """Stands in for Megatron-Bridge's encoder: it keeps what it was made with."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__()
+        if settings["visual_keys"] != ("pixel_values",):
+            raise ValueError("visual_keys must be exactly ('pixel_values',)")
+        self.settings = settings
+
+
+def provide_omni(monkeypatch: pytest.MonkeyPatch, encoder: type) -> None:
+    """Make `encoder` what Megatron-Bridge has under its name."""
+    module: Any = ModuleType("megatron.bridge.data.energon.nemotron_omni_task_encoder")
+    module.NemotronOmniTaskEncoder = encoder
+    for end in ("bridge", "bridge.data", "bridge.data.energon"):
+        monkeypatch.setitem(sys.modules, f"megatron.{end}", ModuleType(f"megatron.{end}"))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+def test_nemotron_omni_is_encoded_by_megatron_bridge(
+    dataset: Path, models: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    provide_omni(monkeypatch, Omni)
+    packing = {"enable_in_batch_packing": True, "in_batch_packing_pad_to_multiple_of": 8}
+    config = declared(dataset, omni(models["llava"]), pad_to_max_length=True, **packing)
+    encoder: Any = EnergonDatasetBuilder(config).data_module(DatasetBuildContext(1, 0, 0)).task_encoder
+    assert isinstance(encoder, Omni)
+    settings = dict(encoder.settings)
+    assert settings.pop("processor").chat_template is not None  # the tokenizer of tiny-llava, which has no other part
+    assert settings == {
+        "seq_length": 64,
+        "max_audio_duration": 10.0,
+        "num_mel_bins": 128,
+        "visual_keys": ("pixel_values",),
+        "temporal_patch_size": 2,
+        "video_fps": 1.0,
+        "video_nframes": 8,
+        "use_temporal_video_embedder": True,
+        "patch_dim": 16,
+        "collapse_image_tokens": False,
+        "pad_to_max_length": True,
+        "pad_to_multiple_of": 16,
+        **packing,
+    }
+
+
+def test_nemotron_omni_over_another_megatron_energon_is_refused(
+    dataset: Path, models: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    provide_omni(monkeypatch, type("NemotronOmniTaskEncoder", (), {}))
+    with pytest.raises(ConfigurationError, match="over the real megatron-energon: call energon_bridge.compat.install"):
+        iterators(declared(dataset, omni(models["llava"])))
+
+
+def test_values_that_nemotron_omni_refuses_are_named(
+    dataset: Path, models: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    provide_omni(monkeypatch, Omni)
+    wrong = replace(omni(models["llava"]), visual_keys=("pixels",))
+    with pytest.raises(ConfigurationError, match="NemotronOmniEnergonTaskEncoderConfig: visual_keys must be exactly"):
+        iterators(declared(dataset, wrong))
