@@ -1,13 +1,14 @@
 """Modules of another project's checkout, imported without all that the packages around them import.
 
-`scripts/bridge-encoders` and `scripts/nemo-tests` run files of Megatron-Bridge and NeMo unchanged, in an environment
-that has a few of their dependencies. A `Checkout` on `sys.meta_path` finds the files; packages are empty but for their
-folder, and modules that only lend a name to an annotation or a base class are made up.
+`scripts/bridge-encoders`, `scripts/nemo-tests` and `scripts/public-encoders` run files of other projects unchanged, in
+an environment that has a few of their dependencies. A `Checkout` on `sys.meta_path` finds the files; packages are empty
+but for their folder, and modules that only lend a name to an annotation or a base class are made up.
 """
 
 from __future__ import annotations
 
 import hashlib
+import io
 import types
 from collections.abc import Collection
 from importlib.machinery import ModuleSpec
@@ -59,3 +60,63 @@ def digest(tensor: Any) -> str:
     """Return what only an equal tensor has, type and shape included."""
     tensor = tensor.contiguous()
     return f"{tensor.dtype} {tuple(tensor.shape)} {hashlib.sha1(tensor.numpy().tobytes()).hexdigest()}"
+
+
+PAD = "<|endoftext|>"
+SPECIAL = [PAD, "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+OMNI = ["<img>", "<image>", "</img>", "<so_embedding>", "<so_start>", "<so_end>"]
+
+
+def qwen_processor() -> Any:
+    """Return a processor of Qwen3-VL over a tokenizer of bytes, without torchvision: videos go as images."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen2VLImageProcessor, Qwen3VLProcessor
+
+    letters = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    bytewise = Tokenizer(models.BPE(vocab=letters, merges=[]))
+    bytewise.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    bytewise.decoder = decoders.ByteLevel()
+    bytewise.add_special_tokens([*SPECIAL, "<|placeholder|>", *OMNI])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bytewise, pad_token=PAD, eos_token="<|im_end|>")
+    template = (
+        "{% for turn in messages %}<|im_start|>{{ turn.role }}\n"
+        "{% if turn.content is string %}{{ turn.content }}{% else %}{% for part in turn.content %}"
+        "{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+        "{% elif part.type == 'video' %}<|vision_start|><|video_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}"
+        "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    )
+    images = Qwen2VLImageProcessor(min_pixels=28 * 28, max_pixels=28 * 28 * 16)
+
+    class Videos:
+        merge_size = images.merge_size
+
+        def __call__(self, videos: Any, **settings: Any) -> dict[str, Any]:
+            # Either videos, or a list of videos for each row of a batch; a video is a list of pictures.
+            videos = [video for one in videos for video in ([one] if one and not isinstance(one[0], list) else one)]
+            made = [images(images=None, videos=video, return_tensors="pt") for video in videos]
+            import torch
+
+            told = [types.SimpleNamespace(fps=2.0, frames_indices=list(range(len(video)))) for video in videos]
+            found = {name: torch.cat([one[name] for one in made]) for name in ("pixel_values_videos", "video_grid_thw")}
+            return found | {"video_metadata": told}
+
+    found: Any = Qwen3VLProcessor.__new__(Qwen3VLProcessor)
+    found.image_processor, found.tokenizer, found.video_processor = images, tokenizer, Videos()
+    found.chat_template = tokenizer.chat_template = template
+    for name in ("image_token", "video_token", "vision_start_token", "vision_end_token"):
+        token = f"<|{name.removesuffix('_token')}{'_pad' if 'vision' not in name else ''}|>"
+        setattr(found, name, token)
+        setattr(found, f"{name}_id", tokenizer.convert_tokens_to_ids(token))
+    return found
+
+
+def jpg(number: int) -> bytes:
+    """Return a picture that no other number has."""
+    import numpy as np
+    from PIL import Image
+
+    size = (28 + 28 * (number % 3), 56, 3)
+    pixels = np.random.Generator(np.random.PCG64(number)).integers(0, 256, size, np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "jpeg")
+    return file.getvalue()

@@ -247,7 +247,7 @@ def test_nemotron_omni_over_another_megatron_energon_is_refused(
     dataset: Path, models: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     provide_omni(monkeypatch, type("NemotronOmniTaskEncoder", (), {}))
-    with pytest.raises(ConfigurationError, match="over the real megatron-energon: call energon_bridge.compat.install"):
+    with pytest.raises(ConfigurationError, match="over the real megatron-energon: call"):
         iterators(declared(dataset, omni(models["llava"])))
 
 

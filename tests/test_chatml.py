@@ -214,6 +214,23 @@ class _Found:
         self.conversation = conversation
 
 
+def test_a_class_of_older_versions_knows_how_images_are_decoded(tmp_path: Path) -> None:
+    """Also in workers that make it anew, and each time it is opened."""
+    fields = "field_map: {imgs: 0.png, conversation: json}\n"
+    data = write(tmp_path / "data", OWN.format("Older") + fields, **{"0.png": png})
+
+    def found() -> list[str]:
+        kinds = []
+        for given, workers in ({"image_decode": "pil"}, 0), ({}, 0), ({"image_decode": "rgb8"}, 1):
+            config = WorkerConfig(rank=0, world_size=1, num_workers=workers)
+            settings = {"batch_size": None, "worker_config": config, "trust_remote_code": True, **given}
+            sample = next(iter(loading.get_loader(loading.get_val_dataset(data, **settings))))
+            kinds.append(f"{type(sample.imgs).__name__} {getattr(sample.imgs, 'dtype', '')}")
+        return kinds
+
+    assert under_dropin(found) == ["Image ", "Tensor torch.float32", "ndarray uint8"]
+
+
 def test_a_class_with_its_own_load_sample_runs(tmp_path: Path) -> None:
     data = write(tmp_path / "data", OWN.format("Shouted") + "field_map: {conversation: json}\n")
     found = under_dropin(lambda: [sample.conversation for sample in samples(data, **TRUST)])

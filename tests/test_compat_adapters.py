@@ -128,7 +128,10 @@ def test_wrappers_that_mean_nothing_are_refused(path: Path) -> None:
         with pytest.raises(NotProvidedError, match="in this place"):
             loading.get_loader(wrong)
     with pytest.raises(NotProvidedError, match="blend_epochized"):
-        wrapped.RepeatDataset(val(path), repeats=2)
+        loading.get_loader(wrapped.RepeatDataset(val(path), repeats=2))
+    for built in (wrapped.BlendDataset((val(path), 1.0)), wrapped.ShuffleBufferDataset(val(path), 4)):
+        with pytest.raises(NotProvidedError, match="around a dataset that is built already"):
+            loading.get_loader(built)
 
 
 # Preparing -----------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 import threading
 from collections import Counter
 from contextlib import closing
@@ -24,6 +25,7 @@ from energon_bridge import (
     register_joiner,
 )
 from energon_bridge.prepare import parse_patterns, prepare_dataset
+from energon_bridge.prepare.lint import lint_dataset, lint_parts
 from energon_bridge.testing import write_shard
 
 KEYS = [f"{number:03d}" for number in range(40)]
@@ -88,6 +90,25 @@ def trained(folder: Path, name: str, **kwargs: Any) -> Any:
     settings: dict[str, Any] = {"batch_size": 2, "shuffle_buffer_size": 7, "max_samples_per_sequence": 3}
     settings |= {"worker_config": config_of(1, 0), "trust_remote_code": True}
     return get_train_dataset(folder / f"{name}.yaml", task_encoder=DefaultTaskEncoder(), **settings | kwargs)
+
+
+def test_a_loader_may_hand_on_what_the_reader_sets(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "a", tmp_path / "a")
+    code = (
+        "def sample_loader(parts):\n"
+        "    return {**{name: parts[name] for name in ('__restore_key__', '__sources__')}, '__subflavors__': 'other',\n"
+        "            '__key__': 'my ' + parts['__key__'], 'text': 'a'}\n"
+    )
+    (tmp_path / "a" / ".nv-meta" / "code.py").write_text(code)
+    config = config_of(1, 0)
+    dataset = get_train_dataset(tmp_path / "a", batch_size=1, worker_config=config, trust_remote_code=True)
+    batch = next(iter(get_savable_loader(dataset)))
+    assert batch.__key__[0].startswith("my ")
+    assert batch.__subflavors__[0] == {}
+    assert batch.__restore_key__ != [()]
+    assert batch.__sources__[0].shard_name in dataset.leaves[0].dataset.shard_names
+    (train,), _ = lint_parts(tmp_path / "a", trust_remote_code=True)
+    assert [report.problems for report in lint_dataset(train)] == [()] * 3
 
 
 RESUMES = [((1, 0), 7, (4, 2)), ((4, 1), 3, (3, 0)), ((2, 3), 2, (1, 0))]

@@ -24,6 +24,8 @@ from energon_bridge.storage import open_store
 
 _MAKING: ContextVar[bool] = ContextVar("energon_bridge_making", default=False)
 """Whether a dataset class is being made for a dataset.yaml that names it."""
+IMAGE_DECODE: ContextVar[str] = ContextVar("energon_bridge_image_decode", default="torchrgb")
+"""The `image_decode=` of the builder that is opening datasets; classes written for versions before 6 read it."""
 _ENCODERS: Any = type("_EncodersDecoder", (), {"__repr__": lambda self: "<the task encoder's decoder>"})()
 """Stands for the decoder of the task encoder, which a dataset class is given."""
 _NOT_RUN = ("build", "__iter__", "__len__", "shard_workers", "slice_workers", "split_samples_to_workers")
@@ -66,6 +68,7 @@ class BaseWebdatasetFactory(BaseCoreDatasetFactory, WebdatasetPreparator):
         if sample_type is not None:
             self.__sample_type__ = sample_type
         self.path = path
+        self.image_decode = IMAGE_DECODE.get()
         self.subflavors = dict(subflavors or {})
         decoder = _ENCODERS if decoder is DEFAULT_DECODER else decoder  # the default of derived classes, not a wish
         self._decoder = decoder if auto_decode else None
@@ -117,13 +120,17 @@ class DatasetCode:
         subflavors: Those that the class sets.
     """
 
-    def __init__(self, module: str, name: str, path: str, document: dict[str, Any]) -> None:
-        self._made_of = (module, name, path, document)
+    def __init__(
+        self, module: str, name: str, path: str, document: dict[str, Any], image_decode: str | None = None
+    ) -> None:
+        image_decode = IMAGE_DECODE.get() if image_decode is None else image_decode
+        self._made_of = (module, name, path, document, image_decode)
         cls: Any = importlib.import_module(module)
         for part in name.split("."):
             cls = getattr(cls, part)
         arguments = {key: value for key, value in document.items() if key not in ("__module__", "__class__")}
         token = _MAKING.set(True)
+        of_images = IMAGE_DECODE.set(image_decode)
         try:
             self._dataset = made = cls(EPath(path), **arguments)
             self._own_decoder = made._decoder
@@ -136,6 +143,7 @@ class DatasetCode:
             ) from error
         finally:
             _MAKING.reset(token)
+            IMAGE_DECODE.reset(of_images)
         self.sample_type = made.__sample_type__
         self.decodes = self._own_decoder is not _ENCODERS
 

@@ -7,14 +7,14 @@ each returns what a loader takes. You can take a mix apart this way, but not put
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from fractions import Fraction
 from typing import Any
 
 from energon_bridge.compat import loading
 from energon_bridge.compat.dataset_classes import BaseCoreDatasetFactory
+from energon_bridge.compat.encoders import DatasetBlendMode
 from energon_bridge.compat.epath import EPath
 from energon_bridge.compat.preparing import prepare_metadataset
 from energon_bridge.compat.refused import not_provided
@@ -110,14 +110,6 @@ def _open(function: str, path: Any, settings: dict[str, Any], kwargs: dict[str, 
     return loading.get_val_dataset(path, **settings)
 
 
-class DatasetBlendMode(Enum):
-    """The meaning of the numbers in a mix."""
-
-    NONE = "none"
-    DATASET_WEIGHT = "dataset_weight"
-    SAMPLE_REPETITIONS = "sample_repetitions"
-
-
 _MODES = {"weights": DatasetBlendMode.DATASET_WEIGHT, "repetitions": DatasetBlendMode.SAMPLE_REPETITIONS}
 
 
@@ -130,6 +122,11 @@ class LoadedDataset:
     repetitions: float | int | None = None
     aux: dict[str, FileStore] | None = None
 
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the dataset and its number, as the pairs were that versions before 6 had."""
+        yield self.dataset
+        yield self.repetitions if self.weight is None else self.weight
+
 
 @dataclass
 class LoadedDatasetList:
@@ -137,6 +134,30 @@ class LoadedDatasetList:
 
     datasets: list[LoadedDataset]
     blend_mode: DatasetBlendMode = DatasetBlendMode.NONE
+
+
+def loaded_datasets(whole: DatasetSpec) -> LoadedDatasetList:
+    """Return the datasets of a mix one by one, with what it says of each."""
+    mix = whole.mix
+    weights: Sequence[float | None] = [None] * len(whole.leaves)
+    if mix.mode == "weights":
+        weights = mix.weights_at(0, [leaf.num_samples for leaf in whole.leaves])
+    stores = StorePool(None)
+    parts = zip(whole.leaves, mix.leaves, weights, strict=True)
+    return LoadedDatasetList(
+        [
+            LoadedDataset(
+                dataset=OpenedDataset(
+                    dataclasses.replace(whole, leaves=(leaf,), mix=dataclasses.replace(mix, leaves=(described,)))
+                ),
+                weight=weight,
+                repetitions=_number(described.repetitions),
+                aux={name: stores.open(ref) for name, ref in leaf.aux.items()} or None,
+            )
+            for leaf, described, weight in parts
+        ],
+        _MODES.get(mix.mode, DatasetBlendMode.NONE),
+    )
 
 
 @dataclass
@@ -179,26 +200,7 @@ class DatasetLoaderInterface:
         settings |= self._settings
         kwargs |= {"subset": subset, _SHUFFLE: shuffle_over_epochs_multiplier}
         whole = _open("get_datasets", self._source, settings, kwargs, training=training)
-        mix = whole.mix
-        weights: Sequence[float | None] = [None] * len(whole.leaves)
-        if mix.mode == "weights":
-            weights = mix.weights_at(0, [leaf.num_samples for leaf in whole.leaves])
-        stores = StorePool(None)
-        parts = zip(whole.leaves, mix.leaves, weights, strict=True)
-        return LoadedDatasetList(
-            [
-                LoadedDataset(
-                    dataset=OpenedDataset(
-                        dataclasses.replace(whole, leaves=(leaf,), mix=dataclasses.replace(mix, leaves=(described,)))
-                    ),
-                    weight=weight,
-                    repetitions=_number(described.repetitions),
-                    aux={name: stores.open(ref) for name, ref in leaf.aux.items()} or None,
-                )
-                for leaf, described, weight in parts
-            ],
-            _MODES.get(mix.mode, DatasetBlendMode.NONE),
-        )
+        return loaded_datasets(whole)
 
     def traverse(self, mds_path: Any = None, *, split_part: str) -> list[TraversedDatasetReference]:
         """Return what the mix says of its datasets; raises NotImplementedError if it has a join."""

@@ -102,6 +102,8 @@ class _Maker(Loader):
                 value = table.resolve(attribute, elsewhere[attribute])
             elif attribute.removesuffix("_command") in commands:
                 value = table.resolve("command", commands[attribute.removesuffix("_command")])
+            elif attribute in table.OLDER:
+                value = table.older(attribute)
             else:
                 raise AttributeError(f"{module.__name__} of energon_bridge.compat has no {attribute!r}: {_HINT}")
             setattr(module, attribute, value)

@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from energon_bridge import datasets
-from energon_bridge.compat import av
+from energon_bridge.compat import av, encoders
+from energon_bridge.compat.dataset_classes import IMAGE_DECODE
 from energon_bridge.compat.epath import EPath
 from energon_bridge.compat.finder import trusted
 from energon_bridge.compat.refused import not_provided
@@ -30,13 +31,6 @@ from energon_bridge.task_encoder import DefaultTaskEncoder, SampleDecoder
 
 logger = logging.getLogger(__name__)
 
-_PIPELINE_HOOKS = (
-    "build_batch",
-    "build_cook_crude_sample",
-    "build_encode_sample",
-    "build_train_datasets",
-    "build_val_datasets",
-)
 _DECODER_ARGUMENTS = ("image_decode", "av_decode", "video_decode_audio")
 
 
@@ -136,6 +130,7 @@ def _translated(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     if ours.pop("handler", None) is not None:
         logger.warning("handler= has no effect in megatron-energon either; use WorkerConfig(global_error_handler=…)")
     decoder = {name: ours.pop(name) for name in _DECODER_ARGUMENTS if name in ours}
+    IMAGE_DECODE.set(decoder.get("image_decode", "torchrgb"))
     if not ours.pop("auto_decode", True):
         ours["task_encoder"] = with_decoder(encoder, None)
     elif decoder:
@@ -161,7 +156,9 @@ def with_decoder(encoder: Any, decoder: Any) -> Any:
 
 
 def _refuse_pipeline_hooks(encoder: Any) -> None:
-    for name in _PIPELINE_HOOKS:
+    if isinstance(encoder, encoders.DefaultTaskEncoder):
+        return  # `hooks` runs them
+    for name in encoders.HOOKS:
         if getattr(encoder, name, None) is not None:
             raise not_provided(
                 f"overriding {name} ({type(encoder).__qualname__})",

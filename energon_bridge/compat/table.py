@@ -45,10 +45,11 @@ _ELSEWHERE = {
 }
 
 _ADAPTERS = {
-    "loading": ("get_loader", "get_savable_loader", "get_train_dataset", "get_val_dataset"),
+    "encoders": ("DatasetBlendMode", "DefaultTaskEncoder"),
+    "hooks": ("get_train_dataset", "get_val_dataset", "get_val_datasets"),
+    "loading": ("get_loader", "get_savable_loader"),
     "worker": ("SampleException", "WorkerConfig", "log_exception", "reraise_exception"),
     "factories": (
-        "DatasetBlendMode",
         "DatasetLoader",
         "DatasetLoaderInterface",
         "LoadedDataset",
@@ -57,7 +58,6 @@ _ADAPTERS = {
         "MetadatasetV2",
         "TraversedDatasetReference",
         "get_dataset_from_config",
-        "get_val_datasets",
         "load_dataset",
         "traverse_metadataset",
     ),
@@ -82,7 +82,15 @@ _ADAPTERS = {
     "printing": ("default_get_batch_keys", "format_sample_compact", "format_sample_detailed"),
     "av": ("AVDecoder", "AV_DECODE_AVAILABLE", "DEFAULT_DECODER", "SampleDecoder"),
     "cache_pool": ("FileStoreCachePool",),
-    "wrapped": ("EpochizeDataset", "LimitDataset", "RepeatDataset", "SavableDataset"),
+    "wrapped": (
+        "BlendDataset",
+        "ConcatDataset",
+        "EpochizeDataset",
+        "LimitDataset",
+        "RepeatDataset",
+        "SavableDataset",
+        "ShuffleBufferDataset",
+    ),
     "records": (
         "DataclassForkMixin",
         "ExtendableDataclassMixin",
@@ -141,6 +149,8 @@ _FACTORIES = (
     "JoinedWebdatasetFactory",
     "StandardWebdatasetFactory",
 )
+OLDER = {"VideoData": "annotate with energon_bridge.av.AVDecoder, which videos are since version 6"}
+"""Names that older versions have, and programs import for annotations; what to use instead."""
 _STATE_ADVICE = "states of megatron-energon unpickle to it, and loaders refuse them by name: begin with `start_at=`"
 
 
@@ -199,6 +209,11 @@ def resolve(name: str, module: str) -> Any:
     target, _, attribute = entry.target.partition(":")
     value = getattr(import_module(target), attribute)
     return _factory(name, value) if _is_factory(name) else value
+
+
+def older(name: str) -> Any:
+    """Return the class that a name of an older version stands for; it raises when used."""
+    return _refuse(name, OLDER[name])
 
 
 @cache
@@ -268,8 +283,6 @@ ADVICE = {
     # Dataset wrappers
     "BaseWrapperDataset": _WRAPPERS + "say what becomes of samples by the hooks of a task encoder",
     "BatchDataset": _WRAPPERS + "batch by get_train_dataset(batch_size=…) and the task encoder's `batch`",
-    "BlendDataset": _WRAPPERS + "mix by a metadataset, energon_bridge.Blender or a list of (path, weight) pairs",
-    "ConcatDataset": _WRAPPERS + "list datasets under `concat` of a metadataset; validation of a mix does so by itself",
     "FilterDataset": _WRAPPERS + "raise SkipSample in a hook of the task encoder",
     "GcDataset": "garbage is collected as Python does it, and nothing needs to be frozen",
     "GcFreezeError": "garbage is collected as Python does it, and nothing is frozen that could be missing",
@@ -280,7 +293,6 @@ ADVICE = {
     "MixBatchDataset": _WRAPPERS + "blend before batching; homogeneous_concat_mix joins batches",
     "PackingDataset": _WRAPPERS + "pass packing_buffer_size and override select_samples_to_pack, pack_selected_samples",
     "SavableSampleBuffer": "what waits to be packed or batched is in the loader's state as references",
-    "ShuffleBufferDataset": _WRAPPERS + "pass get_train_dataset(shuffle_buffer_size=…)",
     "WatchdogDataset": "pass get_savable_loader(watchdog_timeout_seconds=…)",
     "SampleIndex": "ask the task encoder's current_sample_index",
     "get_sample_restore_key": "read sample.__restore_key__",

@@ -1,7 +1,8 @@
-"""`RepeatDataset`, `LimitDataset` and `EpochizeDataset`: the wrappers that trainers put around datasets.
+"""`RepeatDataset`, `LimitDataset`, `EpochizeDataset` and others: wrappers that programs put around datasets.
 
 Megatron-LM's multimodal example validates on `LimitDataset(RepeatDataset(dataset), length=…)`: a fixed number of steps,
 repeating the dataset if it is shorter. A wrapper only describes what it holds; `make_loader` combines the descriptions.
+Those that mix and shuffle are for `build_…` hooks of a task encoder, which `hooks` reads.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from energon_bridge.loader.savable import SavableDataLoader
 from energon_bridge.loader.spec import DATASET_IS_NO_LOADER, DatasetSpec
 
 
-class _Wrapper:
+class Wrapper:
     """A dataset with a description attached."""
 
     def __init__(self, dataset: Any, *, worker_config: Any = None) -> None:
-        if not isinstance(dataset, (DatasetSpec, _Wrapper)):
+        if not isinstance(dataset, (DatasetSpec, Wrapper)):
             raise ConfigurationError(
                 f"{type(self).__name__}: expected what get_train_dataset or get_val_dataset return, got {dataset!r}"
             )
@@ -43,7 +44,7 @@ class _AnyDataset(Refusing):
     """The metaclass of `SavableDataset`: all datasets are instances of it, though none is created by it."""
 
     def __instancecheck__(self, instance: Any) -> bool:
-        return self is SavableDataset and isinstance(instance, (DatasetSpec, _Wrapper))
+        return self is SavableDataset and isinstance(instance, (DatasetSpec, Wrapper))
 
 
 class SavableDataset(metaclass=_AnyDataset):
@@ -53,12 +54,12 @@ class SavableDataset(metaclass=_AnyDataset):
     __advice__ = "there are no dataset wrappers to put together; say what becomes of samples by hooks of a task encoder"
 
 
-class RepeatDataset(_Wrapper):
+class RepeatDataset(Wrapper):
     """Repeats a dataset; no effect on training, which never ends by itself.
 
     Args:
         dataset: The dataset.
-        repeats: None: forever. A number raises NotProvidedError: use `blend_epochized`.
+        repeats: None: forever. A number is for `build_…` hooks, and should be what the mix says.
         restart, worker_config: No effect.
     """
 
@@ -66,11 +67,10 @@ class RepeatDataset(_Wrapper):
         self, dataset: Any, *, repeats: float | None = None, restart: bool = True, worker_config: Any = None
     ) -> None:
         super().__init__(dataset)
-        if repeats is not None:
-            raise not_provided(f"RepeatDataset(repeats={repeats})", "use `blend_epochized` with repetitions")
+        self.repeats = repeats
 
 
-class LimitDataset(_Wrapper):
+class LimitDataset(Wrapper):
     """Ends a pass over a dataset after `length` steps; the next pass over validation data starts over."""
 
     def __init__(
@@ -83,7 +83,7 @@ class LimitDataset(_Wrapper):
         return min(self.length, len(self.dataset)) if _ends(self.dataset) else self.length
 
 
-class EpochizeDataset(_Wrapper):
+class EpochizeDataset(Wrapper):
     """Ends an iterator over training data after `length` steps; the next one continues."""
 
     def __init__(self, dataset: Any, length: int, *, worker_config: Any = None) -> None:
@@ -94,6 +94,30 @@ class EpochizeDataset(_Wrapper):
         return self.length
 
 
+class ShuffleBufferDataset(Wrapper):
+    """Shuffles samples in a buffer; for `build_…` hooks."""
+
+    def __init__(self, dataset: Any, size: int, *, worker_config: Any = None) -> None:
+        super().__init__(dataset)
+        self.size = size
+
+
+class BlendDataset(Wrapper):
+    """Draws from datasets by weights; for `build_…` hooks."""
+
+    def __init__(self, *dataset_weights: tuple[Any, float], worker_config: Any = None) -> None:
+        super().__init__(dataset_weights[0][0])
+        self.parts = dataset_weights
+
+
+class ConcatDataset(Wrapper):
+    """One dataset after the other; for `build_…` hooks."""
+
+    def __init__(self, *datasets: Any, worker_config: Any = None) -> None:
+        super().__init__(datasets[0])
+        self.parts = tuple((dataset, 1.0) for dataset in datasets)
+
+
 def make_loader(dataset: Any, **kwargs: Any) -> SavableDataLoader:
     """Return a loader for a wrapped dataset; `kwargs` are those of `get_savable_loader`.
 
@@ -102,9 +126,19 @@ def make_loader(dataset: Any, **kwargs: Any) -> SavableDataLoader:
     """
     limit: int | None = None
     repeated = False
-    while isinstance(dataset, _Wrapper):
+    while isinstance(dataset, Wrapper):
         if isinstance(dataset, RepeatDataset):
+            if dataset.repeats is not None:
+                raise not_provided(
+                    f"RepeatDataset(repeats={dataset.repeats})", "use `blend_epochized` with repetitions"
+                )
             repeated = True
+        elif isinstance(dataset, BlendDataset | ConcatDataset | ShuffleBufferDataset):
+            raise not_provided(
+                f"{type(dataset).__name__} around a dataset that is built already",
+                "mix by a metadataset, energon_bridge.Blender or a list of (path, weight) pairs, and pass "
+                "shuffle_buffer_size= to get_train_dataset",
+            )
         elif isinstance(dataset, LimitDataset) and not repeated:
             limit = dataset.length if limit is None else min(limit, dataset.length)
         elif isinstance(dataset, EpochizeDataset) and not repeated and not _is_finite(dataset.dataset):
@@ -134,6 +168,6 @@ def _ends(dataset: Any) -> bool:
 
 
 def _is_finite(dataset: Any) -> bool:
-    while isinstance(dataset, _Wrapper):
+    while isinstance(dataset, Wrapper):
         dataset = dataset.dataset
     return bool(dataset.finite)

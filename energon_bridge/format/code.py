@@ -7,7 +7,7 @@ its source text, because its file is no importable module.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -75,3 +75,11 @@ def untrusted(root: str, what: str) -> UntrustedCodeError:
     return UntrustedCodeError(
         f"{root}: {what} is code that this dataset wants to run. If you trust it, pass trust_remote_code=True."
     )
+
+
+def fields_of(made: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a sample loader made, without the fields that the reader sets; loaders hand them on, or not."""
+    return {name: value for name, value in made.items() if name not in _SET_BY_READER}
+
+
+_SET_BY_READER = frozenset({"__restore_key__", "__sources__", "__subflavors__"})

@@ -18,6 +18,7 @@ from typing import Any, Literal
 import numpy as np
 
 from energon_bridge.errors import ConfigurationError, EnergonError, MetadataError, SampleError
+from energon_bridge.format.code import fields_of
 from energon_bridge.format.columns import (
     COLUMNS_INDEX,
     Column,
@@ -239,7 +240,7 @@ def _rows_of_shard(
         try:
             key, parts = parse_sample(data, where=where)
             where = f"{dataset.store.url(dataset.shard_names[shard])}, key {key!r}"
-            value = function(_sample(dataset, decode, key, parts))
+            value = function(_sample(dataset, decode, index, key, parts))
             rows.append(dict(value) if isinstance(value, Mapping) else {name or "": value})
         except Exception as error:
             if missing is None:
@@ -259,7 +260,11 @@ def _rows_of_shard(
 
 
 def _sample(
-    dataset: PreparedDataset, decode: Callable[[str, memoryview], Any] | None, key: str, parts: dict[str, memoryview]
+    dataset: PreparedDataset,
+    decode: Callable[[str, memoryview], Any] | None,
+    index: int,
+    key: str,
+    parts: dict[str, memoryview],
 ) -> Any:
     if decode is None:
         return {"__key__": key, **{part: bytes(data) for part, data in parts.items()}}
@@ -272,7 +277,8 @@ def _sample(
     if dataset.field_map is not None:
         return dataset.sample_type(**{"__key__": key, **dataset.field_map(decoded)})
     if dataset.sample_loader is not None:
-        return dataset.sample_type(**{"__key__": key, **dataset.sample_loader({"__key__": key, **decoded})})
+        raw = {"__key__": key, "__restore_key__": ("Webdataset", index), "__sources__": (), **decoded}
+        return dataset.sample_type(**{"__key__": key, **fields_of(dataset.sample_loader(raw))})
     return CrudeSample({"__key__": key, **decoded})
 
 

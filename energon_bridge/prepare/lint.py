@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from energon_bridge.errors import DecodeError, EmptyDatasetError, EnergonError, FieldAccessError, UnknownSplitError
+from energon_bridge.format.code import fields_of
 from energon_bridge.format.dataset import PreparedDataset, open_dataset, read_index
 from energon_bridge.format.dataset_config import DatasetConfigs
 from energon_bridge.format.jsonl import PART, JsonlDataset, is_jsonl, open_jsonl, parse_line
@@ -190,8 +191,7 @@ def _check_sample(
             dataset.sample_type(**{"__key__": key, **dataset.field_map(decoded)})
         elif dataset.sample_loader is not None:
             raw = {"__key__": key, "__restore_key__": ("Webdataset", index), "__sources__": (), **decoded}
-            fields = dataset.sample_loader(raw)
-            dataset.sample_type(**{"__key__": key, **fields})
+            dataset.sample_type(**{"__key__": key, **fields_of(dataset.sample_loader(raw))})
     except FieldAccessError as error:
         missing = None if dataset.field_map is None else dataset.field_map.missing(decoded, parts)
         report(missing or error)

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from energon_bridge.errors import FatalSampleError
+from energon_bridge.format.code import fields_of
 from energon_bridge.format.dataset import PreparedDataset
 from energon_bridge.format.join import JoinedDataset
 from energon_bridge.format.tar import parse_sample
@@ -136,7 +137,7 @@ class CodeValues(SampleParser):
             made = dataset.sample_loader(values | meta | {"__shard__": source.shard_name})
             if made is None:
                 raise FatalSampleError("sample_loader returned None: return a dict of fields, or raise SkipSample")
-            made = dict(made)
+            made = fields_of(made)
             meta["__key__"] = made.pop("__key__", key)
             return dataset.sample_type(**meta, __subflavors__=dict(dataset.subflavors), **made)
         except FatalSampleError:

@@ -38,6 +38,17 @@ class Conversations(DefaultDecoderWebdatasetFactory[Conversation]):
             self._decoder = Decoder([imagehandler(spec), Lists()])
 
 
+class Older(DefaultDecoderWebdatasetFactory[Conversation]):
+    """Written for versions before 6, where the class knows how images are decoded."""
+
+    __sample_type__ = Conversation
+
+    def __init__(self, path: Any, *, auto_decode: bool = True, **kwargs: Any) -> None:
+        super().__init__(path, auto_decode=auto_decode, **kwargs)
+        if auto_decode:
+            self._decoder = Decoder([imagehandler(self.image_decode), Lists()])
+
+
 class Shouted(DefaultDecoderWebdatasetFactory[Conversation]):
     __sample_type__ = Conversation
 

@@ -1,0 +1,162 @@
+"""Builders that run the `build_…` hooks that a task encoder overrides, and do what they put together.
+
+A hook puts wrappers around datasets. What they say is read from the outside in, and compared with what the hooks of
+megatron-energon itself would put together. Other batch sizes, buffers, lengths and limits are taken; other weights,
+another order, or a wrapper that the engine does not know, is refused by name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from energon_bridge.compat import factories, loading
+from energon_bridge.compat.encoders import HOOKS, Batched, DefaultTaskEncoder, Encoded
+from energon_bridge.compat.factories import OpenedDataset
+from energon_bridge.compat.wrapped import (
+    BlendDataset,
+    ConcatDataset,
+    EpochizeDataset,
+    LimitDataset,
+    RepeatDataset,
+    ShuffleBufferDataset,
+    Wrapper,
+)
+from energon_bridge.errors import NotProvidedError
+from energon_bridge.loader.spec import DatasetSpec
+
+
+def get_train_dataset(path: Any, **kwargs: Any) -> DatasetSpec:
+    """Open a dataset for training: `energon_bridge.get_train_dataset` with megatron-energon's arguments."""
+    return _as_built(loading.get_train_dataset(path, **kwargs), kwargs.get("task_encoder"), "build_train_datasets")
+
+
+def get_val_dataset(path: Any, **kwargs: Any) -> DatasetSpec:
+    """Open a dataset for validation: `energon_bridge.get_val_dataset` with megatron-energon's arguments."""
+    return _as_built(loading.get_val_dataset(path, **kwargs), kwargs.get("task_encoder"), "build_val_datasets")
+
+
+def get_val_datasets(path: Any, **kwargs: Any) -> list[tuple[DatasetSpec, OpenedDataset]]:
+    """Open the datasets of a mix for validation one by one, each with its paths and subflavors."""
+    encoder = kwargs.get("task_encoder")
+    found = factories.get_val_datasets(path, **kwargs)
+    return [(_as_built(dataset, encoder, "build_val_datasets"), opened) for dataset, opened in found]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Built:
+    """What a hook put together.
+
+    Attributes:
+        sources: Place of each dataset in the mix, how often it comes (None: for ever), and its weight of 1.
+        settings: Fields of a `DatasetSpec`.
+    """
+
+    sources: tuple[tuple[int, float | None, float], ...]
+    joined: str
+    cycled: bool
+    settings: dict[str, Any]
+
+
+def _as_built(spec: DatasetSpec, encoder: Any, hook: str) -> DatasetSpec:
+    """Return the dataset as the hooks of its encoder put it together."""
+    if not isinstance(encoder, DefaultTaskEncoder) or not _overridden(encoder):
+        return spec
+    loaded = factories.loaded_datasets(dataclasses.replace(spec, batch_size=None, packing_buffer_size=None))
+    arguments: dict[str, Any] = {
+        "datasets": loaded.datasets,
+        "worker_config": spec.worker_config,
+        "batch_size": spec.batch_size,
+        "batch_drop_last": spec.batch_drop_last,
+        "packing_buffer_size": spec.packing_buffer_size,
+    }
+    if hook == "build_val_datasets":
+        arguments["limit"] = spec.limit
+    else:
+        arguments["virtual_epoch_length"] = spec.virtual_epoch_length or 0
+        arguments["shuffle_buffer_size"] = spec.shuffle_buffer_size or None
+        arguments |= {"blend_mode": loaded.blend_mode, "repeat": not spec.finite}
+    built = _read(getattr(encoder, hook)(**arguments), spec, encoder)
+    expected = _read(getattr(DefaultTaskEncoder, hook)(DefaultTaskEncoder(), **arguments), spec, encoder)
+    for name in ("sources", "joined", "cycled"):
+        there, here = getattr(built, name), getattr(expected, name)
+        if not _same(there, here):
+            raise _refused(encoder, f"its datasets are {_told(built)}, where the mix says {_told(expected)}")
+    changed = {name: value for name, value in built.settings.items() if value != expected.settings[name]}
+    return dataclasses.replace(spec, **changed) if changed else spec
+
+
+def _overridden(encoder: DefaultTaskEncoder) -> bool:
+    return any(getattr(type(encoder), name) is not getattr(DefaultTaskEncoder, name) for name in HOOKS)
+
+
+def _read(made: Any, spec: DatasetSpec, encoder: Any) -> _Built:
+    """Read wrappers from the outside in."""
+    settings = {"virtual_epoch_length": None, "limit": None, "shuffle_buffer_size": 0}
+    while isinstance(made, EpochizeDataset | LimitDataset):
+        settings["virtual_epoch_length" if isinstance(made, EpochizeDataset) else "limit"] = made.length
+        made = made.dataset
+    batched = _expect(made, Batched, encoder)
+    settings |= {"batch_size": batched.batch_size, "batch_drop_last": batched.drop_last}
+    settings["packing_buffer_size"] = batched.packing_buffer_size
+    made = _expect(batched.dataset, Encoded, encoder).dataset
+    if isinstance(made, ShuffleBufferDataset):
+        settings["shuffle_buffer_size"], made = made.size, made.dataset
+    cycled = isinstance(made, RepeatDataset) and isinstance(made.dataset, BlendDataset | RepeatDataset)
+    if cycled:
+        made = made.dataset
+    parts = list(made.parts) if isinstance(made, BlendDataset | ConcatDataset) else [(made, 1.0)]
+    total = math.fsum(weight for _, weight in parts)
+    sources = []
+    for part, weight in parts:
+        repeats: float | None = 1
+        if isinstance(part, RepeatDataset):
+            repeats, part = part.repeats, part.dataset
+        place = _place(part, spec)
+        if place is None:
+            raise _refused(encoder, f"it put {type(part).__name__} in a place where a dataset of the mix is expected")
+        sources.append((place, repeats, weight / total if total else 0.0))
+    joined = type(made).__name__ if len(parts) > 1 else ""
+    return _Built(sources=tuple(sources), joined=joined, cycled=cycled, settings=settings)
+
+
+def _place(part: Any, spec: DatasetSpec) -> int | None:
+    """Return which leaf of the mix a dataset is, None if it is none."""
+    if not isinstance(part, DatasetSpec) or len(part.leaves) != 1:
+        return None
+    return next((place for place, leaf in enumerate(spec.leaves) if leaf is part.leaves[0]), None)
+
+
+def _expect(made: Any, kind: type[Wrapper], encoder: Any) -> Any:
+    if not isinstance(made, kind):
+        verb = "batched by build_batch" if kind is Batched else "encoded by build_encode_sample"
+        raise _refused(encoder, f"it put {type(made).__name__} in a place where samples {verb} are expected")
+    return made
+
+
+def _same(there: Any, here: Any) -> bool:
+    if not isinstance(there, tuple):
+        return bool(there == here)
+    return len(there) == len(here) and all(
+        one[:2] == other[:2] and math.isclose(one[2], other[2], rel_tol=1e-6, abs_tol=1e-12)
+        for one, other in zip(there, here, strict=True)
+    )
+
+
+def _told(built: _Built) -> str:
+    times: dict[float | None, str] = {None: "for ever", 1: "once"}
+    return ", ".join(
+        f"number {place} {times.get(repeats, f'{repeats} times')} with weight {weight:.4g}"
+        for place, repeats, weight in built.sources
+    ) + (f" ({built.joined}{', repeated' if built.cycled else ''})" if built.joined else "")
+
+
+def _refused(encoder: Any, found: str) -> Exception:
+    names = [name for name in HOOKS if getattr(type(encoder), name) is not getattr(DefaultTaskEncoder, name)]
+    return NotProvidedError(
+        f"{type(encoder).__qualname__} overrides {' and '.join(names)} in a way that has no counterpart in "
+        f"energon_bridge: {found}. Say a mix by a metadataset, a Blender or a dict, and what becomes of samples by the "
+        "other hooks of the task encoder."
+    )
