@@ -9,20 +9,22 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
 
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.loader import document as doc
+from energon_bridge.loader.bans import BannedSamples, checked_keys, named_keys
 from energon_bridge.loader.description import Description
 from energon_bridge.loader.fits import check_fits, check_lanes
 from energon_bridge.loader.listing import listing_of_pass
-from energon_bridge.loader.run_plan import deal_of_pass, draws_of_pass, plan_run
+from energon_bridge.loader.run_plan import deal_of_pass, draws_of_pass, plan_run, without_banned
 from energon_bridge.loader.streams import Start, Stream, WorkerFacts, open_stream
 from energon_bridge.loader.summary import leaf_rows
 from energon_bridge.mix import parse_weight
+from energon_bridge.plan.bans import Ban, with_ban
 from energon_bridge.plan.weights import ChangedWeights, GivenWeights, write_changes
 from energon_bridge.stream.finite import Listing
 from energon_bridge.stream.state import COLUMNS, COUNTERS, BufferedRefs, Counts, LaneBatch, LaneState
@@ -57,9 +59,11 @@ class Position:
         self.epoch_steps = 0
         self.lanes: dict[int, LaneState] = {}
         self._ends: tuple[int, int] = (-1, 0)
-        self._listing: tuple[int, Listing] | None = None
+        self._listing: tuple[int, Listing, Counts] | None = None
         self._counts = [[0] * len(COLUMNS) for _ in self.plan.leaves]
         self._changes: ChangedWeights = ()
+        self._bans: tuple[Ban, ...] = ()
+        self._banned = BannedSamples(data.leaves)
         self._parked: list[doc.State] = []
         self._parked_draws: dict[int, tuple[int, ...]] = {}
 
@@ -92,7 +96,7 @@ class Position:
         epoch = self.epoch if self._data.shuffled else 0
         if self._listing is None or self._listing[0] != epoch:
             listing, counts = listing_of_pass(self._data, self.plan, self._config, epoch, self.delivered)
-            self._listing = epoch, listing
+            self._listing = epoch, listing, counts
             self._add(counts)
         return self._listing[1]
 
@@ -187,29 +191,83 @@ class Position:
                 f"mode {self._data.mode!r}"
             )
         given = self._by_identity(weights)
-        lanes = self.plan.num_lanes
-        states = ((lane, self.lane_state(lane)) for lane in self.own_lanes)
-        first = max((s.draw + (s.taken > 0) - 1) * lanes + lane + 1 for lane, s in states)
-        if self._config.dp_size > 1 and from_draw is None:
-            if not torch.distributed.is_initialized():
-                raise ConfigurationError(
-                    "set_weights: give from_draw, the same on every rank; they cannot agree on one"
-                )
-            found: list[Any] = [None] * self._config.dp_size
-            torch.distributed.all_gather_object(found, first, group=self._config.data_parallel_group)
-            first = max(found)
-        start = first if from_draw is None else from_draw
-        if start < first:
-            raise ConfigurationError(
-                f"set_weights: global draw {start} has been delivered already; the first one that has not is {first}"
-            )
+        start = self._start_of("set_weights", from_draw)
         schedules = tuple(parse_weight(w, where="set_weights", field=f"weights[{i}]") for i, w in enumerate(given))
         changed = GivenWeights(schedules=schedules)
         if not any(weight for weight in changed.at(start)):
             raise ConfigurationError("set_weights: all weights are 0, so there is nothing to draw")
         kept = [(draw, weights) for draw, weights in self._changes if draw != start]
         self._changes = tuple(sorted([*kept, (start, changed)], key=lambda change: change[0]))
-        self.plan = plan_run(self._data, self._config, lanes, self._changes, self._blocks)
+        plan = plan_run(self._data, self._config, self.plan.num_lanes, self._changes, self._blocks)
+        self.plan = without_banned(plan, self._banned.of(self._bans))
+        return start
+
+    def _start_of(self, what: str, from_draw: int | None) -> int:
+        """Return the global draw from which a change holds: the given one, or the first that no rank has delivered."""
+        if from_draw is not None and (isinstance(from_draw, bool) or not isinstance(from_draw, int)):
+            raise ConfigurationError(f"{what}: from_draw must be the number of a global draw, got {from_draw!r}")
+        first = self._first_undelivered()
+        if not self._data.finite and self._config.dp_size > 1 and from_draw is None:
+            if not torch.distributed.is_initialized():
+                raise ConfigurationError(f"{what}: give from_draw, the same on every rank; they cannot agree on one")
+            found: list[Any] = [None] * self._config.dp_size
+            torch.distributed.all_gather_object(found, first, group=self._config.data_parallel_group)
+            first = max(found)
+        start = first if from_draw is None else from_draw
+        if start < first:
+            raise ConfigurationError(
+                f"{what}: global draw {start} has been delivered already; the first one that has not is {first}"
+            )
+        return start
+
+    def _first_undelivered(self) -> int:
+        """Return the first global draw that can still be changed, as far as this rank knows."""
+        data, lanes = self._data, self.plan.num_lanes
+        if not data.finite:
+            states = ((lane, self.lane_state(lane)) for lane in self.own_lanes)
+            return max((s.draw + (s.taken > 0) - 1) * lanes + lane + 1 for lane, s in states)
+        draws = draws_of_pass(data, self.plan, self.epoch)
+        if not data.shuffled:  # nothing depends on what was delivered, so that it may hold from the beginning
+            return draws.first
+        if data.listed:  # the rows of the pass that has begun are fixed
+            return draws.first + (draws.num_draws if self.microbatches else 0)
+        return draws.first + min(self.microbatches * data.rows, draws.num_draws)
+
+    # Bans ------------------------------------------------------------------------------------------------------------
+
+    def ban(self, keys: Iterable[str], from_draw: int | None, dataset: str | None, ignore_unknown: bool) -> int:
+        """Withdraw samples from a global draw on; return that draw."""
+        data, given, path = self._data, checked_keys(keys), dataset or ""
+        if data.kind == "finite":
+            if from_draw is not None:
+                raise ConfigurationError("ban: validation has no draws of a run: leave from_draw out")
+            if data.listed and self.microbatches:
+                if self.microbatches < self.end:
+                    raise ConfigurationError(
+                        "ban: the rows of this pass, which is packed or grouped, were fixed when it began: ban samples "
+                        "before a pass or after its end"
+                    )
+                self.rewind()
+        unknown = self._banned.check(given, path)
+        if unknown:
+            where = path or "the datasets of the mix"
+            text = f"ban: {len(unknown)} of {len(given)} keys are not in {where}: {named_keys(unknown)}"
+            if not ignore_unknown:
+                raise ConfigurationError(
+                    f"{text}. Nothing has been banned. Correct them (`energon which` shows keys), or pass "
+                    "ignore_unknown=True if they belong to datasets that this run does not read"
+                )
+            logger.warning(text)
+        start = self._start_of("ban", from_draw)
+        bans = with_ban(self._bans, Ban(start=start, keys=tuple(given), dataset=path))
+        if bans == self._bans:
+            return start
+        self._banned.check_left(bans)
+        self._bans = bans
+        self.plan = without_banned(self.plan, self._banned.of(bans))
+        if self._listing is not None and not self.microbatches:  # listed, and nothing of it delivered
+            self._add(Counts({leaf: [-number for number in row] for leaf, row in self._listing[2].items()}))
+            self._listing, self._ends = None, (-1, 0)
         return start
 
     def _by_identity(self, weights: Mapping[str, Any] | Sequence[Any]) -> list[Any]:
@@ -268,6 +326,7 @@ class Position:
             settings=dict(self.plan.settings),
             weights=write_changes(self._changes),
             changes=self._changes,
+            bans=self._bans,
             leaves=[*leaves, *self._parked],
             lanes=lanes,
             ranks=(1, self._config.dp_size) if self._data.finite else None,
@@ -302,12 +361,23 @@ class Position:
                 changes = ()
         if changes:
             plan = plan_run(data, config, num_lanes, changes, blocks)
-        self.plan, self.ownership, self._changes, self._blocks = plan, ownership, changes, blocks
+        bans = self._moved(saved)
+        self.plan = without_banned(plan, self._banned.of(bans))
+        self.ownership, self._changes, self._blocks, self._bans = ownership, changes, blocks, bans
         self.microbatches, self.epoch = microbatches, saved.epoch
         self.epoch_steps = saved.epoch_steps
         # Counts belong to the run: one rank carries what several had counted.
         own = saved.ranks == (1, config.dp_size) if data.finite else len(lanes) == len(self.own_lanes)
         self._take_over(saved.leaves, lanes, counts=own or config.dp_rank == 0, changed=bool(difference))
+
+    def _moved(self, saved: doc.SavedRun) -> tuple[Ban, ...]:
+        """Return the bans of a state, those of one dataset under the path that it has here."""
+        paths = {leaf.identity: leaf.dataset.path for leaf in self._data.leaves}
+        now = {row["path"]: paths[row["identity"]] for row in saved.leaves if row["identity"] in paths}
+        bans: tuple[Ban, ...] = ()
+        for ban in saved.bans:
+            bans = with_ban(bans, dataclasses.replace(ban, dataset=now.get(ban.dataset, ban.dataset)))
+        return bans
 
     def _take_over(self, saved: list[doc.State], lanes: dict[int, LaneState], *, counts: bool, changed: bool) -> None:
         """Give each leaf where it stood in the saved state; new ones start, and those that are gone are parked."""

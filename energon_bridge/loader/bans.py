@@ -1,0 +1,133 @@
+"""Bans of a run: the keys that a loader is given become the banned samples of its leaves, looked up once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from energon_bridge.errors import ConfigurationError, EmptyDatasetError, StorageError
+from energon_bridge.format.samples_by_key import samples_by_key
+from energon_bridge.mix.leaves import OpenLeaf
+from energon_bridge.plan.bans import Ban, LeafBans
+from energon_bridge.rng import IntArray
+from energon_bridge.storage import open_store
+
+_NAMED = 5
+_NONE = np.empty(0, dtype=np.int64)
+
+
+def load_keys(path: str | os.PathLike[str]) -> list[str]:
+    """Return the keys in a text file: one on each line; blank lines, and lines that begin with `#`, are left out.
+
+    Args:
+        path: Of the file, or its URL.
+
+    Raises:
+        StorageError: It cannot be read, or is not UTF-8.
+    """
+    where = os.fspath(path)
+    folder, _, name = (where if "://" in where else os.path.abspath(os.path.expanduser(where))).rpartition("/")
+    try:
+        text = open_store(folder or "/").read(name).decode()
+    except UnicodeDecodeError as error:
+        raise StorageError(f"{where}: a file of keys must be UTF-8 text, one key on each line ({error})") from error
+    lines = (line.strip() for line in text.splitlines())
+    return list(dict.fromkeys(line for line in lines if line and not line.startswith("#")))
+
+
+class BannedSamples:
+    """Looks the keys of bans up in the datasets of a mix; what it has found it keeps.
+
+    Args:
+        leaves: Of the mix.
+    """
+
+    def __init__(self, leaves: Sequence[OpenLeaf]) -> None:
+        self._leaves = leaves
+        self._known: dict[tuple[str, str, str], dict[str, IntArray]] = {}  # of each dataset, the keys asked for
+        self._last: tuple[Sequence[Ban], dict[str, LeafBans]] = (), {}
+
+    def of(self, bans: Sequence[Ban]) -> dict[str, LeafBans]:
+        """Return the banned samples of each leaf that has any, by its identity."""
+        if self._last[0] == bans:
+            return self._last[1]
+        found = {}
+        for leaf in self._leaves:
+            own = [ban for ban in bans if ban.dataset in ("", leaf.dataset.path)]
+            known = self._looked_up(leaf, dict.fromkeys(key for ban in own for key in ban.keys))
+            starts: dict[int, int] = {}
+            for ban in sorted(own, key=lambda ban: -ban.start):  # the first one counts
+                for key in ban.keys:
+                    starts |= dict.fromkeys(known[key][leaf.has(known[key])].tolist(), ban.start)
+            if starts:
+                samples, firsts = np.array(sorted(starts.items()), dtype=np.int64).T.copy()
+                found[leaf.identity] = LeafBans(samples=samples, starts=firsts)
+        self._last = bans, found
+        return found
+
+    def check(self, keys: Sequence[str], dataset: str) -> list[str]:
+        """Return the keys that no dataset (or not the one with a path) has.
+
+        Raises:
+            ConfigurationError: The mix has no dataset of that path.
+        """
+        leaves = [leaf for leaf in self._leaves if dataset in ("", leaf.dataset.path)]
+        if not leaves:
+            paths = ", ".join(sorted({leaf.dataset.path for leaf in self._leaves})[:_NAMED])
+            raise ConfigurationError(
+                f"ban: dataset={dataset!r} is not the path of a dataset of the mix, which has {paths}"
+            )
+        unknown = dict.fromkeys(keys)
+        for leaf in leaves:
+            known = self._looked_up(leaf, unknown)
+            unknown = {key: None for key in unknown if not leaf.has(known[key]).any()}
+        return list(unknown)
+
+    def check_left(self, bans: Sequence[Ban]) -> None:
+        """Refuse bans that leave nothing of the mix.
+
+        Raises:
+            EmptyDatasetError: They do.
+        """
+        banned = self.of(bans)
+        if all(
+            leaf.identity in banned and banned[leaf.identity].samples.size == leaf.num_samples for leaf in self._leaves
+        ):
+            total = sum(leaf.num_samples for leaf in self._leaves)
+            paths = ", ".join(sorted({leaf.dataset.path for leaf in self._leaves})[:_NAMED])
+            raise EmptyDatasetError(f"ban: nothing would be left of {paths}: all {total} samples would be banned")
+
+    def _looked_up(self, leaf: OpenLeaf, keys: Iterable[str]) -> dict[str, IntArray]:
+        """Return the samples of the dataset of a leaf by key, at least for the keys asked for."""
+        dataset = leaf.dataset
+        known = self._known.setdefault((dataset.path, dataset.split_part, dataset.fingerprint), {})
+        missing = [key for key in keys if key not in known]
+        found = samples_by_key(dataset, missing) if missing else {}
+        for key in missing:
+            known[key] = found.get(key, _NONE)
+        return known
+
+
+def checked_keys(keys: Iterable[str]) -> list[str]:
+    """Return keys as a list; refuse what is none.
+
+    Raises:
+        ConfigurationError: It is one string, or something in it is none, or empty.
+    """
+    if isinstance(keys, str | bytes) or not isinstance(keys, Iterable):
+        raise ConfigurationError(
+            f"ban: keys must be a list of sample keys, such as ['00017'], got {keys!r}; load_keys(FILE) reads a file"
+        )
+    given = list(keys)
+    wrong = next((key for key in given if not isinstance(key, str) or not key), None)
+    if wrong is not None:
+        raise ConfigurationError(f"ban: a sample key is a string that is not empty, got {wrong!r}")
+    return given
+
+
+def named_keys(keys: Sequence[str]) -> str:
+    """Name the first of some keys, and say how many there are."""
+    shown = ", ".join(map(repr, keys[:_NAMED]))
+    return shown if len(keys) <= _NAMED else f"{shown} and {len(keys) - _NAMED} more"
