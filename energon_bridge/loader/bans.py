@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from energon_bridge.errors import ConfigurationError, EmptyDatasetError, StorageError
 from energon_bridge.format.samples_by_key import samples_by_key
+from energon_bridge.loader.document import SavedRun
 from energon_bridge.mix.leaves import OpenLeaf
-from energon_bridge.plan.bans import Ban, LeafBans
+from energon_bridge.plan.bans import Ban, LeafBans, with_ban
 from energon_bridge.rng import IntArray
 from energon_bridge.storage import open_store
 
@@ -82,7 +84,7 @@ class BannedSamples:
         unknown = dict.fromkeys(keys)
         for leaf in leaves:
             known = self._looked_up(leaf, unknown)
-            unknown = {key: None for key in unknown if not leaf.has(known[key]).any()}
+            unknown = {key: None for key in unknown if not known[key].size}
         return list(unknown)
 
     def check_left(self, bans: Sequence[Ban]) -> None:
@@ -108,6 +110,16 @@ class BannedSamples:
         for key in missing:
             known[key] = found.get(key, _NONE)
         return known
+
+
+def moved_bans(saved: SavedRun, leaves: Sequence[OpenLeaf]) -> tuple[Ban, ...]:
+    """Return the bans of a state, those of a single dataset under the path that it has now."""
+    paths = {leaf.identity: leaf.dataset.path for leaf in leaves}
+    now = {row["path"]: paths[row["identity"]] for row in saved.leaves if row["identity"] in paths}
+    bans: tuple[Ban, ...] = ()
+    for ban in saved.bans:
+        bans = with_ban(bans, replace(ban, dataset=now.get(ban.dataset, ban.dataset)))
+    return bans
 
 
 def checked_keys(keys: Iterable[str]) -> list[str]:

@@ -9,14 +9,14 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
 
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.loader import document as doc
-from energon_bridge.loader.bans import BannedSamples, checked_keys, named_keys
+from energon_bridge.loader.bans import BannedSamples, checked_keys, moved_bans, named_keys
 from energon_bridge.loader.description import Description
 from energon_bridge.loader.fits import check_fits, check_lanes
 from energon_bridge.loader.listing import listing_of_pass
@@ -191,53 +191,43 @@ class Position:
                 f"mode {self._data.mode!r}"
             )
         given = self._by_identity(weights)
-        start = self._start_of("set_weights", from_draw)
+        lanes = self.plan.num_lanes
+        states = ((lane, self.lane_state(lane)) for lane in self.own_lanes)
+        first = max((s.draw + (s.taken > 0) - 1) * lanes + lane + 1 for lane, s in states)
+        if from_draw is None:
+            first = self._agreed("set_weights", first, max)
+        start = first if from_draw is None else from_draw
+        if start < first:
+            raise ConfigurationError(
+                f"set_weights: global draw {start} has been delivered already; the first one that has not is {first}"
+            )
         schedules = tuple(parse_weight(w, where="set_weights", field=f"weights[{i}]") for i, w in enumerate(given))
         changed = GivenWeights(schedules=schedules)
         if not any(weight for weight in changed.at(start)):
             raise ConfigurationError("set_weights: all weights are 0, so there is nothing to draw")
         kept = [(draw, weights) for draw, weights in self._changes if draw != start]
         self._changes = tuple(sorted([*kept, (start, changed)], key=lambda change: change[0]))
-        plan = plan_run(self._data, self._config, self.plan.num_lanes, self._changes, self._blocks)
+        plan = plan_run(self._data, self._config, lanes, self._changes, self._blocks)
         self.plan = without_banned(plan, self._banned.of(self._bans))
         return start
 
-    def _start_of(self, what: str, from_draw: int | None) -> int:
-        """Return the global draw from which a change holds: the given one, or the first that no rank has delivered."""
-        if from_draw is not None and (isinstance(from_draw, bool) or not isinstance(from_draw, int)):
-            raise ConfigurationError(f"{what}: from_draw must be the number of a global draw, got {from_draw!r}")
-        first = self._first_undelivered()
-        if not self._data.finite and self._config.dp_size > 1 and from_draw is None:
-            if not torch.distributed.is_initialized():
-                raise ConfigurationError(f"{what}: give from_draw, the same on every rank; they cannot agree on one")
-            found: list[Any] = [None] * self._config.dp_size
-            torch.distributed.all_gather_object(found, first, group=self._config.data_parallel_group)
-            first = max(found)
-        start = first if from_draw is None else from_draw
-        if start < first:
-            raise ConfigurationError(
-                f"{what}: global draw {start} has been delivered already; the first one that has not is {first}"
-            )
-        return start
-
-    def _first_undelivered(self) -> int:
-        """Return the first global draw that can still be changed, as far as this rank knows."""
-        data, lanes = self._data, self.plan.num_lanes
-        if not data.finite:
-            states = ((lane, self.lane_state(lane)) for lane in self.own_lanes)
-            return max((s.draw + (s.taken > 0) - 1) * lanes + lane + 1 for lane, s in states)
-        draws = draws_of_pass(data, self.plan, self.epoch)
-        if not data.shuffled:  # nothing depends on what was delivered, so that it may hold from the beginning
-            return draws.first
-        if data.listed:  # the rows of the pass that has begun are fixed
-            return draws.first + (draws.num_draws if self.microbatches else 0)
-        return draws.first + min(self.microbatches * data.rows, draws.num_draws)
+    def _agreed(self, what: str, own: int, choose: Callable[[list[int]], int]) -> int:
+        """Return the global draw that all ranks agree on, of those that each knows of its lanes."""
+        if self._data.finite or self._config.dp_size == 1:
+            return own
+        if not torch.distributed.is_initialized():
+            raise ConfigurationError(f"{what}: give from_draw, the same on every rank; they cannot agree on one")
+        found: list[Any] = [None] * self._config.dp_size
+        torch.distributed.all_gather_object(found, own, group=self._config.data_parallel_group)
+        return choose(found)
 
     # Bans ------------------------------------------------------------------------------------------------------------
 
     def ban(self, keys: Iterable[str], from_draw: int | None, dataset: str | None, ignore_unknown: bool) -> int:
         """Withdraw samples from a global draw on; return that draw."""
         data, given, path = self._data, checked_keys(keys), dataset or ""
+        if from_draw is not None and (isinstance(from_draw, bool) or not isinstance(from_draw, int) or from_draw < 0):
+            raise ConfigurationError(f"ban: from_draw must be the number of a global draw, got {from_draw!r}")
         if data.kind == "finite":
             if from_draw is not None:
                 raise ConfigurationError("ban: validation has no draws of a run: leave from_draw out")
@@ -258,7 +248,7 @@ class Position:
                     "ignore_unknown=True if they belong to datasets that this run does not read"
                 )
             logger.warning(text)
-        start = self._start_of("ban", from_draw)
+        start = self._first_banned(from_draw)
         bans = with_ban(self._bans, Ban(start=start, keys=tuple(given), dataset=path))
         if bans == self._bans:
             return start
@@ -287,6 +277,23 @@ class Position:
             raise ConfigurationError(f"set_weights got {len(weights)} weights for a mix of {len(leaves)} datasets")
         by_identity = {leaf.identity: weight for leaf, weight in zip(leaves, weights, strict=True)}
         return [by_identity[leaf.identity] for leaf in self._data.ordered]
+
+    def _first_banned(self, from_draw: int | None) -> int:
+        """Return the global draw from which a ban holds: by default the first that has not been delivered.
+
+        Lanes that are ahead of it have delivered some later ones, which stay delivered.
+        """
+        data, lanes = self._data, self.plan.num_lanes
+        if not data.finite:
+            first = min(self.lane_state(lane).draw * lanes + lane for lane in self.own_lanes)
+            return self._agreed("ban", first, min) if from_draw is None else from_draw
+        draws = draws_of_pass(data, self.plan, self.epoch)
+        if not data.shuffled:  # nothing depends on what was delivered, so that it may hold from the beginning
+            return draws.first
+        if data.listed:  # the rows of a pass that has begun are fixed
+            return max(from_draw or 0, draws.first + (draws.num_draws if self.microbatches else 0))
+        first = draws.first + min(self.microbatches * data.rows, draws.num_draws)
+        return first if from_draw is None else from_draw
 
     # State -----------------------------------------------------------------------------------------------------------
 
@@ -361,7 +368,7 @@ class Position:
                 changes = ()
         if changes:
             plan = plan_run(data, config, num_lanes, changes, blocks)
-        bans = self._moved(saved)
+        bans = moved_bans(saved, data.leaves)
         self.plan = without_banned(plan, self._banned.of(bans))
         self.ownership, self._changes, self._blocks, self._bans = ownership, changes, blocks, bans
         self.microbatches, self.epoch = microbatches, saved.epoch
@@ -369,15 +376,6 @@ class Position:
         # Counts belong to the run: one rank carries what several had counted.
         own = saved.ranks == (1, config.dp_size) if data.finite else len(lanes) == len(self.own_lanes)
         self._take_over(saved.leaves, lanes, counts=own or config.dp_rank == 0, changed=bool(difference))
-
-    def _moved(self, saved: doc.SavedRun) -> tuple[Ban, ...]:
-        """Return the bans of a state, those of one dataset under the path that it has here."""
-        paths = {leaf.identity: leaf.dataset.path for leaf in self._data.leaves}
-        now = {row["path"]: paths[row["identity"]] for row in saved.leaves if row["identity"] in paths}
-        bans: tuple[Ban, ...] = ()
-        for ban in saved.bans:
-            bans = with_ban(bans, dataclasses.replace(ban, dataset=now.get(ban.dataset, ban.dataset)))
-        return bans
 
     def _take_over(self, saved: list[doc.State], lanes: dict[int, LaneState], *, counts: bool, changed: bool) -> None:
         """Give each leaf where it stood in the saved state; new ones start, and those that are gone are parked."""

@@ -449,8 +449,9 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         Args:
             keys: Keys of samples as they are in the dataset; of a JSONL file the numbers of lines, of a join the keys
                 of its primary. `load_keys` reads them from a file.
-            from_draw: Global draw from which they are banned; default: the first one that no rank has delivered. (Of
-                passes that are packed or grouped: the first one of the next pass. Of validation: at once.)
+            from_draw: Global draw from which they are banned (of draws that were delivered, nothing is taken back);
+                default: the first one that has not been delivered. Passes that are packed or grouped: from the next
+                pass on. Validation takes none: there they are banned at once.
             dataset: Path of the only dataset in which they are banned; default: all.
             ignore_unknown: Warn of keys that no dataset has, and record them, instead of refusing all.
 
@@ -458,7 +459,7 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
             The global draw from which they are banned.
 
         Raises:
-            ConfigurationError: A key is unknown, or that draw has been delivered.
+            ConfigurationError: A key is unknown, or the ranks cannot agree on a draw.
             EmptyDatasetError: Nothing would be left.
         """
         before = self._position.plan

@@ -38,7 +38,7 @@ def leaf_rows(saved: SavedRun) -> list[State]:
 
 
 def summarize(document: State) -> State:
-    """Return what a state says as plain values: versions, position, lanes, settings, changed weights, bans and leaves."""
+    """Return what a state says as plain values: versions, position, lanes, settings, weights set, bans and leaves."""
     return _summary(document, read(document))
 
 
