@@ -156,7 +156,7 @@ def test_bans_are_elastic(data: Path, encoder: str, filtered: bool) -> None:
         mix, more = data / "text", {"filter": "number > 1 and number != 12"}  # type: ignore[assignment]
     dataset = train_dataset(mix, encoder, **more)  # type: ignore[arg-type]
     first = 4 * NUM_LANES + 7
-    later = (30 if encoder == "packing" else 9) * NUM_LANES  # beyond what the first leg draws
+    later = (40 if encoder == "packing" else 9) * NUM_LANES  # beyond what the first leg draws
     bans = [(["00003", "00011"], first, None), (["00005"], later, str(data / "text"))]
     (whole,) = loaders_of(dataset, 1, 0)
     for keys, start, path in bans:
