@@ -26,7 +26,6 @@ from engine import (
     text_dataset,
     train_dataset,
 )
-from forecasts import answer
 from keyed import BOTH, keyed_dataset, shards, shuffled
 from mixing import metadataset, mix_data, mixed
 
@@ -44,7 +43,6 @@ from energon_bridge import (
     get_val_dataset,
     load_keys,
 )
-from energon_bridge.cli.main import main
 from energon_bridge.errors import StepMismatchError
 from energon_bridge.loader.document import merge, read, sign
 from energon_bridge.loader.savable import SavableDataLoader
@@ -527,7 +525,7 @@ def test_a_run_of_which_nothing_is_left_ends(data: Path) -> None:
     }
 
 
-# Files, forecasts, other loaders --------------------------------------------------------------------------------------
+# Files, other loaders --------------------------------------------------------------------------------------
 
 
 def test_keys_are_read_from_a_file(tmp_path: Path) -> None:
@@ -539,62 +537,6 @@ def test_keys_are_read_from_a_file(tmp_path: Path) -> None:
         load_keys(path)
     with pytest.raises(Exception, match=r"gone\.txt"):
         load_keys(tmp_path / "gone.txt")
-
-
-def restore_keys(found: dict[str, Any]) -> list[list[tuple[Any, ...]]]:
-    return [[tuple(sample["restore_key"]) for sample in one["samples"]] for one in found["microbatches"]]
-
-
-@pytest.mark.parametrize("mix", ["one", "weights"])
-def test_which_names_what_is_delivered_before_and_after_a_state_with_bans(data: Path, tmp_path: Path, mix: str) -> None:
-    dataset = mixed(data, MIXES[mix], ENCODERS["default"]())
-    (loader,) = loaders_of(dataset, 1, 0)
-    batches = list(islice(loader, 2 * NUM_LANES))
-    assert loader.ban(KEYS[:2]) == 4 * NUM_LANES
-    batches += islice(loader, 42)
-    loader.ban(KEYS[2:], from_draw=160 * 2)
-    (tmp_path / "state.json").write_text(json.dumps(loader.save_state_rank()))
-    batches += islice(loader, 200)
-    steps = [0, 29, 30, 31, 54, 80, 89, 90, 95, 150, 289]
-    for step in (*steps, *reversed(steps)):
-        found = answer("which", tmp_path / "state.json", "--step", step)
-        assert restore_keys(found) == [[tuple(key) for key in batches[step].__restore_key__[3]]], step
-    whole = answer("which", tmp_path / "state.json", "--until", 290)
-    assert restore_keys(whole) == [[tuple(key) for key in batch.__restore_key__[3]] for batch in batches]
-    assert (
-        "Exact, but for banned samples that had come already"
-        in answer("which", tmp_path / "state.json", "--step", 3)["assumption"]
-    )
-
-
-@pytest.mark.parametrize("kind", ["passes", "finite"])
-def test_which_names_passes_without_banned_samples(data: Path, tmp_path: Path, kind: str) -> None:
-    dataset = validation(data) if kind == "finite" else train_dataset(data / "text", "default", repeat=False)
-    (loader,) = loaders_of(dataset, 1, 0)
-    loader.ban(KEYS)
-    (tmp_path / "state.json").write_text(json.dumps(loader.save_state_rank()))
-    found = [[tuple(key) for key in batch.__restore_key__[3]] for batch in loader if not is_masked(batch)]
-    named = [restore_keys(answer("which", tmp_path / "state.json", "--step", step))[0] for step in range(len(loader))]
-    assert [rows for rows in named if rows] == found
-    samples = answer("which", tmp_path / "state.json", "--step", 0)["microbatches"][0]["samples"]
-    assert [sample["row"] for sample in samples] == list(range(len(samples)))
-
-
-def test_a_checkpoint_shows_its_bans(data: Path, tmp_path: Path) -> None:
-    from click.testing import CliRunner
-
-    state = banned_state(data)
-    (tmp_path / "state.json").write_text(json.dumps(state))
-    (tmp_path / "none.json").write_text(
-        json.dumps(loaders_of(mixed(data, [(data / "a", 1), (data / "b", 1)]), 1, 0)[0].save_state_rank())
-    )
-    shown = CliRunner().invoke(main, ["checkpoint", "show", str(tmp_path / "state.json")]).output
-    assert "Banned from global draw 54 on, in all datasets: 2 keys: 00003, 00007\n" in shown
-    assert f"Banned from global draw 1,000 on, in {data / 'b'}: 1 keys: 00005\n" in shown
-    difference = CliRunner().invoke(
-        main, ["checkpoint", "diff", str(tmp_path / "none.json"), str(tmp_path / "state.json")]
-    )
-    assert "- banned: none\n+ banned: 2 keys from global draw 54 on, " in difference.output
 
 
 def test_through_the_dataloader_and_the_data_module(data: Path) -> None:
