@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import pickle
 import shutil
+import signal
 from collections import Counter
 from collections.abc import Sequence
 from itertools import islice
@@ -28,6 +31,7 @@ from engine import (
 )
 from keyed import BOTH, keyed_dataset, shards, shuffled
 from mixing import metadataset, mix_data, mixed
+from workers import worker_pids
 
 from energon_bridge import (
     ConfigurationError,
@@ -176,17 +180,24 @@ def test_bans_are_elastic(data: Path, encoder: str, filtered: bool) -> None:
 
 
 def test_real_workers_take_back_what_they_made_ahead(data: Path) -> None:
+    """Those that take the place of killed ones know the bans, too."""
     dataset = train_dataset(data / "text", "skipping")
     (whole,) = loaders_of(dataset, 1, 0)
-    (loader,) = loaders_of(dataset, 2 - 1, 2, kind=SavableDataLoader, prefetch_factor=3)
+    (loader,) = loaders_of(dataset, 1, 2, kind=SavableDataLoader, prefetch_factor=3)
+    runs = []
     for one in (whole, loader):
         found = [digest(batch) for batch in islice(one, 50)]
         start = one.ban(KEYS)
-        found += [digest(batch) for batch in islice(one, 100)]
-        one.close()
-        if one is whole:
-            expected, expected_start = found, start
-    assert (found, start) == (expected, expected_start)
+        found += [digest(batch) for batch in islice(one, 20)]
+        for worker in worker_pids():
+            os.kill(worker, signal.SIGKILL)
+        found += [digest(batch) for batch in islice(one, 80)]
+        runs.append((start, found))
+    assert loader.metrics()["worker_restarts"] > 0
+    loader.close()
+    assert runs[0] == runs[1]
+    copied = pickle.loads(pickle.dumps(loader.work(0, frozenset(), False)))  # as spawned workers get it
+    assert copied.position.plan.leaves[0].bans.samples.tolist() == sorted(NUMBERS)
 
 
 @pytest.mark.parametrize("encoder", ["default", "skipping", "several", "refusing"])

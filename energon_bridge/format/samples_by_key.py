@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -34,14 +34,16 @@ def samples_by_key(dataset: PreparedDataset | JoinedDataset, keys: Collection[st
         CorruptShardError: There is no key index, and a shard is damaged.
     """
     if isinstance(dataset, JoinedDataset):
-        found = samples_by_key(dataset.parts[0].dataset, keys)
+        key_of = {place: key for key, place in _places(dataset.parts[0].dataset, keys)}
         primary = dataset.rows[:, 0]
-        rows = {key: np.flatnonzero(np.isin(primary, samples)) for key, samples in found.items()}
-        return {key: of_key for key, of_key in rows.items() if of_key.size}
-    places: dict[str, list[int]] = {}
-    for key, place in _places(dataset, keys):
-        places.setdefault(key, []).append(place)
-    return {key: np.unique(np.array(of_key, dtype=np.int64)) for key, of_key in places.items()}
+        rows = np.flatnonzero(np.isin(primary, np.array(list(key_of), dtype=np.int64)))
+        found: Iterable[tuple[str, int]] = ((key_of[int(primary[row])], row) for row in rows.tolist())
+    else:
+        found = _places(dataset, keys)
+    samples: dict[str, list[int]] = {}
+    for key, sample in found:
+        samples.setdefault(key, []).append(sample)
+    return {key: np.unique(np.array(of_key, dtype=np.int64)) for key, of_key in samples.items()}
 
 
 def _places(dataset: PreparedDataset, keys: Collection[str]) -> Iterator[tuple[str, int]]:

@@ -17,7 +17,6 @@ from energon_bridge.rng import IntArray
 from energon_bridge.storage import open_store
 
 _NAMED = 5
-_NONE = np.empty(0, dtype=np.int64)
 
 
 def load_keys(path: str | os.PathLike[str]) -> list[str]:
@@ -48,7 +47,7 @@ class BannedSamples:
 
     def __init__(self, leaves: Sequence[OpenLeaf]) -> None:
         self._leaves = leaves
-        self._known: dict[tuple[str, str, str], dict[str, IntArray]] = {}  # of each dataset, the keys asked for
+        self._known: dict[tuple[str, str, str], tuple[set[str], dict[str, IntArray]]] = {}
         self._last: tuple[Sequence[Ban], dict[str, LeafBans]] = (), {}
 
     def of(self, bans: Sequence[Ban]) -> dict[str, LeafBans]:
@@ -56,16 +55,18 @@ class BannedSamples:
         if self._last[0] == bans:
             return self._last[1]
         found = {}
+        keys_of = [(ban, frozenset(ban.keys)) for ban in sorted(bans, key=lambda ban: -ban.start)]
         for leaf in self._leaves:
-            own = [ban for ban in bans if ban.dataset in ("", leaf.dataset.path)]
-            known = self._looked_up(leaf, dict.fromkeys(key for ban in own for key in ban.keys))
+            own = [(ban.start, keys) for ban, keys in keys_of if ban.dataset in ("", leaf.dataset.path)]
+            known = self._looked_up(leaf, frozenset().union(*(keys for _, keys in own)))
             starts: dict[int, int] = {}
-            for ban in sorted(own, key=lambda ban: -ban.start):  # the first one counts
-                for key in ban.keys:
-                    starts |= dict.fromkeys(known[key][leaf.has(known[key])].tolist(), ban.start)
-            if starts:
-                samples, firsts = np.array(sorted(starts.items()), dtype=np.int64).T.copy()
-                found[leaf.identity] = LeafBans(samples=samples, starts=firsts)
+            for start, keys in own:  # the first ban of a sample comes last, and counts
+                for key in known.keys() & keys:
+                    starts |= dict.fromkeys(known[key].tolist(), start)
+            samples, firsts = np.array(sorted(starts.items()), dtype=np.int64).reshape(-1, 2).T
+            here = leaf.has(samples)
+            if here.any():
+                found[leaf.identity] = LeafBans(samples=samples[here], starts=firsts[here])
         self._last = bans, found
         return found
 
@@ -81,11 +82,10 @@ class BannedSamples:
             raise ConfigurationError(
                 f"ban: dataset={dataset!r} is not the path of a dataset of the mix, which has {paths}"
             )
-        unknown = dict.fromkeys(keys)
+        unknown = frozenset(keys)
         for leaf in leaves:
-            known = self._looked_up(leaf, unknown)
-            unknown = {key: None for key in unknown if not known[key].size}
-        return list(unknown)
+            unknown -= self._looked_up(leaf, unknown).keys()
+        return [key for key in dict.fromkeys(keys) if key in unknown]
 
     def check_left(self, bans: Sequence[Ban]) -> None:
         """Refuse bans that leave nothing of the mix.
@@ -101,14 +101,15 @@ class BannedSamples:
             paths = ", ".join(sorted({leaf.dataset.path for leaf in self._leaves})[:_NAMED])
             raise EmptyDatasetError(f"ban: nothing would be left of {paths}: all {total} samples would be banned")
 
-    def _looked_up(self, leaf: OpenLeaf, keys: Iterable[str]) -> dict[str, IntArray]:
-        """Return the samples of the dataset of a leaf by key, at least for the keys asked for."""
+    def _looked_up(self, leaf: OpenLeaf, keys: frozenset[str]) -> dict[str, IntArray]:
+        """Return the samples of the dataset of a leaf by key: those of all keys that were ever asked for."""
         dataset = leaf.dataset
-        known = self._known.setdefault((dataset.path, dataset.split_part, dataset.fingerprint), {})
-        missing = [key for key in keys if key not in known]
-        found = samples_by_key(dataset, missing) if missing else {}
-        for key in missing:
-            known[key] = found.get(key, _NONE)
+        place = dataset.path, dataset.split_part, dataset.fingerprint
+        asked, known = self._known.setdefault(place, (set(), {}))
+        missing = keys - asked
+        if missing:
+            known |= samples_by_key(dataset, missing)
+            asked |= missing
         return known
 
 

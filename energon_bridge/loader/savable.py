@@ -465,7 +465,8 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         before = self._position.plan
         start = self._position.ban(keys, from_draw, dataset, ignore_unknown)
         if self._position.plan is not before:
-            self._stop()  # what was made ahead has them
+            self._stop()  # what was made ahead has them, and what a masked microbatch would repeat
+            self._last = None
         return start
 
     def save_state_global(self, global_dst_rank: int | None = None) -> doc.State | None:
