@@ -90,6 +90,7 @@ if TYPE_CHECKING:
         WrongUseError as WrongUseError,
     )
     from energon_bridge.format.media import AVMetadata as AVMetadata, ImageMetadata as ImageMetadata
+    from energon_bridge.loader.bans import load_keys as load_keys
     from energon_bridge.loader.savable import SavableDataLoader as SavableDataLoader
     from energon_bridge.mix import (
         Blender as Blender,
@@ -260,6 +261,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
         "WrongUseError",
     ),
     "format.media": ("AVMetadata", "ImageMetadata"),
+    "loader.bans": ("load_keys",),
     "loader.savable": ("SavableDataLoader",),
     "mix": ("Blender", "WeightSchedule", "register_joiner"),
     "prepare.shard_writer": ("ShardWriter", "finish_shards"),

@@ -219,6 +219,17 @@ class EnergonDataloader:
         self.loader.load_state_dict(state)
         self._moved()
 
+    def ban(
+        self,
+        keys: Iterable[str],
+        *,
+        from_draw: int | None = None,
+        dataset: str | None = None,
+        ignore_unknown: bool = False,
+    ) -> int:
+        """Withdraw samples while the run goes on (see `SavableDataLoader.ban`); all ranks must call it alike."""
+        return int(self.loader.ban(keys, from_draw=from_draw, dataset=dataset, ignore_unknown=ignore_unknown))
+
     def metrics(self) -> dict[str, float]:
         """Return what this rank has loaded and how long it waited, as plain numbers by name, for loggers.
 

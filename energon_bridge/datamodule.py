@@ -18,7 +18,7 @@ import inspect
 import logging
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, get_args
 
 from energon_bridge.dataloader import EnergonDataloader, MaskedMicrobatches
@@ -421,6 +421,10 @@ class EnergonMultiModalDataModule(_Base):
             self.train_dataloader_object.rewind()
         else:
             self.train_dataloader_object.load_state_dict(self._restored)
+
+    def ban(self, keys: Iterable[str], **options: Any) -> int:
+        """Withdraw training samples (see `EnergonDataloader.ban`); after the state of the run has been restored."""
+        return self.train_dataloader().ban(keys, **options)
 
     def close(self) -> None:
         """Stop the worker processes of all iterators."""

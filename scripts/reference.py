@@ -28,7 +28,7 @@ NOTE = "<!-- Written by scripts/reference.py: change the code, and run it again.
 API = {
     "datasets": (
         "Datasets and loaders",
-        ("datasets", "topology", "loader.savable", "dataloader", "datamodule", "replica"),
+        ("datasets", "topology", "loader.savable", "loader.bans", "dataloader", "datamodule", "replica"),
     ),
     "mixes": ("Mixes", ("mix",)),
     "samples": ("Samples and batches", ("samples", "samples.devices")),

@@ -176,6 +176,14 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Withdrawal:
+    """Keys that are banned at the beginning of a leg, from `later` draws on."""
+
+    keys: list[str]
+    later: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Leg:
     """Some steps on one topology, and how the state goes on from there.
 
@@ -188,6 +196,7 @@ class Leg:
         codec: What the state goes through.
         order: Seeds the shuffling.
         change: Of weights.
+        withdrawal: Of samples.
     """
 
     ranks: int
@@ -201,6 +210,7 @@ class Leg:
     codec: str
     order: int
     change: Change | None = None
+    withdrawal: Withdrawal | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -355,6 +365,20 @@ def drawn_legs(rng: random.Random, run: dict[str, Any], budget: int, changeable:
         )
 
 
+def with_withdrawals(legs: Sequence[Leg], rng: random.Random) -> Iterator[Leg]:
+    """Let some legs ban keys; not all of any dataset but the smallest."""
+    for leg in legs:
+        if rng.random() < 0.2:
+            keys = [
+                form(number)
+                for number in rng.sample(range(1, 25), rng.choice([1, 2, 8]))
+                for form in (str, "{:05d}".format)
+            ]
+            yield replace(leg, withdrawal=Withdrawal(keys=keys, later=rng.choice([0, 0, rng.randint(0, 200)])))
+        else:
+            yield leg
+
+
 def drawn_chain(seed: int, number: int) -> Chain:
     """Draw chain `number` of a seed."""
     rng = random.Random(f"{seed} {number}")
@@ -392,4 +416,5 @@ def drawn_chain(seed: int, number: int) -> Chain:
     tree = dict(PICTURE_LEAF) if pictures else drawn_tree(rng, kinds, finite, 100 if listed else 1 << 30)
     changeable = num_leaves(tree) if "blend" in tree and num_leaves(tree) > 1 else 0
     legs = tuple(drawn_legs(rng, run, min(90, 240 // (rows or 1)), changeable))
+    legs = tuple(with_withdrawals(legs, random.Random(f"{seed} {number} bans")))
     return Chain(tree=tree, base=base, features=tuple(features), settings=settings, run=run, legs=legs)

@@ -42,7 +42,7 @@ if __name__ == "__main__":
         os.environ.setdefault(variable, "1")
 
 import torch
-from chain_cases import CHILDREN, NUMBERS, Chain, Change, Leg, drawn_chain, write_data
+from chain_cases import CHILDREN, NUMBERS, Chain, Change, Leg, Withdrawal, drawn_chain, write_data
 from engine import digest, is_masked, loaders_of
 
 from energon_bridge import EnergonError, cyclic_iter
@@ -52,6 +52,9 @@ from energon_bridge.loader.spec import DatasetSpec
 
 SECONDS = 300
 """After which a chain is a hang."""
+
+Bans = list[tuple[int, list[str]]]
+"""Keys, and the global draw from which they are banned."""
 
 # Running one ---------------------------------------------------------------------------------------------------------
 
@@ -103,8 +106,28 @@ def set_weights(loaders: list[SavableDataLoader], change: Change) -> int:
     return start
 
 
+def ban(loaders: list[SavableDataLoader], withdrawal: Withdrawal, finite: bool, bans: Bans) -> None:
+    """Ban keys on all ranks; note from which global draw on."""
+    start = None
+    if not finite:
+        states = [loader.save_state_rank() for loader in loaders]
+        drawn = max(lane.draw + (lane.taken > 0) for state in states for lane in read_lanes(state).values())
+        start = drawn * states[0]["num_lanes"] + withdrawal.later
+        bans.append((start, withdrawal.keys))
+    starts = {loader.ban(withdrawal.keys, from_draw=start, ignore_unknown=True) for loader in loaders}
+    check(len(starts) == 1, f"ranks ban from draws {starts} on")
+    if finite:
+        bans.append((starts.pop(), withdrawal.keys))
+
+
 def run_leg(
-    dataset: DatasetSpec, chain: Chain, leg: Leg, states: list[Any], own: bool, changes: list[tuple[int, list[Any]]]
+    dataset: DatasetSpec,
+    chain: Chain,
+    leg: Leg,
+    states: list[Any],
+    own: bool,
+    changes: list[tuple[int, list[Any]]],
+    bans: Bans,
 ) -> tuple[list[str], list[Any]]:
     """Run one leg from the states before it; return digests and the states after it."""
     config = chain.run | {"prefetch_factor": leg.prefetch, "decode_threads": leg.threads, "held_bytes": leg.held_bytes}
@@ -112,6 +135,8 @@ def run_leg(
     try:
         for rank, loader in enumerate(loaders if states else ()):
             loader.restore_state_rank(states[rank] if own else states)
+        if leg.withdrawal is not None:
+            ban(loaders, leg.withdrawal, chain.finite, bans)
         streams = [cyclic_iter(loader) for loader in loaders]
         found, rest = [], leg.steps
         if leg.change is not None:
@@ -142,7 +167,7 @@ def place_of(state: Any) -> tuple[int, int]:
 
 
 def reference_of(
-    dataset: DatasetSpec, chain: Chain, last: Any, changes: Sequence[tuple[int, list[Any]]]
+    dataset: DatasetSpec, chain: Chain, last: Any, changes: Sequence[tuple[int, list[Any]]], bans: Bans
 ) -> tuple[list[str], Any]:
     """Return the digests of an uninterrupted run up to where the last state of a chain stands, and its state there."""
     config = dict(chain.run)
@@ -154,6 +179,8 @@ def reference_of(
     try:
         for start, weights in changes:
             loader.set_weights(weights, from_draw=start)
+        for start, keys in bans:
+            loader.ban(keys, from_draw=start, ignore_unknown=True)
         stream, found = cyclic_iter(loader), []
         if not chain.finite:
             batches: Iterator[Any] = itertools.islice(stream, last["microbatches"])
@@ -209,13 +236,14 @@ def run_chain(data: Path, chain: Chain) -> str:
     found: list[str] = []
     ends: list[int] = []
     changes: list[tuple[int, list[Any]]] = []
+    bans: Bans = []
     states: list[Any] = []
     own = False
     for number, leg in enumerate(chain.legs):
         try:
-            digests, after = run_leg(dataset, chain, leg, states, own, changes)
+            digests, after = run_leg(dataset, chain, leg, states, own, changes, bans)
         except EnergonError as error:
-            return check_same_error(dataset, chain, number, states, error)
+            return check_same_error(dataset, chain, number, bans, error)
         found += digests
         ends.append(len(found))
         check(len({place_of(state) for state in after}) == 1, f"leg {number}: ranks at {[*map(place_of, after)]}")
@@ -223,7 +251,7 @@ def run_chain(data: Path, chain: Chain) -> str:
         own = leg.passing == "own" and not chain.finite and [leg.ranks] == [one.ranks for one in later]
         states = passed_on(leg, after, own)
     last = after[0]
-    expected, state = reference_of(dataset, chain, last, changes)
+    expected, state = reference_of(dataset, chain, last, changes, bans)
     if found != expected:
         pairs = enumerate(itertools.zip_longest(found, expected))
         first = next(number for number, (one, other) in pairs if one != other)
@@ -236,11 +264,13 @@ def run_chain(data: Path, chain: Chain) -> str:
     return "same"
 
 
-def check_same_error(dataset: DatasetSpec, chain: Chain, leg: int, states: list[Any], error: EnergonError) -> str:
+def check_same_error(dataset: DatasetSpec, chain: Chain, leg: int, bans: Bans, error: EnergonError) -> str:
     """An uninterrupted run must raise the same error, where a chain raises one: not all that is drawn can be run."""
     (loader,) = loaders_of(dataset, 1, 0, **chain.run)
     steps = 3 * sum(leg.ranks * leg.steps for leg in chain.legs) + 50
     try:
+        for start, keys in bans:
+            loader.ban(keys, from_draw=start, ignore_unknown=True)
         for _ in itertools.islice(cyclic_iter(loader), steps):
             pass
     except EnergonError as same:
@@ -277,7 +307,7 @@ def smaller(chain: Chain) -> Iterator[Chain]:
         if chain.settings.get(name, value) != value:
             yield replace(chain, settings=chain.settings | {name: value})
     easy: dict[str, Any] = {"workers": 0, "threads": 1, "prefetch": 1, "held_bytes": 1 << 30, "peeks": False}
-    easy |= {"passing": "list", "codec": "plain", "order": 0, "change": None, "ranks": 1}
+    easy |= {"passing": "list", "codec": "plain", "order": 0, "change": None, "withdrawal": None, "ranks": 1}
     for number, leg in enumerate(legs):
         changes = [{name: value} for name, value in easy.items() if getattr(leg, name) != value]
         changes += [{"steps": leg.steps // 2}, {"steps": leg.steps - 1}] if leg.steps else []

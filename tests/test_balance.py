@@ -210,6 +210,28 @@ def test_weights_change_as_without_balance(data: Path, tmp_path: Path) -> None:
     assert global_batches([found for _, found, *_ in results], 2) == global_batches([again], 1)
 
 
+def test_bans_as_without_balance(data: Path, tmp_path: Path) -> None:
+    """What was loaded ahead has banned samples, and is loaded again; the ranks agree on the draw."""
+
+    def run(rank: int, ranks: int, balance: bool) -> Any:
+        loader = open_data(data, ranks, rank, kind="mix", balance=balance)
+        found = take(loader, 2, ranks)
+        with pytest.raises(ConfigurationError, match="1 of 1 keys are not in"):
+            loader.ban(["nowhere"])
+        draw = loader.ban([f"{number:05d}" for number in range(0, 40, 3)])
+        state = loader.state_dict()
+        found += take(loader, 2, ranks)
+        loader.load_state_dict(state)
+        return found, take(loader, 2, ranks), draw, loader.metrics()["banned"], loader.close()
+
+    ((reference, again, draw, banned, _),) = [run(0, 1, False)]
+    results = on_ranks(tmp_path, 2, partial(run, ranks=2, balance=True))
+    assert {result[2] for result in results} == {draw}
+    assert sum(result[3] for result in results) == banned > 0
+    assert global_batches([found for found, *_ in results], 2) == global_batches([reference], 1)
+    assert global_batches([found for _, found, *_ in results], 2) == global_batches([again], 1)
+
+
 def test_a_state_without_balance_goes_on_with_it(data: Path, tmp_path: Path, unbalanced: dict[str, Any]) -> None:
     plain = open_data(data, 1, 0, balance=False)
     take(plain, 1, 1)

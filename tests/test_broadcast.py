@@ -27,7 +27,13 @@ from energon_bridge import (
     get_train_dataset,
     make_replica,
 )
-from energon_bridge.errors import BroadcastError, ConfigurationError, DataParallelError, UnknownArgumentError
+from energon_bridge.errors import (
+    BroadcastError,
+    ConfigurationError,
+    DataParallelError,
+    EnergonError,
+    UnknownArgumentError,
+)
 from energon_bridge.testing import create_captioning_test_dataset
 
 STEPS = 6
@@ -158,6 +164,25 @@ def test_saving_asks_nobody_and_restoring_tells_all(dataset: Path, tmp_path: Pat
     results = on_ranks(tmp_path, 4, run, tp=2)
     assert [result[0] for result in results] == [result[2] for result in results] == [True] * 4
     assert all(result[1] == results[0][1] for result in results)
+
+
+def test_bans_reach_all_ranks_of_a_replica(dataset: Path, tmp_path: Path) -> None:
+    """Two replicas agree on the draw, all ranks know it at once, and what the source refuses is refused on all."""
+    keys = [f"train-{number:05d}" for number in range(0, 48, 2)]
+
+    def run(rank: int) -> Any:
+        train = module(dataset, feeding="broadcast").train_dataloader()
+        digests(train, 4)
+        with pytest.raises(EnergonError, match="1 of 1 keys are not in"):
+            train.ban(["nowhere"])
+        first = train.ban(keys)
+        return first, train.save_state()["bans"], [key for _ in range(8) for key in next(train)["__key__"]]
+
+    results = on_ranks(tmp_path, 4, run, tp=2)
+    first = results[0][0]
+    assert all(result[:2] == (first, [[first, sorted(keys)]]) for result in results)
+    assert not any({*result[2]} & {*keys} for result in results)
+    assert results[0][2] == results[1][2] != results[2][2] == results[3][2]
 
 
 class Failing(DefaultTaskEncoder):

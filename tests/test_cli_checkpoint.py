@@ -297,3 +297,20 @@ def test_json_is_shown_without_torch(states: list[Any], tmp_path: Path) -> None:
     for arguments in (["checkpoint", "show", str(path)], ["plan", "-h"], ["which", "-h"], ["checkpoint", "diff", "-h"]):
         call = [sys.executable, "-c", script, *arguments]
         assert subprocess.run(call, capture_output=True, text=True, check=True).stdout.endswith("\nFalse\n")
+
+
+def test_bans_are_listed(data: Path, tmp_path: Path) -> None:
+    loader = get_savable_loader(opened(data, "weights"))
+    (tmp_path / "before.json").write_text(json.dumps(loader.save_state_rank()))
+    loader.ban(["00003", "00001"])
+    loader.ban(["00005"], from_draw=1000, dataset=str(data / "b"))
+    run([loader], 48)
+    (tmp_path / "after.json").write_text(json.dumps(loader.save_state_rank()))
+    shown = energon("checkpoint", "show", tmp_path / "after.json").output
+    assert "Banned from global draw 0 on, in all datasets: 2 keys: 00001, 00003\n" in shown
+    assert f"Banned from global draw 1,000 on, in {data / 'b'}: 1 keys: 00005\n" in shown
+    difference = energon("checkpoint", "diff", tmp_path / "before.json", tmp_path / "after.json").output
+    assert "- banned: none\n+ banned: 2 keys from global draw 0 on, 1 keys from global draw 1,000 on\n" in difference
+    summary = json.loads(energon("checkpoint", "show", tmp_path / "after.json", "--json").output)
+    assert summary["totals"]["banned"] == sum(row["banned"] for row in loader.counters()) > 0
+    assert summary["bans"][1] == {"from_draw": 1000, "keys": ["00005"], "dataset": str(data / "b")}

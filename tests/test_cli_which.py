@@ -332,3 +332,48 @@ def test_excluded_samples_are_mentioned(data: Path) -> None:
     assert "exclude" not in assumption(run_of_mix(dataset), 0)
     dataset = with_prepared(dataset, excluded=frozenset({("train/shard_000.tar", "00001")}))
     assert "1 samples are listed in `exclude`" in assumption(run_of_mix(dataset), 0)
+
+
+# Bans ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mix", ["single", "weights", "repetitions"])
+def test_a_state_with_bans_names_what_comes_before_and_after_it(data: Path, tmp_path: Path, mix: str) -> None:
+    loaders = ranks_of(opened(data, mix), 2)
+    delivered = run(loaders, 24)  # all lanes stand alike
+    assert {loader.ban(["00003", "00007"], from_draw=4 * 24) for loader in loaders} == {4 * 24}
+    delivered += run(loaders, 21)
+    for loader in loaders:
+        loader.ban(["00004"], from_draw=240)
+    torch.save([loader.save_state_rank() for loader in loaders], tmp_path / "state.pt")
+    delivered += run(loaders, 100)
+    arguments = (tmp_path / "state.pt", "--world-size", 2)
+    steps = [0, 23, 24, 25, 40, 44, 45, 46, 70, 144]
+    check(delivered, [*steps, *reversed(steps)], *arguments)
+    every = answer("which", *arguments, "--until", 145)["microbatches"]
+    expected = [rows for step in delivered_keys_of(delivered) for rows in step]
+    assert [[tuple(sample["restore_key"]) for sample in one["samples"]] for one in every] == expected
+    said = answer("which", *arguments, "--step", 3)["assumption"]
+    assert said.startswith("Exact, but for banned samples that had come already where lanes were ahead of a ban: until")
+    assert sum(row["banned"] for loader in loaders for row in loader.counters()) > 0
+
+
+def delivered_keys_of(delivered: Delivered) -> list[list[list[tuple[Any, ...]] | None]]:
+    return [delivered_keys(step) for step in delivered]
+
+
+@pytest.mark.parametrize("repeat", [False, None], ids=["passes", "validation"])
+def test_passes_are_named_without_banned_samples(data: Path, tmp_path: Path, repeat: bool | None) -> None:
+    config = config_of(1, 0)
+    if repeat is None:
+        dataset = get_val_dataset(data / "b", batch_size=4, worker_config=config)
+    else:
+        dataset = get_train_dataset(data / "b", batch_size=4, repeat=repeat, worker_config=config)
+    loader = get_savable_loader(dataset)
+    loader.ban(["00001", "00002", "00029"])
+    (tmp_path / "state.json").write_text(json.dumps(loader.save_state_rank()))
+    for step, batch in enumerate(loader):
+        (named,) = answer("which", tmp_path / "state.json", "--step", step)["microbatches"]
+        assert [tuple(sample["restore_key"]) for sample in named["samples"]] == list(batch.__restore_key__[3])
+        assert [sample["row"] for sample in named["samples"]] == list(range(len(named["samples"])))
+    assert loader.metrics()["banned"] == 3

@@ -32,7 +32,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def loader_of(data: Path) -> SavableDataLoader:
-    """Return a loader of a mix with packs, whose weights were changed: its states have all there can be in one."""
+    """Return a loader of a mix with packs, for states that have all there can be in one."""
     mix = {"__module__": "megatron.energon", "__class__": "MetadatasetV2"} | {
         "splits": {"train": {"blend": [{"weight": 1, "path": str(data / "a")}, {"weight": 2, "path": str(data / "b")}]}}
     }
@@ -43,11 +43,14 @@ def loader_of(data: Path) -> SavableDataLoader:
 def state(data: Path) -> Any:
     loader = loader_of(data)
     loader.set_weights([3, 1])
+    loader.ban(["00003", "00017"], from_draw=100)
+    loader.ban(["00005"], from_draw=100, dataset=str(data / "b"))
     for _, _ in zip(range(31), loader, strict=False):
         pass
     document = loader.save_state_rank()
     assert {"held", "buffers"} <= document["lanes"].keys()
     assert document["weights"]
+    assert document["bans"]
     return document
 
 
@@ -105,6 +108,18 @@ DAMAGES: list[tuple[str, Any, str]] = [
     ("weights", [[1, [1]]], "weights has 1 weights for 2 leaves"),
     ("weights", [[1, ["x", 2]]], "weights cannot be read"),
     ("weights", [[9, [1, 2]], [9, [1, 2]]], "weights should be in order"),
+    ("bans", 7, "bans should be a list, found 7"),
+    ("bans", [7], "bans should hold pairs"),
+    ("bans", [[7, "00003"]], "bans should hold pairs"),
+    ("bans", [[7, ["00003"], "x", "y"]], "bans should hold pairs"),
+    ("bans", [[-1, ["00003"]]], "bans should be a number from 0"),
+    ("bans", [[True, ["00003"]]], "bans should be a whole number"),
+    ("bans", [[2**60, ["00003"]]], "bans should be a number from 0"),
+    ("bans", [[7, []]], "bans should hold strings that are not empty"),
+    ("bans", [[7, ["00003", 5]]], "bans should hold strings that are not empty, found 5"),
+    ("bans", [[7, ["00003"], ""]], "bans should hold strings that are not empty, found ''"),
+    ("bans", [[9, ["00003"]], [7, ["00005"]]], "bans should be in order"),
+    ("bans", [[9, ["00003"]], [9, ["00005"]]], "bans should be in order"),
     ("leaves.identities", lambda ids: [ids[0], ids[0]], r"leaves\.identities should name each leaf once"),
     ("leaves.identities", [1, 2], r"leaves\.identities should be a list of strings"),
     ("leaves.identities", lambda ids: ids[:1], r"leaves\.\w+ has 2 strings, expected 1"),

@@ -151,6 +151,27 @@ def test_two_ddp_processes_go_on_exactly(after: int, dataset: Path, tmp_path: Pa
     assert epoch == {f"train-{number:05d}" for number in range(NUM_TRAIN)}
 
 
+class Withdrawing(Model):
+    """Bans some samples when training starts or goes on."""
+
+    def on_train_start(self) -> None:
+        self.trainer.datamodule.ban(GONE)
+
+
+GONE = ["train-00002", "train-00013"]
+
+
+def test_samples_are_withdrawn_when_a_run_goes_on(dataset: Path, tmp_path: Path, uninterrupted: list[str]) -> None:
+    """Whatever the checkpoint says, since Lightning has restored it by then; the next one remembers."""
+    first = fit(module(dataset), tmp_path, max_steps=5)
+    assert first.trained == uninterrupted[:5]
+    second = fit(module(dataset), tmp_path, tmp_path / "last.ckpt", max_steps=25, model=Withdrawing)
+    third = fit(module(dataset), tmp_path, tmp_path / "last.ckpt", max_steps=50)
+    trained = ",".join(second.trained + third.trained).split(",")
+    assert {*trained} == {f"train-{number:05d}" for number in range(NUM_TRAIN)} - {*GONE}
+    assert {*GONE} & {*",".join(uninterrupted[5:50]).split(",")}
+
+
 # Traps that loaders fall into there ----------------------------------------------------------------------------------
 
 

@@ -56,7 +56,7 @@ def show(files: tuple[str, ...], as_json: bool) -> None:
         print_json(summary | {"states": len(states), "ranks": ranks})
         return
     print_pairs(_facts(summary, len(states), ranks))
-    more = _over_long(summary["leaves"])
+    more = _rare(summary["leaves"])
     print_table(
         ("dataset", "identity", "samples", "share", "draws", "epochs", "delivered", *_COUNTS[1:], "bytes", *more),
         [
@@ -75,6 +75,10 @@ def show(files: tuple[str, ...], as_json: bool) -> None:
         ],
         left=2,
     )
+    for ban in summary["bans"]:
+        keys, where = ban["keys"], ban["dataset"] or "all datasets"
+        shown = ", ".join(keys[:_MAX_SHOWN]) + (", …" if len(keys) > _MAX_SHOWN else "")
+        click.echo(f"Banned from global draw {ban['from_draw']:,} on, in {where}: {len(keys):,} keys: {shown}")
     for change in summary["weights"]:
         click.echo(f"Weights from global draw {change['from_draw']:,} on, set while the run went on:")
         paths = {row["identity"]: leaf_name(row) for row in summary["leaves"]}
@@ -128,7 +132,7 @@ def diff(first: str, second: str, as_json: bool) -> None:
     if as_json:
         print_json(found)
         return
-    lines = [*found["settings"], *_weights(found["weights"]), *found["leaves"]]
+    lines = [*found["settings"], *_weights(found["weights"]), *_bans(found["bans"]), *found["leaves"]]
     for line in lines:
         click.echo(line)
     if not lines:
@@ -142,7 +146,7 @@ def diff(first: str, second: str, as_json: bool) -> None:
     if not found["comparable"]:
         click.echo("Draws and counters cannot be compared: the states do not hold the same lanes.")
         return
-    more = _over_long(found["progress"])
+    more = _rare(found["progress"])
     print_table(
         ("dataset", "draws", "epochs", "delivered", *_COUNTS[1:], "bytes", *more),
         [
@@ -159,9 +163,15 @@ def diff(first: str, second: str, as_json: bool) -> None:
     )
 
 
-def _over_long(rows: list[State]) -> list[str]:
-    """Return the counters of over-long samples that are not zero."""
-    return [name for name in OVER_LONG if any(row[name] for row in rows)]
+def _rare(rows: list[State]) -> list[str]:
+    """Return the counters of banned and of over-long samples that are not zero."""
+    return [name for name in ("banned", *OVER_LONG) if any(row[name] for row in rows)]
+
+
+def _bans(changed: list[Any]) -> Iterator[str]:
+    for sign, bans in zip("-+", changed, strict=False):
+        said = ", ".join(f"{len(ban['keys']):,} keys from global draw {ban['from_draw']:,} on" for ban in bans)
+        yield f"{sign} banned: {said or 'none'}"
 
 
 def _weights(changed: list[Any]) -> Iterator[str]:

@@ -1,8 +1,8 @@
 """Which samples a step delivers: names from arithmetic, without reading any data.
 
 The draws of a microbatch follow from where its lane stands: at the beginning of the run, or in a saved state. From
-there on it is taken that every draw gives one sample. Code that skips, packs or yields several moves what comes later,
-and so do samples in `exclude`; `assumption` says what an answer rests on.
+there on it is taken that every draw gives one sample, but those that are banned. Code that skips, packs or yields
+several moves what comes later, and so do samples in `exclude`; `assumption` says what an answer rests on.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 
 import numpy as np
 
@@ -85,6 +86,8 @@ def _index_of(dataset: PreparedDataset) -> tuple[KeyIndex, dict[str, int]] | Non
 
 
 _ROUNDS = 4096
+_AT_ONCE = 256
+"""Draws of a mix that are looked at together."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -188,11 +191,19 @@ def assumption(run: Run, m: int) -> str:
         )
     counts = [leaf["counts"] for leaf in read_leaves(run.state)]
     skipped = sum(count["skipped"] + count["errors"] + count["excluded"] for count in counts)
-    moved = sum(int(s.draw - s.microbatches * run.spec.rows) for s in run.lanes.values())
+    banned = sum(count["banned"] for count in counts)
+    moves = [int(s.draw - s.microbatches * run.spec.rows) for s in run.lanes.values()]
+    moved = sum(moves) - banned
+    bans = any(leaf.bans is not None for leaf in run.plan.leaves)
     sofar = f"until the state {skipped:,} were skipped"
     if m >= run.microbatches:
         return f"From where the lanes of the state stand; as if no sample from there on is skipped{listed}; {sofar}."
-    even = all(s.draw == s.microbatches * run.spec.rows and not s.taken for s in run.lanes.values())
+    even = not moved and min(moves, default=0) >= 0 and not any(s.taken for s in run.lanes.values())
+    if not skipped and even and bans:
+        return (
+            f"Exact, but for banned samples that had come already where lanes were ahead of a ban: until the state "
+            f"{banned:,} draws were banned, no other sample was skipped, and each other draw gave one."
+        )
     if not skipped and even:
         return "Exact: until the state no sample was skipped, and each draw gave one."
     return (
@@ -208,6 +219,11 @@ class _Names:
         self._run = run
         self._sample_names = _SampleNames(run.plan.leaves)
         self._rounds: dict[tuple[int, int], Round] = {}
+        bans = (leaf.bans for leaf in run.plan.leaves)
+        self._bans = [
+            {} if of is None else dict(zip(of.samples.tolist(), of.starts.tolist(), strict=True)) for of in bans
+        ]
+        self._walks: dict[int, tuple[int, int, Iterator[tuple[int, int, int]]]] = {}
 
     def microbatch(self, m: int, rank: int) -> NamedMicrobatch:
         lane = m % self._run.num_lanes
@@ -232,6 +248,9 @@ class _Names:
         rows, stand = self._run.spec.rows, self._stand(lane, m)
         blend = self._run.plan.blend
         number = microbatches_before(lane, m, self._run.num_lanes) - stand.microbatches
+        if any(self._bans):
+            yield from self._next_unbanned(lane, stand, number)
+            return
         first = stand.draw + number * rows
         taken = 0 if number else stand.taken
         if blend is None:
@@ -246,6 +265,31 @@ class _Names:
         for place, leaf in enumerate(leaves):
             yield leaf, int(before[leaf]), 0 if place else taken
             before[leaf] += 1
+
+    def _next_unbanned(self, lane: int, stand: LaneState, number: int) -> Iterator[tuple[int, int, int]]:
+        """Yield the rows of the microbatch that is this number of them after where a lane stands."""
+        known = self._walks.get(lane)
+        if known is None or known[0] != stand.microbatches or known[1] > number:
+            known = stand.microbatches, 0, self._unbanned(lane, stand)
+        first, done, draws = known
+        rows = self._run.spec.rows
+        yield from islice(draws, (number - done) * rows, (number - done + 1) * rows)
+        self._walks[lane] = first, number + 1, draws
+
+    def _unbanned(self, lane: int, stand: LaneState) -> Iterator[tuple[int, int, int]]:
+        """Yield the draws from where a lane stands as `_draws` does, without those that are banned."""
+        blend, lanes = self._run.plan.blend, self._run.num_lanes
+        before, draw, taken = list(stand.leaf_draws), stand.draw, stand.taken
+        while True:
+            leaves = [0] if blend is None else blend.leaves(lane, draw - stand.origin, _AT_ONCE).tolist()
+            for leaf in leaves:
+                number, bans = before[leaf], self._bans[leaf]
+                before[leaf] += 1
+                part = self._round(leaf, lane, number)
+                start = bans.get(int(part.indices[number - part.first]))
+                if taken or start is None or start > draw * lanes + lane:
+                    yield leaf, number, taken
+                draw, taken = draw + 1, 0
 
     def _stand(self, lane: int, m: int) -> LaneState:
         """Return where a lane stands before microbatch m as far as anything is known."""
@@ -331,11 +375,18 @@ def _finite_step(run: Run, step: int, names: _SampleNames) -> list[NamedMicrobat
         if m >= end:
             delivered.append(NamedMicrobatch(rank=rank, microbatch=None, lane=None, samples=()))
             continue
-        rows = {
-            place: names.of(place, leaf, index, of_epoch)
-            for leaf, part, places in draws.runs(start, stop)
-            for place, index, of_epoch in zip(places.tolist(), part.indices.tolist(), part.epochs.tolist(), strict=True)
-        }
-        samples = tuple(rows[place] for place in sorted(rows))
+        rows = {}
+        for leaf, part, places in draws.runs(start, stop):
+            bans = plan.leaves[leaf].bans
+            here = (
+                np.ones(places.size, dtype=bool)
+                if bans is None
+                else ~bans.at(part.indices, draws.first + start + places)
+            )
+            for place, index, of_epoch in zip(
+                places[here].tolist(), part.indices[here].tolist(), part.epochs[here].tolist(), strict=True
+            ):
+                rows[place] = leaf, index, of_epoch
+        samples = tuple(names.of(row, *rows[place]) for row, place in enumerate(sorted(rows)))
         delivered.append(NamedMicrobatch(rank=rank, microbatch=m, lane=None, samples=samples))
     return delivered

@@ -2,13 +2,14 @@
 
 Built-in types only, so that it loads with `torch.load` and its defaults, as JSON, and in restricted unpicklers::
 
-    {"format": "energon_bridge.state", "format_version": 4, "order_version": 5,
+    {"format": "energon_bridge.state", "format_version": 5, "order_version": 5,
      "kind": "train" | "passes" | "finite", "num_lanes": L, "microbatches": m0,
      "epoch": passes that are done,          # of a finite stream; m0 counts in the pass
      "epoch_steps": steps delivered of the virtual epoch,
      "ranks": [R whose counts it has, R of the run],     # of a finite stream
      "settings": {name: value, ...},         # all that the stream depends on but the leaves
      "weights": [[global draw, [weight, ...]], ...],     # what `set_weights` changed
+     "bans": [[global draw, [key, ...]], ...],           # what `ban` withdrew; some with the path of a dataset
      "leaves": {"identities": [str, ...], "paths": text, "split_parts": text, "shares": text, "num_samples": column,
                 "subsets": text, "blocks": column, "counts": {name: column, ...}, "parked": how many, at the end},
      "lanes": {"numbers": column,
@@ -53,13 +54,16 @@ from energon_bridge.errors import (
     StepMismatchError,
 )
 from energon_bridge.loader.columns import damaged, decode_column, decode_text, encode_column, encode_text
+from energon_bridge.plan.bans import Ban, write_bans
 from energon_bridge.plan.leaf import ORDER_VERSION
 from energon_bridge.plan.weights import ChangedWeights, read_changes
 from energon_bridge.rng import IntArray
 from energon_bridge.stream.state import COUNTERS, LANE_COLUMNS, LARGEST, NOTHING_HELD, BufferedRefs, LaneState, Stage
 
 FORMAT = "energon_bridge.state"
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
+_WITHOUT_BANS = 4
+"""The last format that had no bans, nor counted banned samples."""
 
 State = dict[str, Any]
 
@@ -109,6 +113,7 @@ class SavedRun:
     leaves: list[State]
     lanes: dict[int, LaneState]
     ranks: tuple[int, int] | None = None
+    bans: tuple[Ban, ...] = ()
 
 
 # Writing -------------------------------------------------------------------------------------------------------------
@@ -128,6 +133,7 @@ def _checksum(document: State) -> str:
 def write(saved: SavedRun) -> State:
     """Return the document that says so."""
     document = {name: getattr(saved, name) for name in _OF_THE_RUN}
+    document |= {"bans": write_bans(saved.bans)}
     document |= {"format": FORMAT, "format_version": FORMAT_VERSION, "order_version": ORDER_VERSION}
     document |= {} if saved.ranks is None else {"ranks": list(saved.ranks)}
     return sign(document | {"leaves": _write_leaves(saved.leaves), "lanes": write_lanes(saved.lanes)})
@@ -205,7 +211,7 @@ def check_format(state: Any) -> State:
             f"the state was written under order version {order}, this version of energon_bridge orders samples by "
             f"version {ORDER_VERSION}: resume with the version that wrote it, or start a new run"
         )
-    missing = _REQUIRED - state.keys()
+    missing = (_REQUIRED if version <= _WITHOUT_BANS else {*_REQUIRED, "bans"}) - state.keys()
     if missing:
         raise StateFormatError(f"the state is damaged: it has no {', '.join(sorted(missing))}")
     try:
@@ -245,6 +251,7 @@ def read(state: Any) -> SavedRun:
         leaves=leaves,
         lanes=lanes,
         ranks=_read_ranks(document.get("ranks")),
+        bans=_read_bans(document.get("bans", [])),
     )
 
 
@@ -284,6 +291,9 @@ def read_leaves(document: State) -> list[State]:
     counted = _entries(_entry(entry, "counts", "leaves"), "leaves.counts")
     counts = []
     for name in COUNTERS:
+        if name == "banned" and name not in counted and document["format_version"] <= _WITHOUT_BANS:
+            counts.append(np.zeros(size, dtype=np.int64))
+            continue
         where = f"leaves.counts.{name}"
         counts.append(decode_column(_entry(counted, name, "leaves.counts"), size, where))
         _in_range(counts[-1], where, 0, _MOST_COUNTED)
@@ -407,6 +417,25 @@ def _read_weights(weights: Any, leaves: int) -> ChangedWeights:
     return changes
 
 
+def _read_bans(bans: Any) -> tuple[Ban, ...]:
+    if not isinstance(bans, (list, tuple)):
+        raise damaged("bans", f"should be a list, found {_shown(bans)}")
+    found = []
+    for entry in bans:
+        if not isinstance(entry, (list, tuple)) or len(entry) not in (2, 3) or not isinstance(entry[1], (list, tuple)):
+            raise damaged("bans", "should hold pairs of a global draw and a list of keys, and perhaps a dataset's path")
+        start, keys, *dataset = entry
+        _number(start, "bans", 0, LARGEST)
+        wrong = next((text for text in (*keys, *dataset) if not isinstance(text, str) or not text), None)
+        if wrong is not None or not keys:
+            raise damaged("bans", f"should hold strings that are not empty, found {_shown(wrong)}")
+        found.append(Ban(start=start, keys=tuple(keys), dataset=dataset[0] if dataset else ""))
+    places = [(ban.start, ban.dataset) for ban in found]
+    if any(later <= place for place, later in pairwise(places)):
+        raise damaged("bans", "should be in order of their draws")
+    return tuple(found)
+
+
 def _entries(value: Any, field: str) -> State:
     if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
         raise damaged(field, f"should be a dict with names, found {_shown(value)}")
@@ -504,7 +533,7 @@ def _difference(a: SavedRun, b: SavedRun) -> str:
     names = [name for name in sorted(a.settings.keys() | b.settings) if a.settings.get(name) != b.settings.get(name)]
     if names:
         return ", ".join(f"{n}: {_shown(a.settings.get(n))} and {_shown(b.settings.get(n))}" for n in names)
-    others = [name for name in _OF_THE_RUN if name != "settings" and getattr(a, name) != getattr(b, name)]
+    others = [n for n in (*_OF_THE_RUN, "bans") if n != "settings" and getattr(a, n) != getattr(b, n)]
     if [leaf["identity"] for leaf in a.leaves] != [leaf["identity"] for leaf in b.leaves]:
         others.append("leaves")
     return ", ".join(others)

@@ -13,8 +13,8 @@ from energon_bridge.stream.state import COLUMNS, COUNTERS, Counts
 
 logger = logging.getLogger(__name__)
 
-_SAMPLES, _SKIPPED, _ERRORS, _EXCLUDED, _DROPPED = map(
-    COUNTERS.index, ("samples", "skipped", "errors", "excluded", "dropped")
+_SAMPLES, _SKIPPED, _ERRORS, _EXCLUDED, _BANNED, _DROPPED = map(
+    COUNTERS.index, ("samples", "skipped", "errors", "excluded", "banned", "dropped")
 )
 _LOST_SHARE, _LOST_LEAST = 0.05, 5
 """Share of a dataset's samples that is named when it is lost, and the fewest samples that are."""
@@ -68,8 +68,9 @@ def name_losses(
         least: Samples drawn of a dataset below which nothing is said of it yet.
     """
     for path, total in _by_dataset(leaves, counts):
-        delivered, failed, skipped, excluded = (total[n] for n in (_SAMPLES, _ERRORS, _SKIPPED, _EXCLUDED))
-        drawn = delivered + failed + skipped + excluded
+        columns = _SAMPLES, _ERRORS, _SKIPPED, _EXCLUDED, _BANNED
+        delivered, failed, skipped, excluded, banned = (total[n] for n in columns)
+        drawn = delivered + failed + skipped + excluded + banned
         if drawn < least:
             continue
         found = failure_log.failures(path)
@@ -79,6 +80,7 @@ def name_losses(
             else "",
             "skipped": f"{skipped} were skipped by hooks" if skipped else "",
             "excluded": f"{excluded} are listed in `exclude`" if excluded else "",
+            "banned": f"{banned} are banned" if banned else "",
         }
         if skipped and total[_DROPPED]:
             reasons["skipped"] += f" ({total[_DROPPED]} of them as too long for a pack)"
@@ -100,6 +102,7 @@ _REMEDIES = {
     "errors": "ErrorPolicy(quarantine=FILE) lists what fails; max_error_rate=… stops a run that loses more.",
     "skipped": "If you want them, look at what raises SkipSample.",
     "excluded": "If you want them, take them out of split.yaml.",
+    "banned": "`energon checkpoint show` lists the bans of a state.",
 }
 
 

@@ -63,8 +63,8 @@ def flat_metrics(
           and `stalled_reads`: tries of reading a file that took longer than `read_timeout_seconds`;
           and of the node's cache, in blocks of 1 MiB and in bytes: `cache_hits` and `cache_hit_bytes` that lay there,
           `cache_misses` and `cache_miss_bytes` that had to be fetched;
-        - of a mix `samples/NAME` and `epochs/NAME` of each dataset that is part of it now, and `errors/NAME` and
-          `skipped/NAME` of those that have lost samples.
+        - of a mix `samples/NAME` and `epochs/NAME` of each dataset that is part of it now, and `errors/NAME`,
+          `skipped/NAME` and `banned/NAME` of those that have lost samples.
     """
     found: dict[str, float] = {name: sum(row[name] for row in rows) for name in COUNTERS}
     made, load, batch, *asked = seconds
@@ -88,7 +88,7 @@ def flat_metrics(
         names = dataset_names([row["path"] for row in present], [row["split_part"] for row in present])
         for name, row in zip(names, present, strict=True):
             found[f"samples/{name}"] = row["samples"]
-            found |= {f"{counter}/{name}": row[counter] for counter in ("errors", "skipped") if row[counter]}
+            found |= {f"{counter}/{name}": row[counter] for counter in ("errors", "skipped", "banned") if row[counter]}
             if row["epochs"] is not None:
                 found[f"epochs/{name}"] = row["epochs"]
     return found

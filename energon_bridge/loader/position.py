@@ -9,20 +9,22 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
 
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.loader import document as doc
+from energon_bridge.loader.bans import BannedSamples, checked_keys, moved_bans, named_keys
 from energon_bridge.loader.description import Description
 from energon_bridge.loader.fits import check_fits, check_lanes
 from energon_bridge.loader.listing import listing_of_pass
-from energon_bridge.loader.run_plan import deal_of_pass, draws_of_pass, plan_run
+from energon_bridge.loader.run_plan import deal_of_pass, draws_of_pass, plan_run, without_banned
 from energon_bridge.loader.streams import Start, Stream, WorkerFacts, open_stream
 from energon_bridge.loader.summary import leaf_rows
 from energon_bridge.mix import parse_weight
+from energon_bridge.plan.bans import Ban, with_ban
 from energon_bridge.plan.weights import ChangedWeights, GivenWeights, write_changes
 from energon_bridge.stream.finite import Listing
 from energon_bridge.stream.state import COLUMNS, COUNTERS, BufferedRefs, Counts, LaneBatch, LaneState
@@ -57,9 +59,11 @@ class Position:
         self.epoch_steps = 0
         self.lanes: dict[int, LaneState] = {}
         self._ends: tuple[int, int] = (-1, 0)
-        self._listing: tuple[int, Listing] | None = None
+        self._listing: tuple[int, Listing, Counts] | None = None
         self._counts = [[0] * len(COLUMNS) for _ in self.plan.leaves]
         self._changes: ChangedWeights = ()
+        self._bans: tuple[Ban, ...] = ()
+        self._banned = BannedSamples(data.leaves)
         self._parked: list[doc.State] = []
         self._parked_draws: dict[int, tuple[int, ...]] = {}
 
@@ -92,7 +96,7 @@ class Position:
         epoch = self.epoch if self._data.shuffled else 0
         if self._listing is None or self._listing[0] != epoch:
             listing, counts = listing_of_pass(self._data, self.plan, self._config, epoch, self.delivered)
-            self._listing = epoch, listing
+            self._listing = epoch, listing, counts
             self._add(counts)
         return self._listing[1]
 
@@ -190,14 +194,8 @@ class Position:
         lanes = self.plan.num_lanes
         states = ((lane, self.lane_state(lane)) for lane in self.own_lanes)
         first = max((s.draw + (s.taken > 0) - 1) * lanes + lane + 1 for lane, s in states)
-        if self._config.dp_size > 1 and from_draw is None:
-            if not torch.distributed.is_initialized():
-                raise ConfigurationError(
-                    "set_weights: give from_draw, the same on every rank; they cannot agree on one"
-                )
-            found: list[Any] = [None] * self._config.dp_size
-            torch.distributed.all_gather_object(found, first, group=self._config.data_parallel_group)
-            first = max(found)
+        if from_draw is None:
+            first = self._agreed("set_weights", first, max)
         start = first if from_draw is None else from_draw
         if start < first:
             raise ConfigurationError(
@@ -209,7 +207,57 @@ class Position:
             raise ConfigurationError("set_weights: all weights are 0, so there is nothing to draw")
         kept = [(draw, weights) for draw, weights in self._changes if draw != start]
         self._changes = tuple(sorted([*kept, (start, changed)], key=lambda change: change[0]))
-        self.plan = plan_run(self._data, self._config, lanes, self._changes, self._blocks)
+        plan = plan_run(self._data, self._config, lanes, self._changes, self._blocks)
+        self.plan = without_banned(plan, self._banned.of(self._bans))
+        return start
+
+    def _agreed(self, what: str, own: int, choose: Callable[[list[int]], int]) -> int:
+        """Return the global draw that all ranks agree on, of those that each knows of its lanes."""
+        if self._data.finite or self._config.dp_size == 1:
+            return own
+        if not torch.distributed.is_initialized():
+            raise ConfigurationError(f"{what}: give from_draw, the same on every rank; they cannot agree on one")
+        found: list[Any] = [None] * self._config.dp_size
+        torch.distributed.all_gather_object(found, own, group=self._config.data_parallel_group)
+        return choose(found)
+
+    # Bans ------------------------------------------------------------------------------------------------------------
+
+    def ban(self, keys: Iterable[str], from_draw: int | None, dataset: str | None, ignore_unknown: bool) -> int:
+        """Withdraw samples from a global draw on; return that draw."""
+        data, given, path = self._data, checked_keys(keys), dataset or ""
+        if from_draw is not None and (isinstance(from_draw, bool) or not isinstance(from_draw, int) or from_draw < 0):
+            raise ConfigurationError(f"ban: from_draw must be the number of a global draw, got {from_draw!r}")
+        if data.kind == "finite":
+            if from_draw is not None:
+                raise ConfigurationError("ban: validation has no draws of a run: leave from_draw out")
+            if data.listed and self.microbatches:
+                if self.microbatches < self.end:
+                    raise ConfigurationError(
+                        "ban: the rows of this pass, which is packed or grouped, were fixed when it began: ban samples "
+                        "before a pass or after its end"
+                    )
+                self.rewind()
+        unknown = self._banned.check(given, path)
+        if unknown:
+            where = path or "the datasets of the mix"
+            text = f"ban: {len(unknown)} of {len(given)} keys are not in {where}: {named_keys(unknown)}"
+            if not ignore_unknown:
+                raise ConfigurationError(
+                    f"{text}. Nothing has been banned. Correct them (`energon which` shows keys), or pass "
+                    "ignore_unknown=True if they belong to datasets that this run does not read"
+                )
+            logger.warning(text)
+        start = self._first_banned(from_draw)
+        bans = with_ban(self._bans, Ban(start=start, keys=tuple(given), dataset=path))
+        if bans == self._bans:
+            return start
+        self._banned.check_left(bans)
+        self._bans = bans
+        self.plan = without_banned(self.plan, self._banned.of(bans))
+        if self._listing is not None and not self.microbatches:  # listed, and nothing of it delivered
+            self._add(Counts({leaf: [-number for number in row] for leaf, row in self._listing[2].items()}))
+            self._listing, self._ends = None, (-1, 0)
         return start
 
     def _by_identity(self, weights: Mapping[str, Any] | Sequence[Any]) -> list[Any]:
@@ -229,6 +277,23 @@ class Position:
             raise ConfigurationError(f"set_weights got {len(weights)} weights for a mix of {len(leaves)} datasets")
         by_identity = {leaf.identity: weight for leaf, weight in zip(leaves, weights, strict=True)}
         return [by_identity[leaf.identity] for leaf in self._data.ordered]
+
+    def _first_banned(self, from_draw: int | None) -> int:
+        """Return the global draw from which a ban holds: by default the first that has not been delivered.
+
+        Lanes that are ahead of it have delivered some later ones, which stay delivered.
+        """
+        data, lanes = self._data, self.plan.num_lanes
+        if not data.finite:
+            first = min(self.lane_state(lane).draw * lanes + lane for lane in self.own_lanes)
+            return self._agreed("ban", first, min) if from_draw is None else from_draw
+        draws = draws_of_pass(data, self.plan, self.epoch)
+        if not data.shuffled:  # nothing depends on what was delivered, so that it may hold from the beginning
+            return draws.first
+        if data.listed:  # the rows of a pass that has begun are fixed
+            return max(from_draw or 0, draws.first + (draws.num_draws if self.microbatches else 0))
+        first = draws.first + min(self.microbatches * data.rows, draws.num_draws)
+        return first if from_draw is None else from_draw
 
     # State -----------------------------------------------------------------------------------------------------------
 
@@ -268,6 +333,7 @@ class Position:
             settings=dict(self.plan.settings),
             weights=write_changes(self._changes),
             changes=self._changes,
+            bans=self._bans,
             leaves=[*leaves, *self._parked],
             lanes=lanes,
             ranks=(1, self._config.dp_size) if self._data.finite else None,
@@ -302,7 +368,9 @@ class Position:
                 changes = ()
         if changes:
             plan = plan_run(data, config, num_lanes, changes, blocks)
-        self.plan, self.ownership, self._changes, self._blocks = plan, ownership, changes, blocks
+        bans = moved_bans(saved, data.leaves)
+        self.plan = without_banned(plan, self._banned.of(bans))
+        self.ownership, self._changes, self._blocks, self._bans = ownership, changes, blocks, bans
         self.microbatches, self.epoch = microbatches, saved.epoch
         self.epoch_steps = saved.epoch_steps
         # Counts belong to the run: one rank carries what several had counted.

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
 from energon_bridge.loader.description import Description
 from energon_bridge.mix.leaves import OpenLeaf
+from energon_bridge.plan.bans import LeafBans
 from energon_bridge.plan.blend import Blend, ChangedBlend, EpochizedBlend, WeightedBlend
 from energon_bridge.plan.leaf import LeafOrder, slice_length
 from energon_bridge.plan.scheduled import ScheduledBlend
@@ -118,6 +119,12 @@ def plan_run(
         rows=partial(_rows, data, leaves),
         settings=settings,
     )
+
+
+def without_banned(plan: RunPlan, bans: Mapping[str, LeafBans]) -> RunPlan:
+    """Return a plan whose leaves have these bans, given by identity, and no others."""
+    leaves = tuple(replace(leaf, bans=bans.get(leaf.identity)) for leaf in plan.leaves)
+    return replace(plan, leaves=leaves)
 
 
 def _leaf(data: Description, leaf: OpenLeaf, lanes: int, seed: int, *, block: int) -> Leaf:

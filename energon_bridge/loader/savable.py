@@ -15,7 +15,7 @@ import os
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from types import GenericAlias
 from typing import Any, ClassVar, NoReturn
@@ -430,6 +430,43 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         """
         start = self._position.set_weights(weights, from_draw)
         self._stop()  # what was made ahead followed the old weights
+        return start
+
+    def ban(
+        self,
+        keys: Iterable[str],
+        *,
+        from_draw: int | None = None,
+        dataset: str | None = None,
+        ignore_unknown: bool = False,
+    ) -> int:
+        """Withdraw samples while the run goes on; it is part of the state. All ranks must call it alike.
+
+        Draws whose samples are banned are made and counted (`banned`), but nothing is read for them, and no other draw
+        moves. What was drawn before, and waits in a pack buffer or a group, still comes. Keys that are banned already
+        are no mistake. A state that is restored brings its own bans.
+
+        Args:
+            keys: Keys of samples as they are in the dataset; of a JSONL file the numbers of lines, of a join the keys
+                of its primary. `load_keys` reads them from a file.
+            from_draw: Global draw from which they are banned (of draws that were delivered, nothing is taken back);
+                default: the first one that has not been delivered. Passes that are packed or grouped: from the next
+                pass on. Validation takes none: there they are banned at once.
+            dataset: Path of the only dataset in which they are banned; default: all.
+            ignore_unknown: Warn of keys that no dataset has, and record them, instead of refusing all.
+
+        Returns:
+            The global draw from which they are banned.
+
+        Raises:
+            ConfigurationError: A key is unknown, or the ranks cannot agree on a draw.
+            EmptyDatasetError: Nothing would be left.
+        """
+        before = self._position.plan
+        start = self._position.ban(keys, from_draw, dataset, ignore_unknown)
+        if self._position.plan is not before:
+            self._stop()  # what was made ahead has them, and what a masked microbatch would repeat
+            self._last = None
         return start
 
     def save_state_global(self, global_dst_rank: int | None = None) -> doc.State | None:

@@ -38,7 +38,7 @@ def leaf_rows(saved: SavedRun) -> list[State]:
 
 
 def summarize(document: State) -> State:
-    """Return what a state says as plain values: versions, position, lanes, settings, changed weights and leaves."""
+    """Return what a state says as plain values: versions, position, lanes, settings, weights set, bans and leaves."""
     return _summary(document, read(document))
 
 
@@ -60,6 +60,9 @@ def _summary(document: State, saved: SavedRun) -> State:
         "weights": [
             {"from_draw": draw, "weights": dict(zip((row["identity"] for row in rows), weights, strict=False))}
             for draw, weights in document["weights"]
+        ],
+        "bans": [
+            {"from_draw": ban.start, "keys": list(ban.keys), "dataset": ban.dataset or None} for ban in saved.bans
         ],
         "leaves": rows,
     }
@@ -100,6 +103,7 @@ def difference(then: State, now: State) -> State:
     return {
         "settings": _changed_settings(before, after),
         "weights": [] if before["weights"] == after["weights"] else [before["weights"], after["weights"]],
+        "bans": [] if before["bans"] == after["bans"] else [before["bans"], after["bans"]],
         "leaves": [*diff_leaves(saved, here), *_moved(saved, here), *_parked(before, after)],
         "microbatches": after["microbatches"] - before["microbatches"],
         "epochs": after["epoch"] - before["epoch"],

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 import numpy as np
+from numpy.typing import NDArray
 
 from energon_bridge.errors import ConfigurationError, DatasetError, EmptyDatasetError, MetadataError
 from energon_bridge.format.columns import column_of, read_columns
@@ -25,6 +26,7 @@ from energon_bridge.mix.joins import aux_of_join, open_join
 from energon_bridge.mix.opener import DatasetOpener
 from energon_bridge.mix.subset import evaluate_subset
 from energon_bridge.mix.tree import AuxRef, JoinRef, LeafRef, combine_multipliers
+from energon_bridge.rng import IntArray
 from energon_bridge.samples import CrudeSample
 from energon_bridge.storage import as_far, open_store
 
@@ -88,6 +90,13 @@ class OpenLeaf:
     def numbers(self, count: int) -> Sequence[int]:
         """Return the numbers, in the dataset, of the first samples of the leaf."""
         return range(self.start, self.start + count) if self.kept is None else self.kept[:count].tolist()
+
+    def has(self, numbers: IntArray) -> NDArray[np.bool_]:
+        """Tell which samples of the dataset belong to the leaf, by their numbers in it."""
+        if self.kept is not None:
+            sought = numbers.astype(self.kept.dtype)  # else all that is kept would be copied
+            return self.kept[np.minimum(np.searchsorted(self.kept, sought), self.kept.size - 1)] == sought
+        return (numbers >= self.start) & (numbers < self.stop)
 
     @property
     def num_shards(self) -> int:

@@ -404,12 +404,25 @@ class BalancedLoader:
         Raises:
             WrongUseError: A global batch was delivered in part.
         """
+        return self._changed(lambda: self.loader.set_weights(weights, from_draw=from_draw))
+
+    def ban(self, keys: Any, **kwargs: Any) -> int:
+        """Withdraw samples while the run goes on (see `SavableDataLoader.ban`).
+
+        Raises:
+            WrongUseError: A global batch was delivered in part.
+        """
+        return self._changed(lambda: self.loader.ban(keys, **kwargs))
+
+    def _changed(self, change: Callable[[], int]) -> int:
+        """Let go of what was loaded ahead, change the loader, and go on from where it stands."""
         state = self.save_state_rank()
         self._drop()
-        self.loader.restore_state_rank(state)  # what was loaded ahead followed the old weights
-        draw = self.loader.set_weights(weights, from_draw=from_draw)
-        self._moved()
-        return draw
+        self.loader.restore_state_rank(state)
+        try:
+            return change()
+        finally:
+            self._moved()
 
     def counters(self) -> list[State]:
         """Return a row for each leaf of what this rank loaded, as `leaf_rows` describes; of whole global batches."""

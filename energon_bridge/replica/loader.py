@@ -169,6 +169,16 @@ class BroadcastLoader:
         """Change the weights of a blend while it runs (see `SavableDataLoader.set_weights`)."""
         return int(self._exchange.answer(lambda: self._loader.set_weights(weights, from_draw=from_draw)))
 
+    def ban(self, keys: Any, **kwargs: Any) -> int:
+        """Withdraw samples while the run goes on (see `SavableDataLoader.ban`); the source's arguments count."""
+
+        def banned() -> State:
+            return {"draw": self._loader.ban(keys, **kwargs), **self._saved()}
+
+        answer = self._exchange.answer(banned)
+        self._note(answer)
+        return int(answer["draw"])
+
     def close(self) -> None:
         """Stop the workers of the source, once the other ranks have received everything."""
         if self.replica.is_source:

@@ -57,6 +57,8 @@ class Dealt:
         deal: How they are dealt out.
     """
 
+    first = 0
+
     def __init__(self, leaves: Sequence[Leaf], sizes: Sequence[int], deal: Deal) -> None:
         self._leaves = leaves
         self._deal = deal

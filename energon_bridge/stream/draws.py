@@ -15,7 +15,7 @@ import numpy as np
 from energon_bridge.errors import EmptyDatasetError
 from energon_bridge.plan.blend import Blend
 from energon_bridge.samples.slabs import Slab
-from energon_bridge.stream.pipeline import Loaded, PendingLoads, Pipeline, Segment
+from energon_bridge.stream.pipeline import Loaded, PendingLoads, Pipeline, Segment, without_banned
 from energon_bridge.stream.state import COUNTERS, Counts, LaneState
 from energon_bridge.stream.values import FailedSample, RestoreKey
 
@@ -60,6 +60,7 @@ class Draws:
         self.origin = state.origin
         self.leaf_draws = list(state.leaf_draws)
         self._scheduled = self._first = state.draw
+        self._banned = any(leaf.bans is not None for leaf in pipeline.leaves)
         self._slab: Slab | None = None
         self._leaf_scheduled = list(state.leaf_draws)
         self._loading = PendingLoads(pipeline)
@@ -105,7 +106,7 @@ class Draws:
         if draws > _BARREN and draws > 10 * pipeline.num_samples:
             raise EmptyDatasetError(
                 f"{pipeline.paths}: {draws} samples in a row, of a split of {pipeline.num_samples}, were skipped, "
-                "excluded or failed: nothing is left to train on. Check `exclude` and what encode_sample and batch skip"
+                "excluded, banned or failed: nothing is left to train on. Check `exclude`, bans and what the hooks skip"
             )
 
     def _load(self, draws: int) -> None:
@@ -174,11 +175,13 @@ class Draws:
             into = self._slab_row() if self._pipeline.slabs is not None else None
             if into is not None:
                 count = min(count, self._pipeline.rows - into[1])
+            first = self._scheduled
             segments = self._segments(count) if self._blend is None else self._mixed_segments(count)
+            wanted = self._without_banned(segments, first) if self._banned else segments
             if (self._scheduled - self._first) % self._pipeline.rows == 0:
                 self._slab = None  # full; only its images keep it
             rounds = self.ahead and self._pipeline.settings.reads_rounds
-            self._loading.schedule(segments, ahead=rounds, into=into)
+            self._loading.schedule(wanted, ahead=rounds, into=into)
             if rounds:
                 self._read_ahead(segments)
             elif self.ahead and self._pipeline.settings.draws_ahead:
@@ -220,6 +223,18 @@ class Draws:
                 places = places[high - low :]
         self._scheduled += leaves.size
         return segments
+
+    def _without_banned(self, segments: list[Segment], first: int) -> list[Segment]:
+        """Cut segments around the draws that are banned; `first` is the draw at their place 0."""
+        wanted = []
+        for segment in segments:
+            leaf = self._pipeline.leaves[segment.leaf]
+            if leaf.bans is None:
+                wanted.append(segment)
+                continue
+            draws = (first + np.asarray(segment.places, dtype=np.int64)) * leaf.order.num_lanes + self.number
+            wanted += without_banned(segment, leaf.bans.at(segment.buffer.indices[segment.low : segment.high], draws))
+        return wanted
 
     def _read_ahead(self, segments: list[Segment]) -> None:
         for segment in segments:

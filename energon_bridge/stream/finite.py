@@ -22,7 +22,7 @@ from energon_bridge.stream.dealt import Dealt
 from energon_bridge.stream.grouping import group_of
 from energon_bridge.stream.packing import pack_rows, select_packs
 from energon_bridge.stream.passes import FinitePlan
-from energon_bridge.stream.pipeline import PendingLoads, Pipeline, Segment, attach
+from energon_bridge.stream.pipeline import PendingLoads, Pipeline, Segment, attach, without_banned
 from energon_bridge.stream.reader import RoundBuffer
 from energon_bridge.stream.reencode import load_again
 from energon_bridge.stream.rows import SAMPLE, Row, reencode
@@ -104,16 +104,18 @@ class DrawnRows:
         if start in self._ahead:
             return
         ahead = self._ahead[start] = PendingLoads(self._pipeline)
-        runs = [
-            (leaf, RoundBuffer(self._pipeline.source(leaf).reader, draws), places)
-            for leaf, draws, places in self._plan.runs(start, stop)
-        ]
+        runs = []
+        for leaf, draws, places in self._plan.runs(start, stop):
+            bans = self._pipeline.leaves[leaf].bans
+            banned = None if bans is None else bans.at(draws.indices, self._plan.first + start + places)
+            runs.append((leaf, RoundBuffer(self._pipeline.source(leaf).reader, draws, banned), places, banned))
         for low in range(0, stop - start, self._pipeline.chunk):
             segments = []
-            for leaf, buffer, places in runs:
+            for leaf, buffer, places, banned in runs:
                 begin, end = np.searchsorted(places, (low, low + self._pipeline.chunk)).tolist()
                 if begin < end:
-                    segments.append(Segment(leaf, buffer, begin, end, (places[begin:end] - low).tolist()))
+                    segment = Segment(leaf, buffer, begin, end, (places[begin:end] - low).tolist())
+                    segments += [segment] if banned is None else without_banned(segment, banned[begin:end])
             ahead.schedule(segments, ahead=True)
 
     def take(self, start: int, stop: int, counts: Counts) -> list[Row]:

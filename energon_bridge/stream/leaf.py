@@ -16,6 +16,7 @@ from energon_bridge.format.dataset import PreparedDataset
 from energon_bridge.format.join import JoinedDataset
 from energon_bridge.format.jsonl import PART, JsonlDataset, parse_line
 from energon_bridge.mix import AuxRef
+from energon_bridge.plan.bans import LeafBans
 from energon_bridge.plan.leaf import LeafOrder, Round
 from energon_bridge.rng import IntArray, fold
 from energon_bridge.samples import META_FIELDS, CrudeSample, SourceInfo
@@ -32,12 +33,13 @@ _NO_PARTS: tuple[str, ...] = ()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leaf:
-    """One dataset of a stream: what it is, in which order it is read, and the stores that its cooker is given."""
+    """One dataset of a stream: what it is, in which order it is read, its cooker's stores, and what of it is banned."""
 
     identity: str
     dataset: PreparedDataset | JoinedDataset
     order: LeafOrder
     aux: Mapping[str, AuxRef] = field(default_factory=dict)
+    bans: LeafBans | None = None
 
 
 def user_key_of(leaf: Leaf) -> int:
@@ -141,7 +143,9 @@ class Cursor:
         indices, epochs = (
             np.concatenate(parts) for parts in zip(*((r.indices, r.epochs) for r in rounds), strict=True)
         )
-        return RoundBuffer(self._source.reader, Round(rounds[0].first, indices, epochs))
+        bans = self._source.leaf.bans
+        withheld = None if bans is None else bans.among(indices)
+        return RoundBuffer(self._source.reader, Round(rounds[0].first, indices, epochs), withheld)
 
 
 class LineValues(SampleParser):

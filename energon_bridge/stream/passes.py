@@ -20,6 +20,11 @@ class FinitePlan(Protocol):
     """Which samples the draws of a pass are."""
 
     @property
+    def first(self) -> int:
+        """The global draw with which the pass begins; each pass over validation data begins with 0."""
+        ...
+
+    @property
     def num_draws(self) -> int:
         """Draws in the pass."""
         ...
@@ -31,6 +36,8 @@ class FinitePlan(Protocol):
 
 class InOrder:
     """The leaves one after the other, each in its own order."""
+
+    first = 0
 
     def __init__(self, leaves: Sequence[Leaf]) -> None:
         self._leaves = leaves
@@ -68,13 +75,13 @@ class Shuffled:
             ends = [leaves[0].order.num_samples * number for number in (epoch, epoch + 1)]
         else:
             ends = [int(blend.drawn(0, number).sum()) for number in (epoch, epoch + 1)]
-        self._first = ends[0]
+        self.first = ends[0]
         self.num_draws = ends[1] - ends[0]
         self._rounds: dict[int, Round] = {}
 
     def runs(self, start: int, stop: int) -> list[tuple[int, Round, IntArray]]:
         """Return draws [start, stop) by leaf."""
-        first, count = self._first + start, stop - start
+        first, count = self.first + start, stop - start
         if self._blend is None:
             return [(0, self._draws(0, first, count), np.arange(count))]
         leaves = self._blend.leaves(0, first, count)

@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from energon_bridge.errors import DecodeError, FatalSampleError, SkipSample
 from energon_bridge.samples import SourceInfo
@@ -30,7 +32,7 @@ from energon_bridge.stream.report import MAX_MEMBERS, Place, place_in
 from energon_bridge.stream.settings import StreamSettings
 from energon_bridge.stream.state import COUNTERS, Counts
 from energon_bridge.stream.user_code import HookRunner, running_hooks
-from energon_bridge.stream.values import Columns, FailedSample, RestoreKey
+from energon_bridge.stream.values import BANNED, Columns, FailedSample, RestoreKey
 from energon_bridge.stream.watchdog import Watchdog, WatchdogSettings
 from energon_bridge.task_encoder.current import BATCH, FAILED, NUMBER, UNKNOWN
 from energon_bridge.task_encoder.deferred import decode_deferred
@@ -39,19 +41,35 @@ _THREADS = "energon"
 _OPEN_ROUNDS = 4096
 _TOGETHER = 8
 """Draws in a load, at least, where no threads share them: about what a pack takes of draws that come one by one."""
-_SAMPLES, _SKIPPED, _EXCLUDED = map(COUNTERS.index, ("samples", "skipped", "excluded"))
+_SAMPLES, _SKIPPED, _EXCLUDED, _BANNED = map(COUNTERS.index, ("samples", "skipped", "excluded", "banned"))
 _BATCH_HOOKS = ("batch", "encode_batch")
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Consecutive draws [low, high) of a round of a leaf, and their places among the draws of a load."""
+    """Consecutive draws [low, high) of a round of a leaf, and their places among the draws of a load.
+
+    If they are banned, all of them are.
+    """
 
     leaf: int
     buffer: RoundBuffer
     low: int
     high: int
     places: Sequence[int]
+    banned: bool = False
+
+
+def without_banned(segment: Segment, banned: NDArray[np.bool_]) -> list[Segment]:
+    """Cut a segment into the draws that are banned, which are not read, and the others."""
+    if not banned.any():
+        return [segment]
+    edges = [0, *(np.flatnonzero(np.diff(banned)) + 1).tolist(), banned.size]
+    leaf, buffer, low, places = segment.leaf, segment.buffer, segment.low, segment.places
+    return [
+        Segment(leaf, buffer, low + begin, low + end, places[begin:end], bool(banned[begin]))
+        for begin, end in pairwise(edges)
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +169,13 @@ class Pipeline:
         return loaded
 
     def _columns(self, of: Segment, ahead: bool, into: tuple[Slab, int] | None) -> Columns:
+        if of.banned:
+            identity, buffer = self.leaves[of.leaf].identity, of.buffer
+            drawn = zip(
+                buffer.indices[of.low : of.high].tolist(), buffer.epochs[of.low : of.high].tolist(), strict=True
+            )
+            keys = [(identity, index, epoch, 0) for index, epoch in drawn]
+            return keys, [BANNED] * len(keys), [0] * len(keys)
         rows = None if into is None else (into[0], [into[1] + place for place in of.places])
         return self.source(of.leaf).values.load(of.buffer, of.low, of.high, ahead=ahead, into=rows)
 
@@ -238,7 +263,7 @@ class Pipeline:
                 self.failed(error, [(leaf, index)], counts)
         if type(sample) is FailedSample:
             if sample.error is None:
-                counts.of(leaf)[_EXCLUDED] += 1
+                counts.of(leaf)[_BANNED if sample is BANNED else _EXCLUDED] += 1
             else:
                 self.failed(sample.error, [(leaf, key[1])], counts, hook=sample.hook, place=sample.place)
             return []

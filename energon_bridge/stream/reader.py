@@ -240,13 +240,19 @@ class RoundBuffer:
 
     A sample's bytes are let go when they are fetched, so memory falls as a round is worked through.
 
+    Args:
+        reader: Reads the leaf.
+        of: The round.
+        withheld: Draws that are read when they are fetched and not before, shape (draws,): their samples are banned now
+            or later, and those that are banned by then are never fetched.
+
     Attributes:
         asked: Draws from the first one on that are read, or about to be read ahead.
     """
 
-    __slots__ = ("_lock", "_raw", "_was_read", "asked", "epochs", "first", "indices", "reader")
+    __slots__ = ("_lock", "_raw", "_was_read", "_withheld", "asked", "epochs", "first", "indices", "reader")
 
-    def __init__(self, reader: Reader, of: Round) -> None:
+    def __init__(self, reader: Reader, of: Round, withheld: NDArray[np.bool_] | None = None) -> None:
         self.reader = reader
         self.first = of.first
         self.asked = 0
@@ -255,6 +261,10 @@ class RoundBuffer:
         self._raw: list[Any] = [None] * of.indices.size
         self._was_read = bytearray(of.indices.size)  # a mix has thousands of small rounds, and arrays are large
         self._lock = threading.Lock()
+        self._withheld: set[int] = set()
+        if withheld is not None and withheld.any():
+            self._withheld = {*np.flatnonzero(withheld).tolist()}
+            np.frombuffer(self._was_read, dtype=bool)[withheld] = True  # as far as reading ahead is concerned
 
     def __len__(self) -> int:
         return self.indices.size
@@ -262,6 +272,10 @@ class RoundBuffer:
     def fetch(self, low: int, high: int, *, ahead: bool) -> list[Any]:
         """Return what was read for the draws [low, high) of the round; with `ahead`, read the rest of it as well."""
         with self._lock:
+            if self._withheld:
+                for place in self._withheld.intersection(range(low, high)):
+                    self._withheld.remove(place)
+                    self._was_read[place] = 0
             if 0 in self._was_read[low:high]:
                 self._read(low, len(self) if ahead else high)
             out = self._raw[low:high]

@@ -182,9 +182,9 @@ LANE_COLUMNS: dict[str, LaneColumn] = {
 OVER_LONG = ("dropped", "truncated", "split", "pieces")
 """What became of samples that no pack can hold, as `count_over_long` of the task encoders counts them; `pieces` are
 what samples were split into, and those dropped are also skipped."""
-COUNTERS = ("samples", "skipped", "errors", "excluded", "bytes", *OVER_LONG)
-"""What is counted per leaf: samples delivered, left out by `SkipSample`, left out by an error, listed in `exclude`;
-bytes of the samples drawn; and `OVER_LONG`."""
+COUNTERS = ("samples", "skipped", "errors", "excluded", "banned", "bytes", *OVER_LONG)
+"""What is counted per leaf: samples delivered, left out by `SkipSample`, left out by an error, listed in `exclude`,
+banned; bytes of the samples drawn; and `OVER_LONG`."""
 
 COLUMNS = (*COUNTERS, "encoded_again")
 """What a process counts: `COUNTERS`, which are in the state, and samples encoded once more, because their contents were

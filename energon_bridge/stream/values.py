@@ -37,7 +37,10 @@ NO_PARTS: dict[str, memoryview] = {}
 
 
 class FailedSample:
-    """A draw that gives no sample: error, the step of loading that failed, and the sample; `EXCLUDED` has no error."""
+    """A draw that gives no sample: error, the step of loading that failed, and the sample.
+
+    `EXCLUDED` and `BANNED` have no error.
+    """
 
     __slots__ = ("error", "hook", "place")
 
@@ -49,6 +52,8 @@ class FailedSample:
 
 EXCLUDED = FailedSample(None, "", Place("", "", -1))
 """A draw whose sample is listed in `exclude`."""
+BANNED = FailedSample(None, "", Place("", "", -1))
+"""A draw whose sample is banned, and has not been read."""
 
 
 class Barred:
