@@ -575,3 +575,12 @@ def test_through_the_dataloader_and_the_data_module(data: Path) -> None:
     finally:
         module.close()
         again.close()
+
+
+def test_iterators_that_share_a_loader_all_know_a_ban(data: Path) -> None:
+    loader = EnergonDataloader(get_savable_loader(validation(data)), cycle=True)
+    first, second = iter(loader), iter(loader)
+    assert numbers_of(next(first)) == numbers_of(next(second)) == [0, 1, 2, 3]
+    loader.ban([*KEYS, "00005"])
+    assert numbers_of(next(first)) == numbers_of(next(second)) == [4, 6, 7]
+    assert numbers_of(next(first)) == [8, 9, 10]
