@@ -507,7 +507,7 @@ def test_bans_that_cannot_be(data: Path, caplog: pytest.LogCaptureFixture) -> No
     ):
         with pytest.raises(ConfigurationError, match=message):
             loader.ban(keys)  # type: ignore[arg-type]
-    for draw in (1.5, -1, True):
+    for draw in (1.5, -1, True, 2**60):
         with pytest.raises(ConfigurationError, match=f"from_draw must be the number of a global draw, got {draw}"):
             loader.ban(["00003"], from_draw=draw)  # type: ignore[arg-type]
     with pytest.raises(EmptyDatasetError, match=r"nothing would be left of .*text: all 37 samples would be banned"):
