@@ -251,8 +251,8 @@ class Position:
             raise ConfigurationError("ban: validation has no draws of a run: leave from_draw out")
         if fixed and self.microbatches < self.end:
             raise ConfigurationError(
-                "ban: the rows of this pass, which is packed or grouped, were fixed when it began: ban samples before a "
-                "pass or after its end"
+                "ban: the rows of this pass, which is packed or grouped, were fixed when it began: ban samples before "
+                "a pass or after its end"
             )
         unknown = self._banned.check(given, path)
         if unknown:
