@@ -228,7 +228,10 @@ class EnergonDataloader:
         ignore_unknown: bool = False,
     ) -> int:
         """Withdraw samples while the run goes on (see `SavableDataLoader.ban`); all ranks must call it alike."""
-        return int(self.loader.ban(keys, from_draw=from_draw, dataset=dataset, ignore_unknown=ignore_unknown))
+        loader, given = self.loader, list(keys)
+        draw = int(loader.ban(given, from_draw=from_draw, dataset=dataset, ignore_unknown=ignore_unknown))
+        self._turns.bans.append(lambda: loader.ban(given, dataset=dataset, ignore_unknown=True))
+        return draw
 
     def metrics(self) -> dict[str, float]:
         """Return what this rank has loaded and how long it waited, as plain numbers by name, for loggers.
@@ -251,6 +254,7 @@ class EnergonDataloader:
     def _moved(self) -> None:
         """Forget where the iterators stood: the loader itself stands elsewhere now."""
         self._stream = None
+        self._turns.bans.clear()
         self._began = self.batches
         holder = self._turns.holder()
         if holder is not None:
@@ -295,6 +299,7 @@ class _Turns:
 
     def __init__(self) -> None:
         self.holder: Callable[[], _Cycle | None] = _nobody
+        self.bans: list[Callable[[], int]] = []  # given since the loader was restored: the places of others have none
 
     def give(self, cycle: _Cycle | None) -> None:
         """Let an iterator have the loader; the one that had it keeps its place."""
@@ -328,6 +333,8 @@ class _Cycle:
             if self._state is not None:
                 self._loader.restore_state_rank(self._state)
                 self._state = None
+                for ban in self._turns.bans:
+                    ban()
             self._stream = cyclic_iter(self._loader)
         try:
             return next(self._stream)

@@ -507,7 +507,7 @@ def test_bans_that_cannot_be(data: Path, caplog: pytest.LogCaptureFixture) -> No
     ):
         with pytest.raises(ConfigurationError, match=message):
             loader.ban(keys)  # type: ignore[arg-type]
-    for draw in (1.5, -1, True):
+    for draw in (1.5, -1, True, 2**60):
         with pytest.raises(ConfigurationError, match=f"from_draw must be the number of a global draw, got {draw}"):
             loader.ban(["00003"], from_draw=draw)  # type: ignore[arg-type]
     with pytest.raises(EmptyDatasetError, match=r"nothing would be left of .*text: all 37 samples would be banned"):
@@ -575,3 +575,12 @@ def test_through_the_dataloader_and_the_data_module(data: Path) -> None:
     finally:
         module.close()
         again.close()
+
+
+def test_iterators_that_share_a_loader_all_know_a_ban(data: Path) -> None:
+    loader = EnergonDataloader(get_savable_loader(validation(data)), cycle=True)
+    first, second = iter(loader), iter(loader)
+    assert numbers_of(next(first)) == numbers_of(next(second)) == [0, 1, 2, 3]
+    loader.ban([*KEYS, "00005"])
+    assert numbers_of(next(first)) == numbers_of(next(second)) == [4, 6, 7]
+    assert numbers_of(next(first)) == [8, 9, 10]

@@ -27,7 +27,7 @@ from energon_bridge.mix import parse_weight
 from energon_bridge.plan.bans import Ban, with_ban
 from energon_bridge.plan.weights import ChangedWeights, GivenWeights, write_changes
 from energon_bridge.stream.finite import Listing
-from energon_bridge.stream.state import COLUMNS, COUNTERS, BufferedRefs, Counts, LaneBatch, LaneState
+from energon_bridge.stream.state import COLUMNS, COUNTERS, LARGEST, BufferedRefs, Counts, LaneBatch, LaneState
 from energon_bridge.stream.watchdog import WatchdogSettings
 from energon_bridge.topology import Ownership, WorkerConfig, first_microbatch, microbatches_before
 
@@ -221,45 +221,6 @@ class Position:
         torch.distributed.all_gather_object(found, own, group=self._config.data_parallel_group)
         return choose(found)
 
-    # Bans ------------------------------------------------------------------------------------------------------------
-
-    def ban(self, keys: Iterable[str], from_draw: int | None, dataset: str | None, ignore_unknown: bool) -> int:
-        """Withdraw samples from a global draw on; return that draw."""
-        data, given, path = self._data, checked_keys(keys), dataset or ""
-        if from_draw is not None and (isinstance(from_draw, bool) or not isinstance(from_draw, int) or from_draw < 0):
-            raise ConfigurationError(f"ban: from_draw must be the number of a global draw, got {from_draw!r}")
-        if data.kind == "finite":
-            if from_draw is not None:
-                raise ConfigurationError("ban: validation has no draws of a run: leave from_draw out")
-            if data.listed and self.microbatches:
-                if self.microbatches < self.end:
-                    raise ConfigurationError(
-                        "ban: the rows of this pass, which is packed or grouped, were fixed when it began: ban samples "
-                        "before a pass or after its end"
-                    )
-                self.rewind()
-        unknown = self._banned.check(given, path)
-        if unknown:
-            where = path or "the datasets of the mix"
-            text = f"ban: {len(unknown)} of {len(given)} keys are not in {where}: {named_keys(unknown)}"
-            if not ignore_unknown:
-                raise ConfigurationError(
-                    f"{text}. Nothing has been banned. Correct them (`energon which` shows keys), or pass "
-                    "ignore_unknown=True if they belong to datasets that this run does not read"
-                )
-            logger.warning(text)
-        start = self._first_banned(from_draw)
-        bans = with_ban(self._bans, Ban(start=start, keys=tuple(given), dataset=path))
-        if bans == self._bans:
-            return start
-        self._banned.check_left(bans)
-        self._bans = bans
-        self.plan = without_banned(self.plan, self._banned.of(bans))
-        if self._listing is not None and not self.microbatches:  # listed, and nothing of it delivered
-            self._add(Counts({leaf: [-number for number in row] for leaf, row in self._listing[2].items()}))
-            self._listing, self._ends = None, (-1, 0)
-        return start
-
     def _by_identity(self, weights: Mapping[str, Any] | Sequence[Any]) -> list[Any]:
         """Return weights, given by path or in order of the mix, in order of the leaves' identities."""
         leaves = self._data.leaves
@@ -277,6 +238,45 @@ class Position:
             raise ConfigurationError(f"set_weights got {len(weights)} weights for a mix of {len(leaves)} datasets")
         by_identity = {leaf.identity: weight for leaf, weight in zip(leaves, weights, strict=True)}
         return [by_identity[leaf.identity] for leaf in self._data.ordered]
+
+    # Bans ------------------------------------------------------------------------------------------------------------
+
+    def ban(self, keys: Iterable[str], from_draw: int | None, dataset: str | None, ignore_unknown: bool) -> int:
+        """Withdraw samples from a global draw on; return that draw."""
+        data, given, path = self._data, checked_keys(keys), dataset or ""
+        if from_draw is not None and (type(from_draw) is not int or not 0 <= from_draw <= LARGEST):
+            raise ConfigurationError(f"ban: from_draw must be the number of a global draw, got {from_draw!r}")
+        fixed = data.kind == "finite" and data.listed and self.microbatches > 0
+        if data.kind == "finite" and from_draw is not None:
+            raise ConfigurationError("ban: validation has no draws of a run: leave from_draw out")
+        if fixed and self.microbatches < self.end:
+            raise ConfigurationError(
+                "ban: the rows of this pass, which is packed or grouped, were fixed when it began: ban samples before "
+                "a pass or after its end"
+            )
+        unknown = self._banned.check(given, path)
+        if unknown:
+            where = path or "the datasets of the mix"
+            text = f"ban: {len(unknown)} of {len(given)} keys are not in {where}: {named_keys(unknown)}"
+            if not ignore_unknown:
+                raise ConfigurationError(
+                    f"{text}. Nothing has been banned. Correct them (`energon which` shows keys), or pass "
+                    "ignore_unknown=True if they belong to datasets that this run does not read"
+                )
+            logger.warning(text)
+        start = self._first_banned(from_draw)
+        bans = with_ban(self._bans, Ban(start=start, keys=tuple(given), dataset=path))
+        if bans == self._bans:
+            return start
+        self._banned.check_left(bans)
+        self._bans = bans
+        self.plan = without_banned(self.plan, self._banned.of(bans))
+        if fixed:
+            self.rewind()
+        if self._listing is not None and not self.microbatches:  # listed, and nothing of it delivered
+            self._add(Counts({leaf: [-number for number in row] for leaf, row in self._listing[2].items()}))
+            self._listing, self._ends = None, (-1, 0)
+        return start
 
     def _first_banned(self, from_draw: int | None) -> int:
         """Return the global draw from which a ban holds: by default the first that has not been delivered.

@@ -229,7 +229,7 @@ class Draws:
         wanted = []
         for segment in segments:
             leaf = self._pipeline.leaves[segment.leaf]
-            if leaf.bans is None:
+            if leaf.bans is None or not segment.buffer.withholds(segment.low, segment.high):
                 wanted.append(segment)
                 continue
             draws = (first + np.asarray(segment.places, dtype=np.int64)) * leaf.order.num_lanes + self.number

@@ -269,6 +269,10 @@ class RoundBuffer:
     def __len__(self) -> int:
         return self.indices.size
 
+    def withholds(self, low: int, high: int) -> bool:
+        """Tell whether one of the draws [low, high), which have not been fetched, is withheld."""
+        return bool(self._withheld) and not self._withheld.isdisjoint(range(low, high))
+
     def fetch(self, low: int, high: int, *, ahead: bool) -> list[Any]:
         """Return what was read for the draws [low, high) of the round; with `ahead`, read the rest of it as well."""
         with self._lock:
