@@ -120,6 +120,18 @@ DAMAGES: list[tuple[str, Any, str]] = [
     ("bans", [[7, ["00003"], ""]], "bans should hold strings that are not empty, found ''"),
     ("bans", [[9, ["00003"]], [7, ["00005"]]], "bans should be in order"),
     ("bans", [[9, ["00003"]], [9, ["00005"]]], "bans should be in order"),
+    ("banned", 7, "banned should be a list, found 7"),
+    ("banned", [7], "banned should hold an identity and two columns"),
+    ("banned", lambda of: [of[0][:2]], "banned should hold an identity and two columns"),
+    ("banned", lambda of: [[3, *of[0][1:]]], "banned should hold an identity and two columns"),
+    ("banned", lambda of: [["x", *of[0][1:]]], "banned should name each leaf of the mix at most once, found 'x'"),
+    ("banned", lambda of: [of[0], of[0]], "banned should name each leaf of the mix at most once"),
+    ("banned", lambda of: [[of[0][0], encode_column([5, 5]), of[0][2]]], "banned should hold rising samples"),
+    ("banned", lambda of: [[of[0][0], encode_column([]), encode_column([])]], "banned should hold rising samples"),
+    ("banned", lambda of: [[of[0][0], encode_column([3, 71]), of[0][2]]], "banned should have numbers from 0 to 70"),
+    ("banned", lambda of: [[*of[0][:2], encode_column([100])]], r"banned has 1 integers, expected \d"),
+    ("banned", lambda of: [[*of[0][:2], last_is(-1)(of[0][2])]], "banned should have numbers from 0 to"),
+    ("banned", lambda of: [[of[0][0], BOMB, of[0][2]]], "banned unpacks to more than the"),
     ("leaves.identities", lambda ids: [ids[0], ids[0]], r"leaves\.identities should name each leaf once"),
     ("leaves.identities", [1, 2], r"leaves\.identities should be a list of strings"),
     ("leaves.identities", lambda ids: ids[:1], r"leaves\.\w+ has 2 strings, expected 1"),
@@ -258,4 +270,5 @@ def test_restoring_unpacks_each_column_once(data: Path, state: Any, monkeypatch:
     counts, lanes = state["leaves"]["counts"].values(), state["lanes"].values()
     columns = [state["leaves"]["num_samples"], state["leaves"]["blocks"], *counts]
     columns += [one for entry in lanes for one in (entry if isinstance(entry, list) else [entry])]
+    columns += [one for _, *entry in state["banned"] for one in entry]
     assert sorted(seen) == sorted(columns)

@@ -16,7 +16,7 @@ from typing import Any
 from energon_bridge.datasets import get_train_dataset, get_val_dataset
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.format.jsonl import is_jsonl
-from energon_bridge.loader.bans import BannedSamples, moved_bans
+from energon_bridge.loader.bans import banned_of
 from energon_bridge.loader.document import State, read
 from energon_bridge.loader.fits import check_fits
 from energon_bridge.loader.run_plan import RunPlan, plan_run, without_banned
@@ -117,7 +117,7 @@ def run_of_state(
     blocks = {row["identity"]: row["block"] for row in rows}
     plan = plan_run(spec, config, num_lanes, saved.changes, blocks)
     check_fits(saved, spec.kind, plan.settings, plan.table)
-    plan = without_banned(plan, BannedSamples(spec.leaves).of(moved_bans(saved, spec.leaves)))
+    plan = without_banned(plan, banned_of(saved, saved.bans, spec.leaves))
     if kind == "train":
         Ownership(plan.num_lanes, world_size, 0)
         # Parked leaves stand at the end, and nothing is drawn from them.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -12,7 +12,7 @@ from energon_bridge.errors import ConfigurationError, EmptyDatasetError, Storage
 from energon_bridge.format.samples_by_key import samples_by_key
 from energon_bridge.loader.document import SavedRun
 from energon_bridge.mix.leaves import OpenLeaf
-from energon_bridge.plan.bans import Ban, LeafBans, with_ban
+from energon_bridge.plan.bans import Ban, LeafBans, with_ban, with_samples
 from energon_bridge.rng import IntArray
 from energon_bridge.storage import open_store
 
@@ -38,79 +38,77 @@ def load_keys(path: str | os.PathLike[str]) -> list[str]:
     return list(dict.fromkeys(line for line in lines if line and not line.startswith("#")))
 
 
-class BannedSamples:
-    """Looks the keys of bans up in the datasets of a mix; what it has found it keeps.
+Found = dict[str, IntArray]
+"""The samples of a dataset by key."""
 
-    Args:
-        leaves: Of the mix.
+
+def leaves_of_path(leaves: Sequence[OpenLeaf], path: str) -> list[OpenLeaf]:
+    """Return the leaves of a mix that are of the dataset with a path; without one, all.
+
+    Raises:
+        ConfigurationError: There is none.
     """
+    found = [leaf for leaf in leaves if path in ("", leaf.dataset.path)]
+    if not found:
+        raise ConfigurationError(
+            f"ban: dataset={path!r} is not the path of a dataset of the mix, which has {_paths(leaves)}"
+        )
+    return found
 
-    def __init__(self, leaves: Sequence[OpenLeaf]) -> None:
-        self._leaves = leaves
-        self._known: dict[tuple[str, str, str], tuple[set[str], dict[str, IntArray]]] = {}
-        self._last: tuple[Sequence[Ban], dict[str, LeafBans]] = (), {}
 
-    def of(self, bans: Sequence[Ban]) -> dict[str, LeafBans]:
-        """Return the banned samples of each leaf that has any, by its identity."""
-        if self._last[0] == bans:
-            return self._last[1]
-        found = {}
-        keys_of = [(ban, frozenset(ban.keys)) for ban in sorted(bans, key=lambda ban: -ban.start)]
-        for leaf in self._leaves:
-            own = [(ban.start, keys) for ban, keys in keys_of if ban.dataset in ("", leaf.dataset.path)]
-            known = self._looked_up(leaf, frozenset().union(*(keys for _, keys in own)))
-            starts: dict[int, int] = {}
-            for start, keys in own:  # the first ban of a sample comes last, and counts
-                for key in known.keys() & keys:
-                    starts |= dict.fromkeys(known[key].tolist(), start)
-            samples, firsts = np.array(sorted(starts.items()), dtype=np.int64).reshape(-1, 2).T
-            here = leaf.has(samples)
-            if here.any():
-                found[leaf.identity] = LeafBans(samples=samples[here], starts=firsts[here])
-        self._last = bans, found
-        return found
-
-    def check(self, keys: Sequence[str], dataset: str) -> list[str]:
-        """Return the keys that no dataset (or not the one with a path) has.
-
-        Raises:
-            ConfigurationError: The mix has no dataset of that path.
-        """
-        leaves = [leaf for leaf in self._leaves if dataset in ("", leaf.dataset.path)]
-        if not leaves:
-            paths = ", ".join(sorted({leaf.dataset.path for leaf in self._leaves})[:_NAMED])
-            raise ConfigurationError(
-                f"ban: dataset={dataset!r} is not the path of a dataset of the mix, which has {paths}"
-            )
-        unknown = frozenset(keys)
-        for leaf in leaves:
-            unknown -= self._looked_up(leaf, unknown).keys()
-        return [key for key in dict.fromkeys(keys) if key in unknown]
-
-    def check_left(self, bans: Sequence[Ban]) -> None:
-        """Refuse bans that leave nothing of the mix.
-
-        Raises:
-            EmptyDatasetError: They do.
-        """
-        banned = self.of(bans)
-        if all(
-            leaf.identity in banned and banned[leaf.identity].samples.size == leaf.num_samples for leaf in self._leaves
-        ):
-            total = sum(leaf.num_samples for leaf in self._leaves)
-            paths = ", ".join(sorted({leaf.dataset.path for leaf in self._leaves})[:_NAMED])
-            raise EmptyDatasetError(f"ban: nothing would be left of {paths}: all {total} samples would be banned")
-
-    def _looked_up(self, leaf: OpenLeaf, keys: frozenset[str]) -> dict[str, IntArray]:
-        """Return the samples of the dataset of a leaf by key: those of all keys that were ever asked for."""
+def look_up(leaves: Sequence[OpenLeaf], keys: Sequence[str]) -> list[Found]:
+    """Return the samples by key of the dataset of each leaf; keys that it does not have are left out."""
+    known: dict[tuple[str, str, str], Found] = {}
+    found = []
+    for leaf in leaves:
         dataset = leaf.dataset
         place = dataset.path, dataset.split_part, dataset.fingerprint
-        asked, known = self._known.setdefault(place, (set(), {}))
-        missing = keys - asked
-        if missing:
-            known |= samples_by_key(dataset, missing)
-            asked |= missing
-        return known
+        if place not in known:
+            known[place] = samples_by_key(dataset, keys)
+        found.append(known[place])
+    return found
+
+
+def with_found(
+    banned: Mapping[str, LeafBans], leaves: Sequence[OpenLeaf], found: Sequence[Found], start: int
+) -> dict[str, LeafBans]:
+    """Return what is banned, by identity, with the samples found in some leaves, from a global draw on."""
+    more = dict(banned)
+    for leaf, of_leaf in zip(leaves, found, strict=True):
+        samples = np.concatenate([np.empty(0, dtype=np.int64), *of_leaf.values()])
+        bans = with_samples(more.get(leaf.identity), samples[leaf.has(samples)], start)
+        if bans is not None:
+            more[leaf.identity] = bans
+    return more
+
+
+def check_left(banned: Mapping[str, LeafBans], leaves: Sequence[OpenLeaf]) -> None:
+    """Refuse bans that leave nothing of a mix.
+
+    Raises:
+        EmptyDatasetError: They do.
+    """
+    if all(leaf.identity in banned and banned[leaf.identity].samples.size == leaf.num_samples for leaf in leaves):
+        total = sum(leaf.num_samples for leaf in leaves)
+        raise EmptyDatasetError(f"ban: nothing would be left of {_paths(leaves)}: all {total} samples would be banned")
+
+
+def banned_of(saved: SavedRun, bans: Sequence[Ban], leaves: Sequence[OpenLeaf]) -> dict[str, LeafBans]:
+    """Return what is banned of the leaves of a mix that goes on from a state, by identity.
+
+    The state says it of the leaves that it has; the keys of bans are looked up in the others.
+    """
+    here, there = {leaf.identity for leaf in leaves}, {row["identity"] for row in saved.leaves if not row["parked"]}
+    banned = {identity: found for identity, found in saved.banned.items() if identity in here}
+    fresh = [leaf for leaf in leaves if leaf.identity not in there]
+    for ban in bans:
+        some = [leaf for leaf in fresh if ban.dataset in ("", leaf.dataset.path)]
+        banned = with_found(banned, some, look_up(some, ban.keys), ban.start)
+    return banned
+
+
+def _paths(leaves: Sequence[OpenLeaf]) -> str:
+    return ", ".join(sorted({leaf.dataset.path for leaf in leaves})[:_NAMED])
 
 
 def moved_bans(saved: SavedRun, leaves: Sequence[OpenLeaf]) -> tuple[Ban, ...]:

@@ -10,6 +10,7 @@ Built-in types only, so that it loads with `torch.load` and its defaults, as JSO
      "settings": {name: value, ...},         # all that the stream depends on but the leaves
      "weights": [[global draw, [weight, ...]], ...],     # what `set_weights` changed
      "bans": [[global draw, [key, ...]], ...],           # what `ban` withdrew; some with the path of a dataset
+     "banned": [[identity, column, column], ...],        # of a leaf the samples banned, and from which draws on
      "leaves": {"identities": [str, ...], "paths": text, "split_parts": text, "shares": text, "num_samples": column,
                 "subsets": text, "blocks": column, "counts": {name: column, ...}, "parked": how many, at the end},
      "lanes": {"numbers": column,
@@ -38,7 +39,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -53,8 +54,15 @@ from energon_bridge.errors import (
     StateVersionError,
     StepMismatchError,
 )
-from energon_bridge.loader.columns import damaged, decode_column, decode_text, encode_column, encode_text
-from energon_bridge.plan.bans import Ban, write_bans
+from energon_bridge.loader.columns import (
+    LONGEST_COLUMN,
+    damaged,
+    decode_column,
+    decode_text,
+    encode_column,
+    encode_text,
+)
+from energon_bridge.plan.bans import Ban, LeafBans, write_bans
 from energon_bridge.plan.leaf import ORDER_VERSION
 from energon_bridge.plan.weights import ChangedWeights, read_changes
 from energon_bridge.rng import IntArray
@@ -63,7 +71,7 @@ from energon_bridge.stream.state import COUNTERS, LANE_COLUMNS, LARGEST, NOTHING
 FORMAT = "energon_bridge.state"
 FORMAT_VERSION = 5
 _WITHOUT_BANS = 4
-"""The last format that had no bans, nor counted banned samples."""
+"""The last format that had no bans, and did not count banned samples."""
 
 State = dict[str, Any]
 
@@ -94,6 +102,7 @@ class SavedRun:
 
     Attributes:
         changes: The weights that were changed during the run.
+        banned: What is banned of each leaf, by identity.
         leaves: Rows with identity, path, split_part, share, subset, num_samples, block (`LeafOrder.block`), counts (a
             dict) and parked; parked ones last.
         lanes: By number.
@@ -114,6 +123,7 @@ class SavedRun:
     lanes: dict[int, LaneState]
     ranks: tuple[int, int] | None = None
     bans: tuple[Ban, ...] = ()
+    banned: Mapping[str, LeafBans] = field(default_factory=dict)
 
 
 # Writing -------------------------------------------------------------------------------------------------------------
@@ -134,6 +144,10 @@ def write(saved: SavedRun) -> State:
     """Return the document that says so."""
     document = {name: getattr(saved, name) for name in _OF_THE_RUN}
     document |= {"bans": write_bans(saved.bans)}
+    document["banned"] = [
+        [identity, encode_column(found.samples), encode_column(found.starts)]
+        for identity, found in sorted(saved.banned.items())
+    ]
     document |= {"format": FORMAT, "format_version": FORMAT_VERSION, "order_version": ORDER_VERSION}
     document |= {} if saved.ranks is None else {"ranks": list(saved.ranks)}
     return sign(document | {"leaves": _write_leaves(saved.leaves), "lanes": write_lanes(saved.lanes)})
@@ -211,7 +225,7 @@ def check_format(state: Any) -> State:
             f"the state was written under order version {order}, this version of energon_bridge orders samples by "
             f"version {ORDER_VERSION}: resume with the version that wrote it, or start a new run"
         )
-    missing = (_REQUIRED if version <= _WITHOUT_BANS else {*_REQUIRED, "bans"}) - state.keys()
+    missing = (_REQUIRED if version <= _WITHOUT_BANS else {*_REQUIRED, "bans", "banned"}) - state.keys()
     if missing:
         raise StateFormatError(f"the state is damaged: it has no {', '.join(sorted(missing))}")
     try:
@@ -252,6 +266,7 @@ def read(state: Any) -> SavedRun:
         lanes=lanes,
         ranks=_read_ranks(document.get("ranks")),
         bans=_read_bans(document.get("bans", [])),
+        banned=_read_banned(document.get("banned", []), leaves),
     )
 
 
@@ -434,6 +449,27 @@ def _read_bans(bans: Any) -> tuple[Ban, ...]:
     if any(later <= place for place, later in pairwise(places)):
         raise damaged("bans", "should be in order of their draws")
     return tuple(found)
+
+
+def _read_banned(entries: Any, leaves: Sequence[State]) -> dict[str, LeafBans]:
+    if not isinstance(entries, (list, tuple)):
+        raise damaged("banned", f"should be a list, found {_shown(entries)}")
+    rows = {leaf["identity"]: leaf for leaf in leaves if not leaf["parked"]}
+    found = {}
+    for entry in entries:
+        if not isinstance(entry, (list, tuple)) or len(entry) != 3 or not isinstance(entry[0], str):
+            raise damaged("banned", "should hold an identity and two columns for each leaf")
+        identity, samples, starts = entry
+        if identity not in rows or identity in found:
+            raise damaged("banned", f"should name each leaf of the mix at most once, found {_shown(identity)}")
+        first, last = _lines(rows[identity])
+        samples = decode_column(samples, min(last - first, LONGEST_COLUMN), "banned", at_most=True)
+        if not samples.size or (np.diff(samples) <= 0).any():
+            raise damaged("banned", "should hold rising samples")
+        _in_range(samples, "banned", first, last - 1)
+        starts = _in_range(decode_column(starts, samples.size, "banned"), "banned", 0, LARGEST)
+        found[identity] = LeafBans(samples=samples, starts=starts)
+    return found
 
 
 def _entries(value: Any, field: str) -> State:

@@ -16,7 +16,16 @@ import torch
 
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.loader import document as doc
-from energon_bridge.loader.bans import BannedSamples, checked_keys, moved_bans, named_keys
+from energon_bridge.loader.bans import (
+    banned_of,
+    check_left,
+    checked_keys,
+    leaves_of_path,
+    look_up,
+    moved_bans,
+    named_keys,
+    with_found,
+)
 from energon_bridge.loader.description import Description
 from energon_bridge.loader.fits import check_fits, check_lanes
 from energon_bridge.loader.listing import listing_of_pass
@@ -24,7 +33,7 @@ from energon_bridge.loader.run_plan import deal_of_pass, draws_of_pass, plan_run
 from energon_bridge.loader.streams import Start, Stream, WorkerFacts, open_stream
 from energon_bridge.loader.summary import leaf_rows
 from energon_bridge.mix import parse_weight
-from energon_bridge.plan.bans import Ban, with_ban
+from energon_bridge.plan.bans import Ban, LeafBans, new_keys, with_ban
 from energon_bridge.plan.weights import ChangedWeights, GivenWeights, write_changes
 from energon_bridge.stream.finite import Listing
 from energon_bridge.stream.state import COLUMNS, COUNTERS, LARGEST, BufferedRefs, Counts, LaneBatch, LaneState
@@ -63,7 +72,7 @@ class Position:
         self._counts = [[0] * len(COLUMNS) for _ in self.plan.leaves]
         self._changes: ChangedWeights = ()
         self._bans: tuple[Ban, ...] = ()
-        self._banned = BannedSamples(data.leaves)
+        self._banned: Mapping[str, LeafBans] = {}
         self._parked: list[doc.State] = []
         self._parked_draws: dict[int, tuple[int, ...]] = {}
 
@@ -208,7 +217,7 @@ class Position:
         kept = [(draw, weights) for draw, weights in self._changes if draw != start]
         self._changes = tuple(sorted([*kept, (start, changed)], key=lambda change: change[0]))
         plan = plan_run(self._data, self._config, lanes, self._changes, self._blocks)
-        self.plan = without_banned(plan, self._banned.of(self._bans))
+        self.plan = without_banned(plan, self._banned)
         return start
 
     def _agreed(self, what: str, own: int, choose: Callable[[list[int]], int]) -> int:
@@ -254,7 +263,15 @@ class Position:
                 "ban: the rows of this pass, which is packed or grouped, were fixed when it began: ban samples before "
                 "a pass or after its end"
             )
-        unknown = self._banned.check(given, path)
+        leaves = leaves_of_path(data.leaves, path)
+        start = self._first_banned(from_draw)
+        ban = Ban(start=start, keys=tuple(given), dataset=path)
+        new = new_keys(self._bans, ban)
+        if not new:
+            return start
+        found = look_up(leaves, new)
+        known = frozenset().union(*found)
+        unknown = [key for key in new if key not in known]
         if unknown:
             where = path or "the datasets of the mix"
             text = f"ban: {len(unknown)} of {len(given)} keys are not in {where}: {named_keys(unknown)}"
@@ -264,13 +281,10 @@ class Position:
                     "ignore_unknown=True if they belong to datasets that this run does not read"
                 )
             logger.warning(text)
-        start = self._first_banned(from_draw)
-        bans = with_ban(self._bans, Ban(start=start, keys=tuple(given), dataset=path))
-        if bans == self._bans:
-            return start
-        self._banned.check_left(bans)
-        self._bans = bans
-        self.plan = without_banned(self.plan, self._banned.of(bans))
+        banned = with_found(self._banned, leaves, found, start)
+        check_left(banned, data.leaves)
+        self._bans, self._banned = with_ban(self._bans, ban), banned
+        self.plan = without_banned(self.plan, banned)
         if fixed:
             self.rewind()
         if self._listing is not None and not self.microbatches:  # listed, and nothing of it delivered
@@ -334,6 +348,7 @@ class Position:
             weights=write_changes(self._changes),
             changes=self._changes,
             bans=self._bans,
+            banned=self._banned,
             leaves=[*leaves, *self._parked],
             lanes=lanes,
             ranks=(1, self._config.dp_size) if self._data.finite else None,
@@ -369,7 +384,8 @@ class Position:
         if changes:
             plan = plan_run(data, config, num_lanes, changes, blocks)
         bans = moved_bans(saved, data.leaves)
-        self.plan = without_banned(plan, self._banned.of(bans))
+        self._banned = banned_of(saved, bans, data.leaves)
+        self.plan = without_banned(plan, self._banned)
         self.ownership, self._changes, self._blocks, self._bans = ownership, changes, blocks, bans
         self.microbatches, self.epoch = microbatches, saved.epoch
         self.epoch_steps = saved.epoch_steps

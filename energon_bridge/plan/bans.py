@@ -4,7 +4,8 @@ A draw whose sample is banned is made and counted, gives nothing, and moves no o
 `g div L` of lane `g mod L`; in training by passes, which have no lanes, draws are counted through all passes. So what
 is left out follows from the order alone, on any ranks and workers.
 
-In a state a ban is `[global draw, [key, ...]]`, or `[global draw, [key, ...], path of the only dataset]`.
+In a state a ban is `[global draw, [key, ...]]`, or `[global draw, [key, ...], path of the only dataset]`. What has been
+found of the keys stands beside it, so that a resume looks nothing up.
 """
 
 from __future__ import annotations
@@ -51,14 +52,32 @@ def write_bans(bans: Iterable[Ban]) -> list[Any]:
     return [[ban.start, list(ban.keys), *([ban.dataset] if ban.dataset else [])] for ban in bans]
 
 
-def with_ban(bans: Sequence[Ban], new: Ban) -> tuple[Ban, ...]:
-    """Return bans with one more, in the order of states: of its keys those that are not banned by then already."""
-    known = {key for ban in bans if ban.start <= new.start and ban.dataset in ("", new.dataset) for key in ban.keys}
-    keys = tuple(sorted({*new.keys} - known))
+def new_keys(bans: Sequence[Ban], ban: Ban) -> list[str]:
+    """Return the keys of a ban that earlier ones do not ban by then, each once."""
+    known = {key for old in bans if old.start <= ban.start and old.dataset in ("", ban.dataset) for key in old.keys}
+    return [key for key in dict.fromkeys(ban.keys) if key not in known]
+
+
+def with_ban(bans: Sequence[Ban], ban: Ban) -> tuple[Ban, ...]:
+    """Return bans with one more, in the order of states; what of it is new is put together with its like."""
+    keys = new_keys(bans, ban)
     if not keys:
         return tuple(bans)
-    place = (new.start, new.dataset)
-    same = next((ban.keys for ban in bans if (ban.start, ban.dataset) == place), ())
-    rest = [ban for ban in bans if (ban.start, ban.dataset) != place]
-    more = Ban(start=new.start, keys=tuple(sorted({*same, *keys})), dataset=new.dataset)
-    return tuple(sorted([*rest, more], key=lambda ban: (ban.start, ban.dataset)))
+    place = (ban.start, ban.dataset)
+    same = next((old.keys for old in bans if (old.start, old.dataset) == place), ())
+    rest = [old for old in bans if (old.start, old.dataset) != place]
+    more = Ban(start=ban.start, keys=tuple(sorted({*same, *keys})), dataset=ban.dataset)
+    return tuple(sorted([*rest, more], key=lambda old: (old.start, old.dataset)))
+
+
+def with_samples(banned: LeafBans | None, samples: IntArray, start: int) -> LeafBans | None:
+    """Return what is banned of a leaf with some samples more, from a global draw on."""
+    if not samples.size:
+        return banned
+    starts = np.full(samples.size, start, dtype=np.int64)
+    if banned is not None:
+        samples, starts = np.concatenate((banned.samples, samples)), np.concatenate((banned.starts, starts))
+    order = np.lexsort((starts, samples))
+    samples, starts = samples[order], starts[order]
+    first = np.concatenate(([True], np.diff(samples) > 0))  # of each sample the earliest
+    return LeafBans(samples=samples[first], starts=starts[first])
