@@ -45,7 +45,7 @@ def kind_of_source(path: str) -> DatasetKind:
     """
     named_as_file = path.endswith((".jsonl", ".yaml", ".yml"))
     store = open_store(path)
-    if is_table(path) and _is_file(path):
+    if is_table(path):
         return DatasetKind.PREPARED
     # A web server answers for folders as it does for files, so the metadata is looked for first.
     if not named_as_file and (store.exists(meta_path(INFO_JSON)) or store.exists(meta_path(INFO_YAML))):

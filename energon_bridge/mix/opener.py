@@ -57,7 +57,7 @@ class DatasetOpener:
             if ref.is_jsonl:
                 dataset = open_jsonl(ref.path, files=self._files)
             elif is_table(ref.path):
-                dataset = open_tables(ref.path, split_part=ref.split_part)
+                dataset = open_tables(ref.path, split_part=ref.split_part, dataset_config=place[2])
             else:
                 dataset = self._prepared_or_tables(place)
             self._opened[place] = dataset
@@ -69,7 +69,7 @@ class DatasetOpener:
         except NotPreparedError:
             if not has_tables(place[0]):
                 raise
-            return open_tables(place[0], split_part=place[1])
+            return open_tables(place[0], split_part=place[1], dataset_config=place[2])
         check_counts(dataset)
         return dataset
 

@@ -30,11 +30,16 @@ from energon_bridge.rows.lists import CONVERSATIONS, as_files, conversation_row,
 _SPLIT = re.compile(r"(train|validation|valid|val|dev|test)(?=[-_.]|$)")
 
 
+Stamp = tuple[int, int]
+"""Bytes and time of the last change of a file, by which what is kept of it is known to be what it has."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
     """A row group of a parquet file, or an arrow file (group -1), with the label names of its columns."""
 
     path: str
+    stamp: Stamp
     group: int
     num_rows: int
     labels: tuple[tuple[str, tuple[str, ...]], ...]
@@ -70,7 +75,7 @@ class ArrowSample:
 
 def read_row(group: Group, at: int, where: str, media: Path, columns: tuple[str, ...]) -> Row:
     """Return a row; raises SourceError."""
-    values: dict[str, Any] = table_of(group.path, group.group).slice(at, 1).to_pylist()[0]
+    values: dict[str, Any] = table_of(group).slice(at, 1).to_pylist()[0]
     return row_of(values, where, media, columns, group.labels)
 
 
@@ -147,7 +152,7 @@ class ArrowSource:
         seen: dict[str, list[bool]] = {}
         for number in range(min(20, len(self))):
             group, at, _ = self._place(number)
-            for name, value in table_of(group.path, group.group).slice(at, 1).to_pylist()[0].items():
+            for name, value in table_of(group).slice(at, 1).to_pylist()[0].items():
                 if value:
                     seen.setdefault(name, []).append(holds_media(value))
         return tuple(name for name, found in seen.items() if sum(found) * 2 > len(found))
@@ -220,18 +225,21 @@ def groups_of(path: Path) -> list[Group]:
     parquet = path.suffix == ".parquet"
     arrow = pyarrow_modules()
     try:
+        stamp = stamp_of(path)
         if parquet:
-            file = parquet_file(str(path))
+            file = parquet_file(str(path), stamp)
             labels = _labels(file.schema_arrow.metadata)
             counts = [file.metadata.row_group(number).num_rows for number in range(file.metadata.num_row_groups)]
             return [
-                Group(path=str(path), group=number, num_rows=count, labels=labels)
+                Group(path=str(path), stamp=stamp, group=number, num_rows=count, labels=labels)
                 for number, count in enumerate(counts)
             ]
-        table = table_of(str(path), -1)
+        table = read_table(str(path))
     except (OSError, arrow.ArrowException) as error:
         raise SourceError(f"{path}: cannot be read: {error}. Was the download cut off?") from error
-    return [Group(path=str(path), group=-1, num_rows=table.num_rows, labels=_labels(table.schema.metadata))]
+    return [
+        Group(path=str(path), stamp=stamp, group=-1, num_rows=table.num_rows, labels=_labels(table.schema.metadata))
+    ]
 
 
 def _labels(metadata: Mapping[bytes, bytes] | None) -> tuple[tuple[str, tuple[str, ...]], ...]:
@@ -255,16 +263,27 @@ def pyarrow_modules() -> Any:
     return pyarrow
 
 
+def stamp_of(path: Path) -> Stamp:
+    """Return the stamp of a file as it is now."""
+    found = path.stat()
+    return found.st_size, found.st_mtime_ns
+
+
 @lru_cache(maxsize=16)
-def parquet_file(path: str) -> Any:
+def parquet_file(path: str, stamp: Stamp) -> Any:
     """Return an open parquet file."""
     return pyarrow_modules().parquet.ParquetFile(path, memory_map=True)
 
 
-@lru_cache(maxsize=2)
-def table_of(path: str, group: int) -> Any:
-    """Return the rows of a group; an arrow file is mapped into memory, so that only what is used is read."""
-    if group >= 0:
-        return parquet_file(path).read_row_group(group, use_threads=False)
+def read_table(path: str) -> Any:
+    """Return the rows of an arrow file, mapped into memory, so that only what is used is read."""
     arrow = pyarrow_modules()
     return arrow.ipc.open_stream(arrow.memory_map(path)).read_all()
+
+
+@lru_cache(maxsize=2)
+def table_of(group: Group) -> Any:
+    """Return the rows of a group."""
+    if group.group < 0:
+        return read_table(group.path)
+    return parquet_file(group.path, group.stamp).read_row_group(group.group, use_threads=False)

@@ -2,10 +2,10 @@
 
 A row becomes the sample that it is after `energon convert` with the same layout: the same fields, decoded in the same
 way, with the number of the row as its key. The layout is proposed from the columns of the first rows, or said by a
-file, `energon.yaml` in a folder and `NAME.energon.yaml` beside a file:
+`.nv-meta/dataset.yaml` in the folder of the files, whose field map names columns:
 
-    sample_type: CaptioningSample
-    fields: {image: image, caption: "captions[0]"}
+    sample_type: {__module__: megatron.energon, __class__: CaptioningSample}
+    field_map: {image: image, caption: "captions[0]"}
 
 A file is a shard. The fingerprint hashes names, rows and bytes of the files, and the layout. Samples of a parquet file
 lie in *row groups*, which can only be read whole; so its order has slices of a group (`group_rows`), of which few are
@@ -35,11 +35,13 @@ from energon_bridge.errors import (
     MetadataError,
     ShardMissingError,
     SourceError,
+    UnknownArgumentError,
     UnknownSplitError,
 )
 from energon_bridge.format.dataset import PreparedDataset
-from energon_bridge.format.documents import expect_mapping, parse_document
+from energon_bridge.format.dataset_config import DatasetConfigs
 from energon_bridge.format.field_map import FieldMap
+from energon_bridge.format.nvmeta import DEFAULT_DATASET_CONFIG, INFO_JSON, INFO_YAML, meta_path
 from energon_bridge.rng import IntArray
 from energon_bridge.rows.arrow import (
     ArrowSource,
@@ -49,15 +51,15 @@ from energon_bridge.rows.arrow import (
     parquet_file,
     parquet_files,
     pyarrow_modules,
+    read_table,
     row_of,
     saved_files,
     table_of,
 )
 from energon_bridge.rows.base import Layout, check_layout, lay_out
 from energon_bridge.samples import sample_type_by_name
-from energon_bridge.storage import open_store
+from energon_bridge.storage import Store, open_store
 
-LAYOUT_FILE = "energon.yaml"
 _SUFFIXES = (".parquet", ".arrow")
 _VERSION = 1
 _AT_ONCE = 64
@@ -104,17 +106,20 @@ def has_tables(path: str | os.PathLike[str]) -> bool:
 
 def is_unprepared_table(path: str | os.PathLike[str]) -> bool:
     """Tell whether a local path has tables and is not also a prepared dataset."""
-    return has_tables(path) and not (Path(os.fspath(path)) / ".nv-meta").exists()
+    meta = Path(os.fspath(path)) / ".nv-meta"
+    return has_tables(path) and not any((meta / name).exists() for name in (INFO_JSON, INFO_YAML))
 
 
-def open_tables(path: str | os.PathLike[str], *, split_part: str) -> TableDataset:
+def open_tables(
+    path: str | os.PathLike[str], *, split_part: str, dataset_config: str = DEFAULT_DATASET_CONFIG
+) -> TableDataset:
     """Open a parquet or arrow file, or a folder of them; without splits of its own, all of it is read for any part.
 
     Raises:
         DatasetNotFoundError: There is none.
         UnknownSplitError, EmptyDatasetError: There is no such part, or nothing in it.
         SourceError: A file is damaged, or the rows are nothing that can be a sample.
-        MetadataError: The layout file is wrong.
+        MetadataError, FieldMapError: The dataset.yaml is wrong.
     """
     text = os.fspath(path)
     if "://" in text:
@@ -136,7 +141,9 @@ def open_tables(path: str | os.PathLike[str], *, split_part: str) -> TableDatase
     counts = [sum(group.num_rows for group in of_file) for of_file in groups]
     if not sum(counts):
         raise EmptyDatasetError(f"{here}: the files of the split part {split_part!r} have no rows.")
-    layout = _layout(here) or source.propose()
+    store = open_store(str(root))
+    layout, subflavors = _said(store, dataset_config)
+    layout = layout or source.propose()
     check_layout(layout)
     names = [str(file.relative_to(root)) for file in chosen]
     sizes = [file.stat().st_size for file in chosen]
@@ -146,7 +153,7 @@ def open_tables(path: str | os.PathLike[str], *, split_part: str) -> TableDatase
     table_of.cache_clear()  # of the rows that were looked at
     return TableDataset(
         path=str(here),
-        store=open_store(str(root)),
+        store=store,
         split_part=split_part if "" not in known else "",
         shard_names=tuple(names),
         shard_counts=np.array(counts, dtype=np.int64),
@@ -156,7 +163,7 @@ def open_tables(path: str | os.PathLike[str], *, split_part: str) -> TableDatase
         field_map=None,
         sample_loader=None,
         part_filter=None,
-        subflavors={},
+        subflavors=subflavors,
         fingerprint=hashlib.sha256(content.encode()).hexdigest(),
         num_samples=sum(counts),
         layout=layout,
@@ -177,18 +184,25 @@ def _files(here: Path) -> list[tuple[str, Path]]:
     return saved_files(here) if is_saved(here) else parquet_files(here)
 
 
-def _layout(path: Path) -> Layout | None:
-    """Return the layout that a file says."""
-    file = path / LAYOUT_FILE if path.is_dir() else path.with_name(f"{path.name}.{LAYOUT_FILE}")
-    if not file.exists():
-        return None
-    document = expect_mapping(parse_document(file.read_bytes(), where=str(file)), where=str(file))
-    unknown = sorted(document.keys() - {"sample_type", "fields"})
-    kind, fields = document.get("sample_type"), document.get("fields", {})
-    if unknown or not isinstance(kind, str) or not isinstance(fields, dict):
-        found = f"unknown key {unknown[0]!r}" if unknown else "expected a sample_type and a mapping of fields"
-        raise MetadataError(f"{file}: {found}. Example: sample_type: TextSample, fields: {{text: caption}}")
-    return Layout(sample_type=kind, fields={str(name): str(access) for name, access in fields.items()})
+def _said(store: Store, name: str) -> tuple[Layout | None, dict[str, Any]]:
+    """Return layout and subflavors that a dataset.yaml beside the files says."""
+    if not store.exists(meta_path(name)):
+        return None, {}
+    config = DatasetConfigs().read(store, name)
+    kind, where = config.form.sample_type, store.url(meta_path(name))
+    if config.form.sample_loader is not None or (config.form.part_filter is not None and not config.form.field_map):
+        raise MetadataError(f"{where}: a table has columns, and no parts for a sample_loader: give a field_map.")
+    try:
+        known = sample_type_by_name(kind.__name__)
+    except UnknownArgumentError:
+        known = None
+    if known is not kind:
+        raise MetadataError(
+            f"{where}: {kind.__name__} is no sample type of energon_bridge. Leave the file out and make samples of "
+            "crude ones, by a cooker of the task encoder."
+        )
+    fields = {} if config.form.field_map is None else config.form.field_map.fields
+    return Layout(sample_type=kind.__name__, fields=fields), config.subflavors
 
 
 # Reading --------------------------------------------------------------------------------------------------------------
@@ -258,9 +272,11 @@ class TableRows:
                 if not path.exists():
                     raise ShardMissingError(f"{path}: the file is gone.")
                 groups = groups_of(path)
+                if groups and groups[0].stamp[0] != self._dataset.shard_sizes[shard]:
+                    raise CorruptShardError(f"{path}: has other bytes than when it was opened. Open it again.")
                 counts = [group.num_rows for group in groups]
                 if sum(counts) != self._dataset.shard_counts[shard]:
-                    raise CorruptShardError(f"{path}: has other rows than when it was opened.")
+                    raise CorruptShardError(f"{path}: has other rows than when it was opened. Open it again.")
                 firsts = (np.cumsum(counts) - counts).tolist()
                 found = self._groups[shard] = groups, firsts
             return found
@@ -300,22 +316,21 @@ class _Kept:
     """The row groups that a process read last, of all its datasets."""
 
     def __init__(self) -> None:
-        self._groups: OrderedDict[tuple[str, int], tuple[Batches, int]] = OrderedDict()
+        self._groups: OrderedDict[Group, tuple[Batches, int]] = OrderedDict()
         self._bytes = 0
         self._lock = threading.Lock()
 
     def get(self, group: Group) -> Batches:
-        place = group.path, group.group
         with self._lock:
-            found = self._groups.get(place)
+            found = self._groups.get(group)
             if found is not None:
-                self._groups.move_to_end(place)
+                self._groups.move_to_end(group)
                 return found[0]
-        table = parquet_file(group.path).read_row_group(group.group, use_threads=False)
+        table = parquet_file(group.path, group.stamp).read_row_group(group.group, use_threads=False)
         batches = _batches(table)
         with self._lock:
-            if place not in self._groups:
-                self._groups[place] = batches, table.nbytes
+            if group not in self._groups:
+                self._groups[group] = batches, table.nbytes
                 self._bytes += table.nbytes
                 while self._bytes > _KEPT_BYTES and len(self._groups) > 1:
                     self._bytes -= self._groups.popitem(last=False)[1][1]
@@ -331,14 +346,12 @@ os.register_at_fork(after_in_child=_KEPT.forget)
 
 
 def _read(group: Group) -> Batches:
-    return _KEPT.get(group) if group.group >= 0 else _tables(group.path)
+    return _KEPT.get(group) if group.group >= 0 else _mapped(group)
 
 
 @lru_cache(maxsize=64)
-def _tables(path: str) -> Batches:
-    """Return the batches of an arrow file, mapped into memory."""
-    arrow = pyarrow_modules()
-    return _batches(arrow.ipc.open_stream(arrow.memory_map(path)).read_all())
+def _mapped(group: Group) -> Batches:
+    return _batches(read_table(group.path))
 
 
 def _batches(table: Any) -> Batches:
