@@ -19,12 +19,12 @@ from sources import converted, picture
 from energon_bridge import (
     Cooker,
     DatasetError,
+    DatasetMismatchError,
     DefaultTaskEncoder,
     ErrorPolicy,
     FatalSampleError,
     FieldMapError,
     MetadataError,
-    DatasetMismatchError,
     WorkerConfig,
     get_loader,
     get_savable_loader,
