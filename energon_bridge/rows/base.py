@@ -261,9 +261,14 @@ def _value_at(row: Row, name: str, access: str) -> Any:
             f"with --field {name}=COLUMN; --on-error skip leaves such samples out."
         )
     try:
-        return FieldMap({name: access})(row.values)[name]
+        return _compiled(name, access)(row.values)[name]
     except KeyError as error:
         raise SourceError(f"{row.where}: there is nothing at `{access}` for the field `{name}`.") from error
+
+
+@functools.cache
+def _compiled(name: str, access: str) -> FieldMap:
+    return FieldMap({name: access})
 
 
 def _fitted(value: Any, declared: str) -> Any:

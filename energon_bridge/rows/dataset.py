@@ -248,10 +248,12 @@ class TableRows:
             wanted.setdefault((shard, number), []).append((place, local - firsts[number]))
         for (shard, number), rows in wanted.items():
             group = self._groups_of(shard)[0][number]
-            values = self._values(shard, group, [at for _, at in rows])
-            for (place, at), one in zip(rows, values, strict=True):
+            batches = _read(group)
+            for place, at in rows:
+                first, columns = batches[bisect_right(batches, at, key=_first) - 1]
+                values = {name: column[at - first].as_py() for name, column in columns}
                 where = f"{group.path}{f', row group {group.group}' if group.group >= 0 else ''}, row {at}"
-                out[place] = self._row(one, where, int(indices[place]), group)
+                out[place] = self._row(values, where, int(indices[place]), group)
         return out
 
     def _row(self, values: dict[str, Any], where: str, number: int, group: Group) -> TableRow | Exception:
@@ -271,7 +273,7 @@ class TableRows:
                 path = self._media / self._dataset.shard_names[shard]
                 if not path.exists():
                     raise ShardMissingError(f"{path}: the file is gone.")
-                groups = groups_of(path)
+                groups = _groups_at(path)
                 if groups and groups[0].stamp[0] != self._dataset.shard_sizes[shard]:
                     raise CorruptShardError(f"{path}: has other bytes than when it was opened. Open it again.")
                 counts = [group.num_rows for group in groups]
@@ -280,23 +282,6 @@ class TableRows:
                 firsts = (np.cumsum(counts) - counts).tolist()
                 found = self._groups[shard] = groups, firsts
             return found
-
-    def _values(self, shard: int, group: Group, rows: list[int]) -> list[dict[str, Any]]:
-        arrow = pyarrow_modules()
-        try:
-            batches, ends = _read(group)
-            out: list[dict[str, Any]] = [{}] * len(rows)
-            places: dict[int, list[int]] = {}
-            for place, at in enumerate(rows):
-                places.setdefault(bisect_right(ends, at), []).append(place)
-            for number, of_batch in places.items():
-                first = ends[number] - batches[number].num_rows
-                taken = batches[number].take(arrow.array([rows[place] - first for place in of_batch], arrow.int64()))
-                for place, values in zip(of_batch, taken.to_pylist(), strict=True):
-                    out[place] = values
-        except (OSError, arrow.ArrowException) as error:
-            raise CorruptShardError(f"{group.path}: cannot be read: {error}") from error
-        return out
 
 
 def samples_of_tables(dataset: TableDataset, shard: int) -> Iterator[TableRow | Exception]:
@@ -308,8 +293,19 @@ def samples_of_tables(dataset: TableDataset, shard: int) -> Iterator[TableRow | 
         yield from rows.read(numbers[start : start + _AT_ONCE])
 
 
-Batches = tuple[list[Any], list[int]]
-"""Record batches, and the rows up to the end of each."""
+def _groups_at(path: Path) -> list[Group]:
+    try:
+        return groups_of(path)
+    except SourceError as error:
+        raise CorruptShardError(str(error)) from error
+
+
+Batches = list[tuple[int, list[tuple[str, Any]]]]
+"""The record batches of a group: number of the first row, and the columns with their names."""
+
+
+def _first(batch: tuple[int, Any]) -> int:
+    return batch[0]
 
 
 class _Kept:
@@ -346,7 +342,12 @@ os.register_at_fork(after_in_child=_KEPT.forget)
 
 
 def _read(group: Group) -> Batches:
-    return _KEPT.get(group) if group.group >= 0 else _mapped(group)
+    """Return a group; raises CorruptShardError."""
+    arrow = pyarrow_modules()
+    try:
+        return _KEPT.get(group) if group.group >= 0 else _mapped(group)
+    except (OSError, arrow.ArrowException) as error:
+        raise CorruptShardError(f"{group.path}: cannot be read: {error}") from error
 
 
 @lru_cache(maxsize=64)
@@ -355,8 +356,12 @@ def _mapped(group: Group) -> Batches:
 
 
 def _batches(table: Any) -> Batches:
-    batches = table.to_batches()
-    return batches, np.cumsum([batch.num_rows for batch in batches]).tolist()
+    found: Batches = []
+    first = 0
+    for batch in table.to_batches():
+        found.append((first, list(zip(batch.schema.names, batch.columns, strict=True))))
+        first += batch.num_rows
+    return found
 
 
 @lru_cache(maxsize=256)
