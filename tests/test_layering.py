@@ -25,6 +25,7 @@ LAYERS = (
     "transforms",
     "storage",
     "format",
+    "rows",
     "av",
     "stores",
     "mix",

@@ -18,6 +18,7 @@ from energon_bridge.cli.engines import engine_options, task_of, task_options, wo
 from energon_bridge.cli.output import count_of, format_bytes
 from energon_bridge.cli.progress import shard_progress
 from energon_bridge.errors import ConfigurationError, SourceError
+from energon_bridge.format.field_map import describe_fields
 from energon_bridge.format.parallel import available_cores
 from energon_bridge.prepare.convert import (
     Converted,
@@ -27,10 +28,9 @@ from energon_bridge.prepare.convert import (
     convert_task,
     propose_samples_per_shard,
 )
-from energon_bridge.prepare.dataset_yaml import describe_fields
 from energon_bridge.prepare.sources import KINDS, open_source
-from energon_bridge.prepare.sources.base import Layout, Source, check_layout, first_rows
 from energon_bridge.prepare.split import SplitRule, parse_ratio
+from energon_bridge.rows.base import Layout, Source, check_layout, first_rows
 from energon_bridge.samples import CrudeSample, sample_type_by_name
 
 _SHOWN = 3

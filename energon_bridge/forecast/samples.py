@@ -19,7 +19,6 @@ from energon_bridge.errors import ConfigurationError, KeyIndexError, MissingRank
 from energon_bridge.forecast.run import Run
 from energon_bridge.format.dataset import PreparedDataset
 from energon_bridge.format.join import JoinedDataset
-from energon_bridge.format.jsonl import JsonlDataset
 from energon_bridge.format.key_lookup import KeyIndex, keys_at, keys_of_shard, local_key_index
 from energon_bridge.format.nvmeta import INDEX_SQLITE, meta_path, read_info
 from energon_bridge.loader.document import read_leaves
@@ -77,7 +76,7 @@ class KeyNames:
 def _index_of(dataset: PreparedDataset) -> tuple[KeyIndex, dict[str, int]] | None:
     """Return a dataset's key index and the numbers of its shards in it."""
     store = dataset.store
-    if isinstance(dataset, JsonlDataset) or not isinstance(store, LocalStore):
+    if dataset.key_format is not None or not isinstance(store, LocalStore):
         return None
     if not store.exists(meta_path(INDEX_SQLITE)):
         return None
@@ -334,7 +333,8 @@ class _SampleNames:
         number = int(np.searchsorted(ends, place, side="right"))
         shard = dataset.shard_names[number]
         local = place - int(ends[number] - dataset.shard_counts[number])
-        key = self._keys.key_of(dataset, shard, local)
+        numbered = dataset.key_format
+        key = self._keys.key_of(dataset, shard, local) if numbered is None else numbered.format(place)
         return NamedSample(
             row=row,
             path=whole.path,

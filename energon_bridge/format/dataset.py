@@ -15,7 +15,7 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -44,8 +44,11 @@ _ENCODER = json.JSONEncoder(separators=(",", ":"))
 class PreparedDataset:
     """One split part of a prepared dataset; arrays have one entry per shard of `shard_names`.
 
-    `source_path` is what the `SourceInfo` of its samples name it by; None: its path.
+    `source_path` is what the `SourceInfo` of its samples name it by; None: its path. `key_format` makes the key of a
+    sample of its number, in datasets whose samples have no other.
     """
+
+    key_format: ClassVar[str | None] = None
 
     path: str
     store: Store

@@ -225,3 +225,17 @@ def _not_found(field: str, alternatives: tuple[Alternative, ...], parts: Iterabl
     access = ",".join(part + "".join(f"[{step}]" for step in steps) for part, steps in alternatives)
     there = ", ".join(name for name in parts if not name.startswith("__")) or "none"
     return FieldAccessError(f"field `{field}`: nothing at {access!r}; the sample has the parts {there}.")
+
+
+def describe_fields(sample_type: type) -> list[tuple[str, bool, str]]:
+    """List the fields of a sample type as (name, required, type as text)."""
+    described = []
+    for field in dataclasses.fields(sample_type):
+        if field.name in META_FIELDS:
+            continue
+        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        kind: Any = field.type
+        described.append(
+            (field.name, required, kind if isinstance(kind, str) else getattr(kind, "__name__", str(kind)))
+        )
+    return described

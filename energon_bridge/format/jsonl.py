@@ -16,7 +16,7 @@ import logging
 import os
 from array import array
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -38,6 +38,7 @@ class JsonlDataset(PreparedDataset):
     """A JSONL file as a dataset of one shard, whose samples are lines."""
 
     __slots__ = ()
+    key_format: ClassVar[str | None] = "{}"
 
     @property
     def index_remedy(self) -> str:

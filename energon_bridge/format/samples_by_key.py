@@ -12,7 +12,6 @@ import numpy as np
 from energon_bridge.errors import KeyIndexError
 from energon_bridge.format.dataset import PreparedDataset
 from energon_bridge.format.join import JoinedDataset
-from energon_bridge.format.jsonl import JsonlDataset
 from energon_bridge.format.key_lookup import find_keys, local_key_index
 from energon_bridge.format.nvmeta import INDEX_SQLITE, meta_path, read_info
 from energon_bridge.format.tar_scan import scan_tar
@@ -27,7 +26,8 @@ _MANY = 100
 def samples_by_key(dataset: PreparedDataset | JoinedDataset, keys: Collection[str]) -> dict[str, IntArray]:
     """Return for each key that a dataset has the indices of its samples, rising; of a join, of its rows.
 
-    The key of a row of a join is that of its primary, the key of a line of a JSONL file its number.
+    The key of a row of a join is that of its primary, the key of a line of a JSONL file or of a row of a
+    table its number.
 
     Raises:
         KeyIndexError: The key index cannot be read, or is not that of the dataset.
@@ -47,9 +47,10 @@ def samples_by_key(dataset: PreparedDataset | JoinedDataset, keys: Collection[st
 
 
 def _places(dataset: PreparedDataset, keys: Collection[str]) -> Iterator[tuple[str, int]]:
-    if isinstance(dataset, JsonlDataset):
-        numbers = (key for key in keys if key.isascii() and key.isdecimal() and len(key) < 19 and str(int(key)) == key)
-        yield from ((key, int(key)) for key in numbers if int(key) < dataset.num_samples)
+    if dataset.key_format is not None:
+        numbers = (key for key in keys if key.isascii() and key.isdecimal() and len(key) < 19)
+        known = ((key, int(key)) for key in numbers if dataset.key_format.format(int(key)) == key)
+        yield from (place for place in known if place[1] < dataset.num_samples)
         return
     firsts = (np.cumsum(dataset.shard_counts) - dataset.shard_counts).tolist()
     if dataset.store.exists(meta_path(INDEX_SQLITE)):

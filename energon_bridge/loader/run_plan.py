@@ -15,10 +15,14 @@ from energon_bridge.plan.leaf import LeafOrder, slice_length
 from energon_bridge.plan.scheduled import ScheduledBlend
 from energon_bridge.plan.weights import ChangedWeights, LeafWeights
 from energon_bridge.rng import key_of
+from energon_bridge.rows.dataset import TableDataset
 from energon_bridge.stream.dealt import Deal, Dealt
 from energon_bridge.stream.leaf import Leaf
 from energon_bridge.stream.passes import FinitePlan, InOrder, Shuffled
 from energon_bridge.topology import WorkerConfig, default_num_lanes
+
+_FEWEST_GROUPS = 4
+"""Row groups of a parquet file that a lane has in an epoch, where slices are as long as a group."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,13 +135,18 @@ def _leaf(data: Description, leaf: OpenLeaf, lanes: int, seed: int, *, block: in
     shuffle = leaf.shuffle_epochs is not None
     # A pass has one lane, and slices as a run has them.
     cut = default_num_lanes(1) if data.finite else lanes
+    length = slice_length(leaf.num_samples, cut, data.rows, data.max_samples_per_sequence)
+    iters = data.parallel_shard_iters
+    group = leaf.dataset.group_rows if isinstance(leaf.dataset, TableDataset) else 0
+    if length < group and leaf.num_samples >= _FEWEST_GROUPS * group * cut:
+        length, iters = group, 1  # a group is read as a whole, and few at a time
     order = LeafOrder(
         num_samples=leaf.num_samples,
         num_lanes=lanes,
         key=key_of("leaf", seed, leaf.identity),
-        slice_length=slice_length(leaf.num_samples, cut, data.rows, data.max_samples_per_sequence),
+        slice_length=length,
         shuffle_buffer_size=data.shuffle_buffer_size,
-        parallel_shard_iters=data.parallel_shard_iters,
+        parallel_shard_iters=iters,
         block=block if shuffle else data.rows,
         shuffle=shuffle,
         first_sample=leaf.start,

@@ -16,6 +16,7 @@ from energon_bridge.format.parallel import available_cores
 from energon_bridge.mix.joiners import resolve_joiner
 from energon_bridge.mix.paths import user_cache
 from energon_bridge.mix.tree import AuxRef, JoinRef, LeafRef
+from energon_bridge.rows.dataset import TableDataset
 
 _PARALLEL_SAMPLES = 50_000
 _MAX_WORKERS = 16
@@ -70,6 +71,11 @@ def join_parts(join: JoinRef, open_part: Callable[[LeafRef], PreparedDataset]) -
     parts = []
     for entry in join.entries:
         dataset = open_part(entry.leaf)
+        if isinstance(dataset, TableDataset):
+            raise MetadataError(
+                f"{join.where}: {dataset.path} is a table, whose rows have no keys to join by. Write shards of it: "
+                "energon convert --help"
+            )
         if entry.leaf.subflavors:
             dataset = dataclasses.replace(dataset, subflavors=dataset.subflavors | entry.leaf.subflavors)
         parts.append(JoinPart(dataset=dataset, name=entry.name, nonmatch=entry.nonmatch))

@@ -12,13 +12,14 @@ from enum import StrEnum
 from energon_bridge.errors import DatasetNotFoundError, MetadataError, NotPreparedError
 from energon_bridge.format.nvmeta import INDEX_SQLITE, INFO_JSON, INFO_YAML, meta_path, not_prepared
 from energon_bridge.mix.paths import split_path
+from energon_bridge.rows.dataset import has_tables, is_table
 from energon_bridge.storage import open_store
 
 
 class DatasetKind(StrEnum):
     """What a path of a mix names."""
 
-    PREPARED = "prepared"
+    PREPARED = "prepared"  # or tables, which are opened like it
     JSONL = "jsonl"
     METADATASET = "metadataset"
 
@@ -44,6 +45,8 @@ def kind_of_source(path: str) -> DatasetKind:
     """
     named_as_file = path.endswith((".jsonl", ".yaml", ".yml"))
     store = open_store(path)
+    if is_table(path):
+        return DatasetKind.PREPARED
     # A web server answers for folders as it does for files, so the metadata is looked for first.
     if not named_as_file and (store.exists(meta_path(INFO_JSON)) or store.exists(meta_path(INFO_YAML))):
         return DatasetKind.PREPARED
@@ -66,6 +69,8 @@ def kind_of_source(path: str) -> DatasetKind:
             f"{path}: a folder of files with a media index, which can only be the `aux` of a dataset. To train on its "
             f"tars, run `energon prepare {path}`."
         )
+    if has_tables(path):
+        return DatasetKind.PREPARED
     raise not_prepared(path)
 
 

@@ -27,6 +27,7 @@ from energon_bridge.mix.opener import DatasetOpener
 from energon_bridge.mix.subset import evaluate_subset
 from energon_bridge.mix.tree import AuxRef, JoinRef, LeafRef, combine_multipliers
 from energon_bridge.rng import IntArray
+from energon_bridge.rows.dataset import TableDataset
 from energon_bridge.samples import CrudeSample
 from energon_bridge.storage import as_far, open_store
 
@@ -174,8 +175,9 @@ def kept_samples(
     Raises ConfigurationError for a wrong expression or column, MetadataError for a column of other shards or a dataset
     that can have none, and EmptyDatasetError if nothing is kept.
     """
-    if isinstance(dataset, (JoinedDataset, JsonlDataset)):
-        what = "a join" if isinstance(dataset, JoinedDataset) else "a JSONL file"
+    if isinstance(dataset, (JoinedDataset, JsonlDataset, TableDataset)):
+        kinds = {JoinedDataset: "a join", JsonlDataset: "a JSONL file", TableDataset: "a table"}
+        what = kinds[type(dataset)]
         raise MetadataError(f"{where}: {what} has no columns and cannot be filtered: {text}")
     known = read_columns(dataset.store)
     columns = {name: column_of(dataset, name, known)[start:stop] for name in column_names(text) if name in known}

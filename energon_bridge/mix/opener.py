@@ -10,12 +10,14 @@ import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from energon_bridge.errors import NotPreparedError
 from energon_bridge.format.dataset import PreparedDataset, check_counts, prepared, read_prepared
 from energon_bridge.format.dataset_config import DatasetConfig, DatasetConfigs
 from energon_bridge.format.jsonl import open_jsonl
 from energon_bridge.format.nvmeta import DEFAULT_DATASET_CONFIG, DEFAULT_SPLIT_CONFIG, NOTHING, meta_path
 from energon_bridge.mix.index import Known, MixIndex, Place, stamps_of
 from energon_bridge.mix.tree import LeafRef
+from energon_bridge.rows.dataset import has_tables, is_table, open_tables
 from energon_bridge.storage import READ_TIMEOUT_SECONDS, LocalStore, OpenFiles, Stalls, Store, as_far, open_store
 
 _AT_ONCE = 16
@@ -45,19 +47,30 @@ class DatasetOpener:
         self._opened: dict[Place, PreparedDataset] = {}
 
     def open(self, ref: LeafRef) -> PreparedDataset:
-        """Open the prepared dataset or JSONL file of a reference.
+        """Open the prepared dataset, the JSONL file or the tables of a reference.
 
-        Errors are those of `open_dataset` and `open_jsonl`.
+        Errors are those of `open_dataset`, `open_jsonl` and `open_tables`.
         """
         place = _place_of(ref)
         dataset = self._opened.get(place)
         if dataset is None:
             if ref.is_jsonl:
                 dataset = open_jsonl(ref.path, files=self._files)
+            elif is_table(ref.path):
+                dataset = open_tables(ref.path, split_part=ref.split_part, dataset_config=place[2])
             else:
-                dataset = self._open(place)
-                check_counts(dataset)
+                dataset = self._prepared_or_tables(place)
             self._opened[place] = dataset
+        return dataset
+
+    def _prepared_or_tables(self, place: Place) -> PreparedDataset:
+        try:
+            dataset = self._open(place)
+        except NotPreparedError:
+            if not has_tables(place[0]):
+                raise
+            return open_tables(place[0], split_part=place[1], dataset_config=place[2])
+        check_counts(dataset)
         return dataset
 
     def open_ahead(self, refs: Sequence[LeafRef]) -> None:

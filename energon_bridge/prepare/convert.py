@@ -39,9 +39,9 @@ from energon_bridge.prepare.shards import (
     publish,
     record_path,
 )
-from energon_bridge.prepare.sources.base import Layout, Source, SourceSample, check_layout, contents_of, first_rows
 from energon_bridge.prepare.split import SplitRule
 from energon_bridge.rng import Permutation, draws, key_of
+from energon_bridge.rows.base import Layout, Source, SourceSample, check_layout, contents_of, first_rows
 from energon_bridge.storage import open_store
 
 Progress = Callable[[int, int], None]

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Mapping
-from typing import Any
 
 from energon_bridge.errors import FieldMapError
 from energon_bridge.format.documents import dump_yaml
-from energon_bridge.format.field_map import FieldMap, check_fields
-from energon_bridge.samples import META_FIELDS, CrudeSample, sample_type_by_name
+from energon_bridge.format.field_map import FieldMap, check_fields, describe_fields
+from energon_bridge.samples import CrudeSample, sample_type_by_name
 
 # megatron-energon does not export this type; its readers find it in its module.
 _MODULES = {"VQAOCRSample": "megatron.energon.flavors.vqa_and_ocr"}
@@ -44,17 +42,3 @@ def parse_field_map(text: str) -> dict[str, str]:
     if not isinstance(value, dict) or not all(isinstance(access, str) for access in value.values()):
         raise FieldMapError(f"--field-map: expected an object with text values, found {text}.")
     return value
-
-
-def describe_fields(sample_type: type) -> list[tuple[str, bool, str]]:
-    """List the fields of a sample type as (name, required, type as text)."""
-    described = []
-    for field in dataclasses.fields(sample_type):
-        if field.name in META_FIELDS:
-            continue
-        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-        kind: Any = field.type
-        described.append(
-            (field.name, required, kind if isinstance(kind, str) else getattr(kind, "__name__", str(kind)))
-        )
-    return described

@@ -21,6 +21,15 @@ from energon_bridge.format.jsonl import PART, JsonlDataset, is_jsonl, open_jsonl
 from energon_bridge.format.nvmeta import DEFAULT_DATASET_CONFIG, DEFAULT_SPLIT_CONFIG, read_info, read_splits
 from energon_bridge.format.parallel import Workers, map_shards
 from energon_bridge.format.tar import parse_sample
+from energon_bridge.rows.dataset import (
+    TableDataset,
+    TableRow,
+    compiled,
+    is_unprepared_table,
+    open_tables,
+    samples_of_tables,
+    table_parts,
+)
 from energon_bridge.storage import open_store
 
 _READ_AHEAD = 8 << 20
@@ -64,11 +73,13 @@ def lint_parts(
 ) -> tuple[list[PreparedDataset], list[str]]:
     """Open the split parts to check (default: all); return them and the names of the empty ones.
 
-    A JSONL file has no parts: it is opened as a whole. Raises the errors of `open_dataset`, and EmptyDatasetError if
-    all parts are empty.
+    A JSONL file has no parts: it is opened as a whole; tables may have some. Raises the errors of `open_dataset`, and
+    EmptyDatasetError if all parts are empty.
     """
     if is_jsonl(path):
         return [open_jsonl(path)], []
+    if is_unprepared_table(path):
+        return [open_tables(path, split_part=part) for part in split_parts or table_parts(path)], []
     store = open_store(path)
     store.check_root()
     read_info(store)  # what is not prepared at all is said first
@@ -125,6 +136,11 @@ def _check_shard(dataset: PreparedDataset, decode: Callable[[str, memoryview], A
 
     checked = 0
     try:
+        if isinstance(dataset, TableDataset):
+            for sample in samples_of_tables(dataset, shard):
+                checked += 1
+                _check_row(dataset, decode, sample, report)
+            return ShardReport(split_part=dataset.split_part, shard=name, num_checked=checked, problems=(*problems,))
         for index, data in read_samples(dataset, shard):
             if isinstance(dataset, JsonlDataset):
                 checked += 1
@@ -146,6 +162,28 @@ def _check_shard(dataset: PreparedDataset, decode: Callable[[str, memoryview], A
     except EnergonError as error:  # the shard or its index as a whole
         report(error)
     return ShardReport(split_part=dataset.split_part, shard=name, num_checked=checked, problems=tuple(problems))
+
+
+def _check_row(
+    dataset: TableDataset,
+    decode: Callable[[str, memoryview], Any],
+    row: TableRow | Exception,
+    report: Callable[..., None],
+) -> None:
+    if isinstance(row, Exception):
+        report(row)
+        return
+    decoded: dict[str, Any] = {}
+    for part, data in row.parts.items():
+        try:
+            decoded[part] = decode(part, data)
+        except (EnergonError, ImportError) as error:
+            report(error, key=row.key, part=part)
+    if decoded.keys() == row.parts.keys() and not dataset.layout.is_crude:
+        try:
+            dataset.sample_type(__key__=row.key, **compiled(tuple(row.fields.items()))(decoded))
+        except Exception as error:  # a sample type may raise anything
+            report(error, key=row.key)
 
 
 def read_samples(dataset: PreparedDataset, shard: int) -> Iterator[tuple[int, memoryview]]:

@@ -18,6 +18,7 @@ from energon_bridge.format.nvmeta import (
     read_info,
     read_splits,
 )
+from energon_bridge.rows.dataset import is_unprepared_table, open_tables, table_parts
 from energon_bridge.storage import Store, open_store
 
 _FIRST_PARTS = ("train", "val", "test")
@@ -63,6 +64,8 @@ def summarize_dataset(
     """
     if is_jsonl(path):
         return _summarize_jsonl(path)
+    if is_unprepared_table(path):
+        return _summarize_tables(path)
     store = open_store(path)
     store.check_root()
     info = read_info(store)
@@ -119,6 +122,33 @@ def _summarize_jsonl(path: str | os.PathLike[str]) -> DatasetSummary:
         subflavors={},
         has_key_index=False,
         parts=(),
+        columns={},
+    )
+
+
+def _summarize_tables(path: str | os.PathLike[str]) -> DatasetSummary:
+    parts = [open_tables(path, split_part=part) for part in table_parts(path)]
+    first = parts[0]
+    return DatasetSummary(
+        path=first.path,
+        num_samples=sum(part.num_samples for part in parts),
+        num_shards=sum(len(part.shard_names) for part in parts),
+        num_bytes=sum(int(part.shard_sizes.sum()) for part in parts),
+        missing_shards=(),
+        energon_version=None,
+        sample_type=first.sample_type.__name__,
+        field_map=dict(first.layout.fields),
+        subflavors={},
+        has_key_index=False,
+        parts=tuple(
+            PartSummary(
+                name=part.split_part or "all",
+                num_shards=len(part.shard_names),
+                num_samples=part.num_samples,
+                num_excluded_samples=0,
+            )
+            for part in parts
+        ),
         columns={},
     )
 

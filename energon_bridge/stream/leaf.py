@@ -19,12 +19,14 @@ from energon_bridge.mix import AuxRef
 from energon_bridge.plan.bans import LeafBans
 from energon_bridge.plan.leaf import LeafOrder, Round
 from energon_bridge.rng import IntArray, fold
+from energon_bridge.rows.dataset import TableDataset
 from energon_bridge.samples import META_FIELDS, CrudeSample, SourceInfo
 from energon_bridge.stream.activity import Activities
 from energon_bridge.stream.cooking import Cook
 from energon_bridge.stream.dataset_code import JOINER, Begin, PendingSample, sample_parser
 from energon_bridge.stream.reader import LeafReader, Reader, RoundBuffer, Unreadable
 from energon_bridge.stream.report import Place
+from energon_bridge.stream.tables import TableParser, TableReader
 from energon_bridge.stream.values import EXCLUDED, Barred, Columns, FailedSample, RestoreKey, Rows, SampleParser
 
 _USER_CODE = 4
@@ -73,9 +75,12 @@ class LeafSource:
             self.values = JoinValues(leaf.identity, dataset, reader, decoder, activities)
         else:
             is_lines = isinstance(dataset, JsonlDataset)
-            unread_from = None if is_lines else getattr(decoder, "unread_from", None)
-            self.reader = LeafReader(dataset, tolerant=tolerant, unread_from=unread_from)
-            values = LineValues if is_lines else sample_parser
+            values: Any = LineValues if is_lines else sample_parser
+            if isinstance(dataset, TableDataset):
+                self.reader, values = TableReader(dataset, tolerant=tolerant), TableParser
+            else:
+                unread_from = None if is_lines else getattr(decoder, "unread_from", None)
+                self.reader = LeafReader(dataset, tolerant=tolerant, unread_from=unread_from)
             self.values = values(leaf.identity, dataset, decoder, activities)
         self.user_key = user_key_of(leaf)
         self.values.barred = Barred(self.user_key, frozenset(index for key, index in barred if key == self.user_key))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from energon_bridge.errors import ConfigurationError, DatasetNotFoundError, SourceError
-from energon_bridge.prepare.sources.base import Source
+from energon_bridge.rows.base import Source
 
 KINDS = ("table", "pairs", "classes", "parquet", "huggingface", "webdataset")
 _TABLES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv")
@@ -67,7 +67,7 @@ def _look(path: Path) -> tuple[str, Path]:
 
 
 def _table(path: Path, media: Path | None) -> Source:
-    from energon_bridge.prepare.sources.tables import open_table
+    from energon_bridge.rows.lists import open_table
 
     return open_table(path, media)
 
@@ -79,7 +79,7 @@ def _folder(path: Path, *, as_classes: bool | None) -> Source:
 
 
 def _arrow(path: Path, media: Path | None, *, saved: bool) -> Source:
-    from energon_bridge.prepare.sources.arrow import open_parquet, open_saved
+    from energon_bridge.rows.arrow import open_parquet, open_saved
 
     return open_saved(path, media) if saved else open_parquet(path, media)
 

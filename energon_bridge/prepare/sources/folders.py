@@ -11,7 +11,7 @@ from pathlib import Path
 
 from energon_bridge.errors import SourceError
 from energon_bridge.format.media_kinds import kind_by_name
-from energon_bridge.prepare.sources.base import (
+from energon_bridge.rows.base import (
     SPLIT_NAMES,
     SPLIT_ORDER,
     FileRef,

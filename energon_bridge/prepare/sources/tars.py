@@ -25,8 +25,8 @@ from energon_bridge.format.parallel import map_shards
 from energon_bridge.format.tar import parse_sample
 from energon_bridge.format.tar_scan import ShardScan, scan_tar
 from energon_bridge.prepare.discover import find_shards
-from energon_bridge.prepare.sources.base import Layout, Row
 from energon_bridge.rng import key_of
+from energon_bridge.rows.base import Layout, Row
 from energon_bridge.storage import LocalStore, Store, open_store
 
 

@@ -21,9 +21,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from energon_bridge.errors import ConfigurationError, FieldMapError, SourceError
-from energon_bridge.format.field_map import FieldMap, parse_access
+from energon_bridge.format.field_map import FieldMap, describe_fields, parse_access
 from energon_bridge.format.media_kinds import kind_by_name
-from energon_bridge.prepare.dataset_yaml import describe_fields
 from energon_bridge.samples import CrudeSample, sample_type_by_name
 
 SPLIT_NAMES = {"train": "train", "val": "val", "valid": "val", "validation": "val", "dev": "val", "test": "test"}
@@ -262,9 +261,14 @@ def _value_at(row: Row, name: str, access: str) -> Any:
             f"with --field {name}=COLUMN; --on-error skip leaves such samples out."
         )
     try:
-        return FieldMap({name: access})(row.values)[name]
+        return _compiled(name, access)(row.values)[name]
     except KeyError as error:
         raise SourceError(f"{row.where}: there is nothing at `{access}` for the field `{name}`.") from error
+
+
+@functools.cache
+def _compiled(name: str, access: str) -> FieldMap:
+    return FieldMap({name: access})
 
 
 def _fitted(value: Any, declared: str) -> Any:

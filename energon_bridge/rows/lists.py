@@ -20,7 +20,7 @@ import numpy as np
 
 from energon_bridge.errors import SourceError
 from energon_bridge.format.media_kinds import HEAD_BYTES, extension_by_head, kind_by_name
-from energon_bridge.prepare.sources.base import (
+from energon_bridge.rows.base import (
     Blob,
     Content,
     Layout,

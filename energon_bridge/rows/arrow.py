@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from energon_bridge.errors import ConfigurationError, SourceError
-from energon_bridge.prepare.sources.base import (
+from energon_bridge.rows.base import (
     SPLIT_NAMES,
     SPLIT_ORDER,
     Layout,
@@ -25,16 +25,21 @@ from energon_bridge.prepare.sources.base import (
     lay_out,
     located,
 )
-from energon_bridge.prepare.sources.tables import CONVERSATIONS, as_files, conversation_row, holds_media, propose_layout
+from energon_bridge.rows.lists import CONVERSATIONS, as_files, conversation_row, holds_media, propose_layout
 
 _SPLIT = re.compile(r"(train|validation|valid|val|dev|test)(?=[-_.]|$)")
 
 
+Stamp = tuple[int, int]
+"""Bytes and time of the last change of a file, by which what is kept of it is known to be what it has."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Group:
+class Group:
     """A row group of a parquet file, or an arrow file (group -1), with the label names of its columns."""
 
     path: str
+    stamp: Stamp
     group: int
     num_rows: int
     labels: tuple[tuple[str, tuple[str, ...]], ...]
@@ -46,7 +51,7 @@ class ArrowSample:
 
     key: str
     where: str
-    group: _Group
+    group: Group
     at: int
     number: int
     media: Path
@@ -68,9 +73,20 @@ class ArrowSample:
         return lay_out(row, self.layout, self.number).read()
 
 
-def read_row(group: _Group, at: int, where: str, media: Path, columns: tuple[str, ...]) -> Row:
+def read_row(group: Group, at: int, where: str, media: Path, columns: tuple[str, ...]) -> Row:
     """Return a row; raises SourceError."""
-    values: dict[str, Any] = _table(group.path, group.group).slice(at, 1).to_pylist()[0]
+    values: dict[str, Any] = table_of(group).slice(at, 1).to_pylist()[0]
+    return row_of(values, where, media, columns, group.labels)
+
+
+def row_of(
+    values: dict[str, Any],
+    where: str,
+    media: Path,
+    columns: tuple[str, ...],
+    labels: tuple[tuple[str, tuple[str, ...]], ...],
+) -> Row:
+    """Return the row of some values, of which `columns` hold media and `labels` name classes; raises SourceError."""
     with located(where):
         if any(name in values for name in CONVERSATIONS):
             return conversation_row(values, where, media)
@@ -79,7 +95,7 @@ def read_row(group: _Group, at: int, where: str, media: Path, columns: tuple[str
             value = values.pop(column, None)
             if value:
                 files[column] = as_files(value, media, column)
-        for column, names in group.labels:
+        for column, names in labels:
             value = values.get(column)
             if isinstance(value, int) and 0 <= value < len(names):
                 values["label_name" if column == "label" else f"{column}_name"] = names[value]
@@ -93,11 +109,11 @@ class ArrowSource:
         self.kind = kind
         self.where = str(root)
         self._media = (root if media is None else media).absolute()
-        self._groups: list[_Group] = []
+        self._groups: list[Group] = []
         self._starts = [0]
         counts: dict[str, int] = {}
         for part, path in files:
-            groups = _groups_of(path)
+            groups = groups_of(path)
             for group in groups:
                 self._groups.append(group)
                 self._starts.append(self._starts[-1] + group.num_rows)
@@ -110,7 +126,7 @@ class ArrowSource:
     def row(self, number: int) -> Row:
         """Return a row."""
         group, at, where = self._place(number)
-        return read_row(group, at, where, self._media, self._columns)
+        return read_row(group, at, where, self._media, self.columns)
 
     def sample(self, number: int, layout: Layout) -> ArrowSample:
         """Return a sample to be read."""
@@ -122,7 +138,7 @@ class ArrowSource:
             at=at,
             number=number,
             media=self._media,
-            columns=self._columns,
+            columns=self.columns,
             layout=layout,
         )
 
@@ -131,16 +147,17 @@ class ArrowSource:
         return propose_layout(first_rows(self, 20))
 
     @cached_property
-    def _columns(self) -> tuple[str, ...]:
+    def columns(self) -> tuple[str, ...]:
+        """Return the columns that hold media, by the first rows."""
         seen: dict[str, list[bool]] = {}
         for number in range(min(20, len(self))):
             group, at, _ = self._place(number)
-            for name, value in _table(group.path, group.group).slice(at, 1).to_pylist()[0].items():
+            for name, value in table_of(group).slice(at, 1).to_pylist()[0].items():
                 if value:
                     seen.setdefault(name, []).append(holds_media(value))
         return tuple(name for name, found in seen.items() if sum(found) * 2 > len(found))
 
-    def _place(self, number: int) -> tuple[_Group, int, str]:
+    def _place(self, number: int) -> tuple[Group, int, str]:
         place = bisect_right(self._starts, number) - 1
         group = self._groups[place]
         at = number - self._starts[place]
@@ -150,17 +167,32 @@ class ArrowSource:
 
 def open_parquet(path: Path, media: Path | None) -> ArrowSource:
     """Open a parquet file, or all below a folder; names like `train-00000-of-00004.parquet` are a split."""
-    paths = [path] if path.is_file() else sorted(path.rglob("*.parquet"))
     root = path.parent if path.is_file() else path
-    named = [(_split_of(one, root), one) for one in paths]
-    if len(paths) == 1 or any(part is None for part, _ in named):
-        return ArrowSource(root, [("", one) for one in paths], media, "parquet")
-    found = sorted(((part or "", one) for part, one in named), key=lambda item: (SPLIT_ORDER.index(item[0]), item[1]))
-    return ArrowSource(root, found, media, "parquet")
+    return ArrowSource(root, parquet_files(path), media, "parquet")
 
 
 def open_saved(path: Path, media: Path | None) -> ArrowSource:
     """Open what `Dataset.save_to_disk` or `DatasetDict.save_to_disk` wrote."""
+    return ArrowSource(path, saved_files(path), media, "Hugging Face dataset")
+
+
+def parquet_files(path: Path) -> list[tuple[str, Path]]:
+    """Return split part (empty without splits) and path of a parquet file, or of all below a folder."""
+    paths = [path] if path.is_file() else sorted(path.rglob("*.parquet"))
+    root = path.parent if path.is_file() else path
+    named = [(_split_of(one, root), one) for one in paths]
+    if len(paths) == 1 or any(part is None for part, _ in named):
+        return [("", one) for one in paths]
+    return sorted(((part or "", one) for part, one in named), key=lambda item: (SPLIT_ORDER.index(item[0]), item[1]))
+
+
+def is_saved(path: Path) -> bool:
+    """Tell whether Hugging Face's library saved a dataset in a folder."""
+    return (path / "dataset_dict.json").exists() or (path / "state.json").exists()
+
+
+def saved_files(path: Path) -> list[tuple[str, Path]]:
+    """Return split part (empty without splits) and path of the files that `save_to_disk` wrote."""
     splits = {"": path}
     if (path / "dataset_dict.json").exists():
         names = json.loads((path / "dataset_dict.json").read_bytes())["splits"]
@@ -177,7 +209,7 @@ def open_saved(path: Path, media: Path | None) -> ArrowSource:
         if state.get("_indices_data_files"):
             raise SourceError(f"{splits[part]}: has indices; call `flatten_indices()` before `save_to_disk`.")
         files += [(part, splits[part] / file["filename"]) for file in state["_data_files"]]
-    return ArrowSource(path, files, media, "Hugging Face dataset")
+    return files
 
 
 def _split_of(path: Path, root: Path) -> str | None:
@@ -188,22 +220,26 @@ def _split_of(path: Path, root: Path) -> str | None:
     return None
 
 
-def _groups_of(path: Path) -> list[_Group]:
+def groups_of(path: Path) -> list[Group]:
+    """Return the row groups of a parquet file, or an arrow file as one; raises SourceError."""
     parquet = path.suffix == ".parquet"
-    arrow = _pyarrow()
+    arrow = pyarrow_modules()
     try:
+        stamp = stamp_of(path)
         if parquet:
-            file = _parquet(str(path))
+            file = parquet_file(str(path), stamp)
             labels = _labels(file.schema_arrow.metadata)
             counts = [file.metadata.row_group(number).num_rows for number in range(file.metadata.num_row_groups)]
             return [
-                _Group(path=str(path), group=number, num_rows=count, labels=labels)
+                Group(path=str(path), stamp=stamp, group=number, num_rows=count, labels=labels)
                 for number, count in enumerate(counts)
             ]
-        table = _table(str(path), -1)
+        table = read_table(str(path))
     except (OSError, arrow.ArrowException) as error:
         raise SourceError(f"{path}: cannot be read: {error}. Was the download cut off?") from error
-    return [_Group(path=str(path), group=-1, num_rows=table.num_rows, labels=_labels(table.schema.metadata))]
+    return [
+        Group(path=str(path), stamp=stamp, group=-1, num_rows=table.num_rows, labels=_labels(table.schema.metadata))
+    ]
 
 
 def _labels(metadata: Mapping[bytes, bytes] | None) -> tuple[tuple[str, tuple[str, ...]], ...]:
@@ -216,7 +252,7 @@ def _labels(metadata: Mapping[bytes, bytes] | None) -> tuple[tuple[str, tuple[st
     )
 
 
-def _pyarrow() -> Any:
+def pyarrow_modules() -> Any:
     try:
         import pyarrow
         import pyarrow.parquet
@@ -227,15 +263,27 @@ def _pyarrow() -> Any:
     return pyarrow
 
 
+def stamp_of(path: Path) -> Stamp:
+    """Return the stamp of a file as it is now."""
+    found = path.stat()
+    return found.st_size, found.st_mtime_ns
+
+
 @lru_cache(maxsize=16)
-def _parquet(path: str) -> Any:
-    return _pyarrow().parquet.ParquetFile(path)
+def parquet_file(path: str, stamp: Stamp) -> Any:
+    """Return an open parquet file."""
+    return pyarrow_modules().parquet.ParquetFile(path, memory_map=True)
+
+
+def read_table(path: str) -> Any:
+    """Return the rows of an arrow file, mapped into memory, so that only what is used is read."""
+    arrow = pyarrow_modules()
+    return arrow.ipc.open_stream(arrow.memory_map(path)).read_all()
 
 
 @lru_cache(maxsize=2)
-def _table(path: str, group: int) -> Any:
-    """Return the rows of a group; an arrow file is mapped into memory, so that only what is used is read."""
-    if group >= 0:
-        return _parquet(path).read_row_group(group, use_threads=False)
-    arrow = _pyarrow()
-    return arrow.ipc.open_stream(arrow.memory_map(path)).read_all()
+def table_of(group: Group) -> Any:
+    """Return the rows of a group."""
+    if group.group < 0:
+        return read_table(group.path)
+    return parquet_file(group.path, group.stamp).read_row_group(group.group, use_threads=False)

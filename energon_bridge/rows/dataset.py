@@ -1,0 +1,370 @@
+"""Parquet files and Hugging Face datasets on disk as datasets: read as they are, sample by sample.
+
+A row becomes the sample that it is after `energon convert` with the same layout: the same fields, decoded in the same
+way, with the number of the row as its key. The layout is proposed from the columns of the first rows, or said by a
+`.nv-meta/dataset.yaml` in the folder of the files, whose field map names columns:
+
+    sample_type: {__module__: megatron.energon, __class__: CaptioningSample}
+    field_map: {image: image, caption: "captions[0]"}
+
+A file is a shard. The fingerprint hashes names, rows and bytes of the files, and the layout. Samples of a parquet file
+lie in *row groups*, which can only be read whole; so its order has slices of a group (`group_rows`), of which few are
+open at a time, and a process keeps the groups that it read last.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import threading
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from energon_bridge.errors import (
+    CorruptShardError,
+    DatasetNotFoundError,
+    EmptyDatasetError,
+    MetadataError,
+    ShardMissingError,
+    SourceError,
+    UnknownArgumentError,
+    UnknownSplitError,
+)
+from energon_bridge.format.dataset import PreparedDataset
+from energon_bridge.format.dataset_config import DatasetConfigs
+from energon_bridge.format.field_map import FieldMap
+from energon_bridge.format.nvmeta import DEFAULT_DATASET_CONFIG, INFO_JSON, INFO_YAML, meta_path
+from energon_bridge.rng import IntArray
+from energon_bridge.rows.arrow import (
+    ArrowSource,
+    Group,
+    groups_of,
+    is_saved,
+    parquet_file,
+    parquet_files,
+    pyarrow_modules,
+    read_table,
+    row_of,
+    saved_files,
+    table_of,
+)
+from energon_bridge.rows.base import Layout, check_layout, lay_out
+from energon_bridge.samples import sample_type_by_name
+from energon_bridge.storage import Store, open_store
+
+_SUFFIXES = (".parquet", ".arrow")
+_VERSION = 1
+_AT_ONCE = 64
+_KEPT_BYTES = 1 << 30
+"""Row groups that a process keeps; a large one alone may have more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableDataset(PreparedDataset):
+    """The rows of some files.
+
+    Attributes:
+        layout: How rows become samples.
+        media_columns: Columns that hold media.
+        group_rows: Rows of the largest row group; 0 for arrow files, of which any row can be read alone.
+    """
+
+    key_format: ClassVar[str | None] = "{:09d}"
+
+    layout: Layout
+    media_columns: tuple[str, ...]
+    group_rows: int
+
+    @property
+    def index_remedy(self) -> str:
+        """What to do about a wrong index: there is none."""
+        return "Write the file again."
+
+
+def is_table(path: str | os.PathLike[str]) -> bool:
+    """Tell whether a path names a parquet or arrow file, by its name alone."""
+    return os.fspath(path).endswith(_SUFFIXES)
+
+
+def has_tables(path: str | os.PathLike[str]) -> bool:
+    """Tell whether a local path is such a file, or a folder of parquet files or of a saved dataset."""
+    here = Path(os.fspath(path))
+    if "://" in str(path):
+        return False
+    if is_table(path):
+        return here.is_file()
+    return here.is_dir() and (is_saved(here) or next(here.rglob("*.parquet"), None) is not None)
+
+
+def is_unprepared_table(path: str | os.PathLike[str]) -> bool:
+    """Tell whether a local path has tables and is not also a prepared dataset."""
+    meta = Path(os.fspath(path)) / ".nv-meta"
+    return has_tables(path) and not any((meta / name).exists() for name in (INFO_JSON, INFO_YAML))
+
+
+def open_tables(
+    path: str | os.PathLike[str], *, split_part: str, dataset_config: str = DEFAULT_DATASET_CONFIG
+) -> TableDataset:
+    """Open a parquet or arrow file, or a folder of them; without splits of its own, all of it is read for any part.
+
+    Raises:
+        DatasetNotFoundError: There is none.
+        UnknownSplitError, EmptyDatasetError: There is no such part, or nothing in it.
+        SourceError: A file is damaged, or the rows are nothing that can be a sample.
+        MetadataError, FieldMapError: The dataset.yaml is wrong.
+    """
+    text = os.fspath(path)
+    if "://" in text:
+        raise DatasetNotFoundError(
+            f"{text}: parquet and arrow files are read from local disks only. Copy the file, or write shards of it: "
+            f"energon convert"
+        )
+    here = Path(os.path.abspath(os.path.expanduser(text)))
+    if not here.exists():
+        raise DatasetNotFoundError(f"{here}: no such file or folder. Check the path.")
+    files = _files(here)
+    known = list(dict.fromkeys(part for part, _ in files))
+    chosen = [file for part, file in files if part in ("", split_part)]
+    if not chosen:
+        raise UnknownSplitError(f"{here}: no split part {split_part!r}. Known split parts: {', '.join(known)}.")
+    root = here.parent if here.is_file() else here
+    source = ArrowSource(root, [("", file) for file in chosen], None, "table")
+    groups = [groups_of(file) for file in chosen]
+    counts = [sum(group.num_rows for group in of_file) for of_file in groups]
+    if not sum(counts):
+        raise EmptyDatasetError(f"{here}: the files of the split part {split_part!r} have no rows.")
+    store = open_store(str(root))
+    layout, subflavors = _said(store, dataset_config)
+    layout = layout or source.propose()
+    check_layout(layout)
+    names = [str(file.relative_to(root)) for file in chosen]
+    sizes = [file.stat().st_size for file in chosen]
+    said = [layout.sample_type, sorted(layout.fields.items()), sorted(layout.bare), list(source.columns)]
+    content = json.dumps([_VERSION, "table", names, counts, sizes, said], separators=(",", ":"))
+    sample_type = sample_type_by_name(layout.sample_type)
+    table_of.cache_clear()  # of the rows that were looked at
+    return TableDataset(
+        path=str(here),
+        store=store,
+        split_part=split_part if "" not in known else "",
+        shard_names=tuple(names),
+        shard_counts=np.array(counts, dtype=np.int64),
+        shard_sizes=np.array(sizes, dtype=np.int64),
+        excluded=frozenset(),
+        sample_type=sample_type,
+        field_map=None,
+        sample_loader=None,
+        part_filter=None,
+        subflavors=subflavors,
+        fingerprint=hashlib.sha256(content.encode()).hexdigest(),
+        num_samples=sum(counts),
+        layout=layout,
+        media_columns=source.columns,
+        group_rows=max(group.num_rows if group.group >= 0 else 0 for of_file in groups for group in of_file),
+    )
+
+
+def table_parts(path: str | os.PathLike[str]) -> list[str]:
+    """Return the split parts of a parquet or arrow file or a folder of them; one empty name without splits."""
+    here = Path(os.path.abspath(os.path.expanduser(os.fspath(path))))
+    return list(dict.fromkeys(part for part, _ in _files(here)))
+
+
+def _files(here: Path) -> list[tuple[str, Path]]:
+    if here.suffix == ".arrow":
+        return [("", here)]
+    return saved_files(here) if is_saved(here) else parquet_files(here)
+
+
+def _said(store: Store, name: str) -> tuple[Layout | None, dict[str, Any]]:
+    """Return layout and subflavors that a dataset.yaml beside the files says."""
+    if not store.exists(meta_path(name)):
+        return None, {}
+    config = DatasetConfigs().read(store, name)
+    kind, where = config.form.sample_type, store.url(meta_path(name))
+    if config.form.sample_loader is not None or (config.form.part_filter is not None and not config.form.field_map):
+        raise MetadataError(f"{where}: a table has columns, and no parts for a sample_loader: give a field_map.")
+    try:
+        known = sample_type_by_name(kind.__name__)
+    except UnknownArgumentError:
+        known = None
+    if known is not kind:
+        raise MetadataError(
+            f"{where}: {kind.__name__} is no sample type of energon_bridge. Leave the file out and make samples of "
+            "crude ones, by a cooker of the task encoder."
+        )
+    fields = {} if config.form.field_map is None else config.form.field_map.fields
+    return Layout(sample_type=kind.__name__, fields=fields), config.subflavors
+
+
+# Reading --------------------------------------------------------------------------------------------------------------
+
+
+class TableRow:
+    """A row that has been read: its key, its parts, and the accesses of its fields."""
+
+    __slots__ = ("fields", "key", "parts")
+
+    def __init__(self, key: str, parts: dict[str, Any], fields: Mapping[str, str]) -> None:
+        self.key = key
+        self.parts = parts
+        self.fields = fields
+
+    def __len__(self) -> int:
+        return sum(map(len, self.parts.values()))
+
+
+class TableRows:
+    """Reads rows by number; safe to use from several threads."""
+
+    def __init__(self, dataset: TableDataset) -> None:
+        self._dataset = dataset
+        self._ends = np.cumsum(dataset.shard_counts)
+        self._media = Path(dataset.store.root)
+        self._groups: dict[int, tuple[list[Group], list[int]]] = {}
+        self._lock = threading.Lock()
+
+    def read(self, indices: IntArray) -> list[TableRow | Exception]:
+        """Return rows in the order given, or why they are no samples; each group is read once.
+
+        Raises:
+            ShardMissingError, CorruptShardError: A file is gone or damaged.
+        """
+        out: list[TableRow | Exception] = [SourceError("not read")] * indices.size
+        wanted: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        for place, index in enumerate(indices.tolist()):
+            shard = int(np.searchsorted(self._ends, index, side="right"))
+            local = index - int(self._ends[shard] - self._dataset.shard_counts[shard])
+            _, firsts = self._groups_of(shard)
+            number = bisect_right(firsts, local) - 1
+            wanted.setdefault((shard, number), []).append((place, local - firsts[number]))
+        for (shard, number), rows in wanted.items():
+            group = self._groups_of(shard)[0][number]
+            batches = _read(group)
+            for place, at in rows:
+                first, columns = batches[bisect_right(batches, at, key=_first) - 1]
+                values = {name: column[at - first].as_py() for name, column in columns}
+                where = f"{group.path}{f', row group {group.group}' if group.group >= 0 else ''}, row {at}"
+                out[place] = self._row(values, where, int(indices[place]), group)
+        return out
+
+    def _row(self, values: dict[str, Any], where: str, number: int, group: Group) -> TableRow | Exception:
+        dataset = self._dataset
+        try:
+            row = row_of(values, where, self._media, dataset.media_columns, group.labels)
+            sample = lay_out(row, dataset.layout, number)
+            parts, fields = sample.read()
+        except SourceError as error:
+            return error
+        return TableRow(sample.key, {name: memoryview(data) for name, data in parts}, fields)
+
+    def _groups_of(self, shard: int) -> tuple[list[Group], list[int]]:
+        with self._lock:
+            found = self._groups.get(shard)
+            if found is None:
+                path = self._media / self._dataset.shard_names[shard]
+                if not path.exists():
+                    raise ShardMissingError(f"{path}: the file is gone.")
+                groups = _groups_at(path)
+                if groups and groups[0].stamp[0] != self._dataset.shard_sizes[shard]:
+                    raise CorruptShardError(f"{path}: has other bytes than when it was opened. Open it again.")
+                counts = [group.num_rows for group in groups]
+                if sum(counts) != self._dataset.shard_counts[shard]:
+                    raise CorruptShardError(f"{path}: has other rows than when it was opened. Open it again.")
+                firsts = (np.cumsum(counts) - counts).tolist()
+                found = self._groups[shard] = groups, firsts
+            return found
+
+
+def samples_of_tables(dataset: TableDataset, shard: int) -> Iterator[TableRow | Exception]:
+    """Yield all rows of a file, or why they are no samples; raises the errors of `TableRows.read`."""
+    rows = TableRows(dataset)
+    first = int(dataset.shard_counts[:shard].sum())
+    numbers = np.arange(first, first + int(dataset.shard_counts[shard]))
+    for start in range(0, numbers.size, _AT_ONCE):
+        yield from rows.read(numbers[start : start + _AT_ONCE])
+
+
+def _groups_at(path: Path) -> list[Group]:
+    try:
+        return groups_of(path)
+    except SourceError as error:
+        raise CorruptShardError(str(error)) from error
+
+
+Batches = list[tuple[int, list[tuple[str, Any]]]]
+"""The record batches of a group: number of the first row, and the columns with their names."""
+
+
+def _first(batch: tuple[int, Any]) -> int:
+    return batch[0]
+
+
+class _Kept:
+    """The row groups that a process read last, of all its datasets."""
+
+    def __init__(self) -> None:
+        self._groups: OrderedDict[Group, tuple[Batches, int]] = OrderedDict()
+        self._bytes = 0
+        self._lock = threading.Lock()
+
+    def get(self, group: Group) -> Batches:
+        with self._lock:
+            found = self._groups.get(group)
+            if found is not None:
+                self._groups.move_to_end(group)
+                return found[0]
+        table = parquet_file(group.path, group.stamp).read_row_group(group.group, use_threads=False)
+        batches = _batches(table)
+        with self._lock:
+            if group not in self._groups:
+                self._groups[group] = batches, table.nbytes
+                self._bytes += table.nbytes
+                while self._bytes > _KEPT_BYTES and len(self._groups) > 1:
+                    self._bytes -= self._groups.popitem(last=False)[1][1]
+        return batches
+
+    def forget(self) -> None:
+        """Let all go: for a process that was forked, whose parent may hold the lock."""
+        self.__init__()  # type: ignore[misc]
+
+
+_KEPT = _Kept()
+os.register_at_fork(after_in_child=_KEPT.forget)
+
+
+def _read(group: Group) -> Batches:
+    """Return a group; raises CorruptShardError."""
+    arrow = pyarrow_modules()
+    try:
+        return _KEPT.get(group) if group.group >= 0 else _mapped(group)
+    except (OSError, arrow.ArrowException) as error:
+        raise CorruptShardError(f"{group.path}: cannot be read: {error}") from error
+
+
+@lru_cache(maxsize=64)
+def _mapped(group: Group) -> Batches:
+    return _batches(read_table(group.path))
+
+
+def _batches(table: Any) -> Batches:
+    found: Batches = []
+    first = 0
+    for batch in table.to_batches():
+        found.append((first, list(zip(batch.schema.names, batch.columns, strict=True))))
+        first += batch.num_rows
+    return found
+
+
+@lru_cache(maxsize=256)
+def compiled(fields: tuple[tuple[str, str], ...]) -> FieldMap:
+    """Return the field map of the accesses of a row; rows of a file have few different ones."""
+    return FieldMap(dict(fields))
