@@ -166,6 +166,8 @@ def show_duplicates(path: str, column: str) -> None:
         return
     of_equal = f"{count_of(len(groups), 'group')} of equal ones"
     click.echo(f"{count_of(sum(groups), 'sample')} in {of_equal}, the largest has {groups[0]:,}.")
+    if column == "hash":
+        click.echo(f"Their names: energon lint {path} --duplicates")
 
 
 def _kind(values: tuple[str, ...] | None) -> str:

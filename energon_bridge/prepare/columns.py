@@ -41,6 +41,7 @@ Value = int | float | bool | str
 OfSample = Callable[[Any], Value | Mapping[str, Value]]
 """Takes a sample of the dataset's type, decoded, or, with `raw`, a dict of its parts as bytes."""
 
+HASH_MADE_OF = "hash of the content"
 _MOST_VALUES = 1 << 20
 _IMAGES = frozenset({"jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "avif", "ppm"})
 
@@ -315,5 +316,12 @@ def duplicates(path: str | os.PathLike[str], name: str = "hash") -> list[int]:
     columns = read_columns(store)
     if name not in columns:
         raise EnergonError(f"{store.root}: no column {name!r}. Run: energon columns add {store.root} --hash")
-    counts = np.unique(read_numbers(store, name, columns[name]), return_counts=True)[1]
-    return sorted((int(count) for count in counts[counts > 1]), reverse=True)
+    groups = groups_of_equal(np.asarray(read_numbers(store, name, columns[name])))
+    return sorted((len(group) for group in groups), reverse=True)
+
+
+def groups_of_equal(values: np.ndarray) -> list[np.ndarray]:
+    """Return the places of equal values, a group for each value that stands more than once, in their order."""
+    order = np.argsort(values, kind="stable")
+    cuts = np.flatnonzero(values[order][1:] != values[order][:-1]) + 1
+    return sorted((group for group in np.split(order, cuts) if len(group) > 1), key=lambda group: int(group[0]))
