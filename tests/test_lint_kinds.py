@@ -81,6 +81,16 @@ def test_every_split_and_its_json(data: Path) -> None:
     assert lint(data, "--split-parts", "train")[0] == 0
 
 
+def test_tasks_share_the_shards_out(tmp_path: Path) -> None:
+    data = text_dataset(tmp_path / "data", train=[4, 5, 6, 7], val=[3])
+    break_text(data / "train/shard_001.tar", "00007")
+    checked = [lint(data, "--task", f"{number}/3") for number in range(3)]
+    assert [code for code, _ in checked] == [0, 1, 0]
+    assert [report["checked"] for _, report in checked] == [4 + 7 + 3, 5, 6]
+    assert [report["samples"] for _, report in checked] == [14, 5, 6]
+    assert energon("lint", data, "--task", "0/3", "--duplicates").exit_code == 1
+
+
 def test_a_mix_is_linted_with_all_its_datasets(data: Path, tmp_path: Path) -> None:
     """Those that several splits read are checked once."""
     other, mix = text_dataset(tmp_path / "other", train=[6], val=[2]), tmp_path / "mix.yaml"

@@ -7,11 +7,12 @@ from dataclasses import asdict, dataclass, field
 
 import click
 
-from energon_bridge.cli.engines import engine_options, workers_of
+from energon_bridge.cli.engines import engine_options, task_of, workers_of
 from energon_bridge.cli.output import count_of, print_json
 from energon_bridge.cli.progress import shard_progress
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.format.dataset import PreparedDataset
+from energon_bridge.prepare.engines import Task
 from energon_bridge.prepare.lint import Problem, lint_dataset, lint_encoded, lint_mix, lint_parts
 
 _MAX_SHOWN = 100
@@ -45,6 +46,7 @@ class _Found:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: ok, checked, samples, empty, problems.")
 @click.option("--parallel", default=1, show_default=True, type=click.IntRange(min=1), help="Number of processes.")
 @engine_options
+@click.option("--task", default=None, metavar="NUMBER/COUNT", help="Check one share of the shards: 0/16 to 15/16.")
 @click.option("--trust-remote-code", is_flag=True, help="Run the sample_loader that comes with the dataset.")
 @click.option("--progress/--no-progress", default=True, help="Show a progress bar.")
 def command(
@@ -58,6 +60,7 @@ def command(
     parallel: int,
     engine: str,
     address: str | None,
+    task: str | None,
     trust_remote_code: bool,
     progress: bool,
 ) -> None:
@@ -71,7 +74,11 @@ def command(
     energon lint /data/captions --split-parts train,val --parallel 8
     energon lint mix.yaml --encoder mine:encoder --json
     energon lint /data/captions --duplicates
+    energon lint /data/captions --task 3/16
     """
+    share = task_of(task, finish=False)
+    if share is not None and (encoder is not None or duplicates):
+        raise ConfigurationError("--task checks shards: run --encoder and --duplicates without it.")
     parts = tuple(part.strip() for part in split_parts.split(",")) if split_parts else ()
     found = _Found(quiet=as_json)
     empty: list[str] = []
@@ -94,13 +101,15 @@ def command(
     workers = workers_of(engine, address, parallel)
     checked = 0
     total = sum(dataset.num_samples - len(dataset.excluded) for dataset in datasets)
+    if share is not None:
+        total = sum(_share_of(dataset, share) for dataset in datasets)
     for dataset in datasets:
         with shard_progress(f"Checking {dataset.split_part or path}", enabled=progress) as advance:
-            for number, report in enumerate(lint_dataset(dataset, num_workers=workers), start=1):
+            for number, report in enumerate(lint_dataset(dataset, num_workers=workers, task=share), start=1):
                 checked += report.num_checked
                 for problem in report.problems:
                     found.add(problem)
-                advance(number, len(dataset.shard_names))
+                advance(number, len(dataset.shard_names if share is None else share.of(dataset.shard_names)))
     if encoder is not None:
         splits = _splits(path, datasets, parts)
         _encode(path, splits, encoder, found, parallel, dataset_config, split_config, trust=trust_remote_code)
@@ -112,6 +121,14 @@ def command(
     _report(found, checked, total, empty, as_json=as_json)
     if found.bad:
         sys.exit(1)
+
+
+def _share_of(dataset: PreparedDataset, task: Task) -> int:
+    """Return the number of samples in the shards of a task that are not excluded."""
+    shards = task.of(range(len(dataset.shard_names)))
+    names = {dataset.shard_names[shard] for shard in shards}
+    excluded = sum(shard in names for shard, _ in dataset.excluded)
+    return int(dataset.shard_counts[list(shards)].sum()) - excluded
 
 
 def _splits(path: str, datasets: list[PreparedDataset], parts: tuple[str, ...]) -> list[str]:

@@ -21,6 +21,7 @@ from energon_bridge.format.jsonl import PART, JsonlDataset, is_jsonl, open_jsonl
 from energon_bridge.format.nvmeta import DEFAULT_DATASET_CONFIG, DEFAULT_SPLIT_CONFIG, read_info, read_splits
 from energon_bridge.format.parallel import Workers, map_shards
 from energon_bridge.format.tar import parse_sample
+from energon_bridge.prepare.engines import Task
 from energon_bridge.storage import open_store
 
 _READ_AHEAD = 8 << 20
@@ -186,12 +187,18 @@ def lint_encoded(
     ]
 
 
-def lint_dataset(dataset: PreparedDataset, *, num_workers: Workers = 1) -> Iterator[ShardReport]:
-    """Check every shard of a split part; yields one report per shard, in their order. Excluded samples are left out."""
+def lint_dataset(
+    dataset: PreparedDataset, *, num_workers: Workers = 1, task: Task | None = None
+) -> Iterator[ShardReport]:
+    """Check every shard of a split part, or those of a task; yields one report per shard, in their order.
+
+    Excluded samples are left out.
+    """
     from energon_bridge.task_encoder.decoder import SampleDecoder  # imports torch, which other commands do not need
 
     check = partial(_check_shard, dataset, SampleDecoder(image_decode="rgb8").decode)
-    with closing(map_shards(check, range(len(dataset.shard_names)), num_workers=num_workers)) as reports:
+    shards = range(len(dataset.shard_names))
+    with closing(map_shards(check, shards if task is None else task.of(shards), num_workers=num_workers)) as reports:
         yield from reports
 
 
