@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -69,6 +70,53 @@ def test_the_help_of_every_command_has_an_example():
 
 def usage_cut(text: str) -> str:
     return text.split("\n\n", 1)[1]
+
+
+ALONE = """
+import json, sys
+import click
+from energon_bridge.cli.main import main
+assert sys.stdin is None
+results = []
+for line in json.loads(sys.argv[1]):
+    try:
+        main(line, standalone_mode=False)
+        results.append(0)
+    except SystemExit as end:
+        results.append(end.code)
+    except (click.ClickException, click.Abort) as error:
+        results.append("question" if "asks a question" in str(error) else type(error).__name__)
+print("RESULTS", json.dumps(results))
+"""
+
+
+def test_every_command_runs_with_stdin_closed(tars: Path, tmp_path: Path):
+    """None waits for an answer: a command that lacks one stops."""
+    root, run = str(tars), ["--batch-size", "2", "--world-size", "1"]
+    flags = ["--sample-type", "CrudeWebdataset", "--split-ratio", "1,0,0", "--num-workers", "1"]
+    (tmp_path / "failed.jsonl").write_text("")
+    lines: list[tuple[list[str], object]] = [
+        (["prepare", root], "question"),
+        (["prepare", root, *flags], 0),
+        (["prepare", root, *flags], "question"),
+        (["prepare-media", root, "--media-metadata-by-glob", "*.png", "--num-workers", "1"], 0),
+        (["info", root], 0),
+        (["lint", root], 1),  # the pictures of these tars are none
+        (["columns", "add", root, "--bytes", "--num-workers", "1"], 0),
+        (["columns", "list", root], 0),
+        (["convert", root, str(tmp_path / "out"), "--num-workers", "1"], 0),
+        (["plan", root, "--steps", "4", *run], 0),
+        (["which", root, "--step", "1", *run], 0),
+        (["quarantine", "show", str(tmp_path / "failed.jsonl")], 0),
+        (["preview", root], 0),
+        (["bench", root, "--seconds", "0.2", *run], "ClickException"),
+        (["checkpoint", "info", str(tmp_path / "none.pt")], "ClickException"),
+    ]
+    assert {line[0] for line, _ in lines} == set(main.list_commands(click.Context(main)))
+    call = shlex.join([sys.executable, "-c", ALONE, json.dumps([line for line, _ in lines])])
+    done = subprocess.run(f"{call} <&-", shell=True, capture_output=True, text=True, check=True, timeout=100)
+    found = json.loads(done.stdout.rpartition("RESULTS ")[2])
+    assert list(zip(found, [line for line, _ in lines], strict=True)) == [(end, line) for line, end in lines]
 
 
 @pytest.mark.parametrize(

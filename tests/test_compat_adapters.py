@@ -155,7 +155,7 @@ def test_datasets_are_prepared(path: Path, tmp_path: Path) -> None:
     assert prepare(root, [], tar_index_only=True) == {"png", "txt"}
     with pytest.raises(errors.ShardMissingError, match=r"nowhere\.tar"):
         prepare(root, ["nowhere.tar"], split_parts_ratio=[("a", 1)])
-    for refused in ({"fix_duplicates": True}, {"split_config": "x.yaml"}, {"shuffle_seed": 7}):
+    for refused in ({"split_config": "x.yaml"}, {"shuffle_seed": 7}):
         with pytest.raises(NotProvidedError):
             prepare(root, paths, split_parts_ratio=[("a", 1)], **refused)
 

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 from sources import (
+    ROOT,
     content,
     convert,
     converted,
     llava,
     openai,
+    parquet,
     picture,
     refused,
     table,
@@ -113,3 +120,37 @@ def test_wrong_folders(tmp_path):
     assert content(out) == before
     converted(source, out, "--shuffle", 3, "--overwrite")
     assert content(out) == content(converted(source, tmp_path / "fresh", "--shuffle", 3))
+
+
+# --- datasets of the hub ------------------------------------------------------------------------------------------
+
+
+def test_a_dataset_of_the_hub_is_downloaded_and_converted(tmp_path, monkeypatch):
+    hub = pytest.importorskip("huggingface_hub")
+    source, flags, _ = parquet(tmp_path / "hub/data/x", 5)
+    asked = []
+
+    def snapshot(name: str, **options: object) -> str:
+        asked.append((name, options))
+        return str(tmp_path / "hub")
+
+    monkeypatch.setattr(hub, "snapshot_download", snapshot)
+    out = converted(Path("hf://some/thing/data/x@v2"), tmp_path / "out", *flags)
+    assert asked == [("some/thing", {"repo_type": "dataset", "revision": "v2", "allow_patterns": "data/x/*"})]
+    assert content(out) == content(converted(source.parent, tmp_path / "other", *flags))
+    result = convert(Path("hf://some/thing/none"), tmp_path / "out2")
+    assert "has no folder 'none'" in result.output
+    assert "expected hf://OWNER/NAME" in convert(Path("hf://some"), tmp_path / "out2").output
+
+
+def test_without_a_network_the_remedy_is_named(tmp_path, monkeypatch):
+    pytest.importorskip("huggingface_hub")
+    script = "from energon_bridge.cli.main import main; main()"
+    line = [sys.executable, "-c", script, "convert", "hf://some/thing", str(tmp_path / "out")]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "cache")}
+    result = subprocess.run(line, capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert result.returncode == 1
+    message = " ".join(result.stderr.split())
+    assert message.startswith("Error: hf://some/thing: cannot be downloaded: LocalEntryNotFoundError: ")
+    assert "hf download some/thing --repo-type dataset --local-dir DIR" in message
+    assert not (tmp_path / "out").exists()

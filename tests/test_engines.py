@@ -288,6 +288,10 @@ def test_a_cluster_makes_the_same_bytes(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert rows_of(root) == expected[".nv-meta/index.sqlite"]
     assert energon("lint", tmp_path / "out", "--engine", "ray").exit_code == 0
+    for name, engine in (("whole", "processes"), ("out", "ray")):
+        assert energon("columns", "add", tmp_path / name, "--hash", "--engine", engine).exit_code == 0
+    columns = ".nv-meta/columns"
+    assert content(tmp_path / "out" / columns) == content(tmp_path / "whole" / columns)
     (tmp_path / "data/a/s_4.tar").write_bytes(b"x" * 2000)
     failing = energon("prepare", root, "--engine", "ray", "--tar-index-only")
     assert failing.exit_code == 1

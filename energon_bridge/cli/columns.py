@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from energon_bridge.cli.engines import engine_options, workers_of
+from energon_bridge.cli.engines import engine_options, task_of, task_options, workers_of
 from energon_bridge.cli.output import count_of, print_json, print_table
 from energon_bridge.cli.progress import shard_progress
 from energon_bridge.errors import ConfigurationError
@@ -53,6 +53,7 @@ def command() -> None:
 @click.option("--trust-remote-code", is_flag=True, help="Run the sample_loader that comes with the dataset.")
 @click.option("--num-workers", type=click.IntRange(min=1), default=None, help="Processes. [default: one per core]")
 @engine_options
+@task_options
 @click.option("--progress/--no-progress", default=True, help="Show a progress bar.")
 def add(
     path: str,
@@ -68,6 +69,8 @@ def add(
     num_workers: int | None,
     engine: str,
     address: str | None,
+    task: str | None,
+    finish: bool,
     progress: bool,
 ) -> None:
     """Compute the column NAME of the dataset at PATH, of all its samples; only new and changed shards the next time.
@@ -76,7 +79,9 @@ def add(
     energon columns add data/captions --image-size
     energon columns add data/captions tokens --encoder mine:encoder
     energon columns add data/captions words --of mine:count_words
+    energon columns add data/captions --hash --task 3/16    a share of the shards, then once --finish
     """
+    share = task_of(task, finish=finish)
     chosen: list[tuple[str | None, Any, str, bool]] = []
     if function is not None:
         chosen.append((name, _imported(function), function, raw))
@@ -103,8 +108,14 @@ def add(
             missing=None if missing is None else _number(missing),
             num_workers=workers,
             trust_remote_code=trust_remote_code,
+            task=share,
+            finish=finish,
             progress=advance,
         )
+    if share is not None:
+        done = count_of(added.num_samples, "sample")
+        click.echo(f"Task {share}: {done} done. When all tasks are, run it with --finish.")
+        return
     again = added.num_samples - added.num_computed
     known = f", {again:,} of them known before" if again else ""
     click.echo(f"Added {' and '.join(added.names)} of {count_of(added.num_samples, 'sample')}{known}.")
@@ -166,6 +177,8 @@ def show_duplicates(path: str, column: str) -> None:
         return
     of_equal = f"{count_of(len(groups), 'group')} of equal ones"
     click.echo(f"{count_of(sum(groups), 'sample')} in {of_equal}, the largest has {groups[0]:,}.")
+    if column == "hash":
+        click.echo(f"Their names: energon lint {path} --duplicates")
 
 
 def _kind(values: tuple[str, ...] | None) -> str:

@@ -29,6 +29,7 @@ from energon_bridge.prepare.convert import (
     propose_samples_per_shard,
 )
 from energon_bridge.prepare.sources import KINDS, open_source
+from energon_bridge.prepare.sources.hub import download, is_hub
 from energon_bridge.prepare.split import SplitRule, parse_ratio
 from energon_bridge.rows.base import Layout, Source, check_layout, first_rows
 from energon_bridge.samples import CrudeSample, sample_type_by_name
@@ -91,7 +92,8 @@ def command(
 
     SOURCE is a JSON, JSONL, CSV or TSV file that names media files (conversations of LLaVA, ShareGPT and OpenAI, COCO
     captions, any table), a folder of pictures with captions beside them, a folder for each class, parquet files, a
-    Hugging Face dataset on disk, or a WebDataset to be sharded or shuffled again. Media are copied as they are.
+    Hugging Face dataset on disk or of the hub (hf://OWNER/NAME), or a WebDataset to be sharded or shuffled again.
+    Media are copied as they are.
 
     Started again after it was killed, it goes on; when the source grew, it adds what is new.
 
@@ -100,6 +102,7 @@ def command(
     energon convert photos data/photos --split-ratio 9,1,0 --dry-run
     energon convert metadata.csv data/faces --field caption=description
     energon convert tars data/shuffled --shuffle 1 --bytes-per-shard 1Gi
+    energon convert hf://OWNER/NAME data/name
     energon convert big.parquet data/big --task $SLURM_ARRAY_TASK_ID/16
     """
     share = task_of(task, finish=finish)
@@ -107,6 +110,8 @@ def command(
         raise ConfigurationError(f"{out}: is the source itself. Write to another folder.")
     limit = _size(bytes_per_shard) if bytes_per_shard is not None else None
     workers = num_workers or min(16, available_cores())
+    if is_hub(source):
+        source = download(source)
     opened = open_source(source, kind=kind, media=media, numbered=keys == "number", num_workers=workers)
     asking = (_is_terminal() and not task and not finish) if ask is None else ask
     click.echo(f"{source}: {opened.kind}, {count_of(len(opened), 'sample')}.")

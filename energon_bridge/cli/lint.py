@@ -3,15 +3,37 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict, dataclass, field
 
 import click
 
-from energon_bridge.cli.engines import engine_options, workers_of
-from energon_bridge.cli.output import count_of
+from energon_bridge.cli.engines import engine_options, task_of, workers_of
+from energon_bridge.cli.output import count_of, print_json
 from energon_bridge.cli.progress import shard_progress
-from energon_bridge.prepare.lint import Problem, lint_dataset, lint_parts
+from energon_bridge.errors import ConfigurationError
+from energon_bridge.format.dataset import PreparedDataset
+from energon_bridge.prepare.engines import Task
+from energon_bridge.prepare.lint import Problem, lint_dataset, lint_encoded, lint_mix, lint_parts
 
 _MAX_SHOWN = 100
+
+
+@dataclass(slots=True, kw_only=True)
+class _Found:
+    """The problems so far; they are printed as they are found, but for JSON."""
+
+    quiet: bool
+    problems: list[Problem] = field(default_factory=list)
+    bad: set[tuple[str, str, str | None, str]] = field(default_factory=set)
+    shown: int = 0
+
+    def add(self, problem: Problem) -> None:
+        self.bad.add(_identity(problem))
+        self.shown += 1
+        if self.quiet:
+            self.problems.append(problem)
+        elif self.shown <= _MAX_SHOWN:
+            click.echo(str(problem))
 
 
 @click.command("lint")
@@ -19,8 +41,12 @@ _MAX_SHOWN = 100
 @click.option("--split-parts", default=None, help="Parts to check, separated by commas. Default: all.")
 @click.option("--dataset-config", default="dataset.yaml", show_default=True, help="Dataset file in .nv-meta.")
 @click.option("--split-config", default="split.yaml", show_default=True, help="Split file in .nv-meta.")
+@click.option("--encoder", default=None, metavar="MODULE:ENCODER", help="Run this task encoder over all samples, too.")
+@click.option("--duplicates", is_flag=True, help="Name samples of equal content, too; of the column `hash` if there.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON: ok, checked, samples, empty, problems.")
 @click.option("--parallel", default=1, show_default=True, type=click.IntRange(min=1), help="Number of processes.")
 @engine_options
+@click.option("--task", default=None, metavar="NUMBER/COUNT", help="Check one share of the shards: 0/16 to 15/16.")
 @click.option("--trust-remote-code", is_flag=True, help="Run the sample_loader that comes with the dataset.")
 @click.option("--progress/--no-progress", default=True, help="Show a progress bar.")
 def command(
@@ -28,54 +54,143 @@ def command(
     split_parts: str | None,
     dataset_config: str,
     split_config: str,
+    encoder: str | None,
+    duplicates: bool,
+    as_json: bool,
     parallel: int,
     engine: str,
     address: str | None,
+    task: str | None,
     trust_remote_code: bool,
     progress: bool,
 ) -> None:
-    """Check the dataset at PATH (a folder, a .jsonl file, or a URL of one) sample by sample.
+    """Check the dataset at PATH (a folder, a .jsonl file, a mix, or a URL of one) sample by sample.
 
     Every index is compared with .info.json, every sample is read and decoded as in training; excluded samples are left
-    out. Whatever does not load is named with dataset, split part, shard, key and part, and the exit code is 1.
+    out. Whatever does not load is named with dataset, split part, shard, key and part, and the exit code is 1. Of a
+    mix, the datasets of all splits are checked, and its joins are looked up.
 
-    Example:  energon lint /data/captions --split-parts train,val --parallel 8
+    \b
+    energon lint /data/captions --split-parts train,val --parallel 8
+    energon lint mix.yaml --encoder mine:encoder --json
+    energon lint /data/captions --duplicates
+    energon lint /data/captions --task 3/16
     """
-    datasets, empty = lint_parts(
-        path,
-        split_parts=tuple(part.strip() for part in split_parts.split(",")) if split_parts else (),
-        split_config=split_config,
-        dataset_config=dataset_config,
-        trust_remote_code=trust_remote_code,
-    )
-    for part in empty:
+    share = task_of(task, finish=False)
+    if share is not None and (encoder is not None or duplicates):
+        raise ConfigurationError("--task checks shards: run --encoder and --duplicates without it.")
+    parts = tuple(part.strip() for part in split_parts.split(",")) if split_parts else ()
+    found = _Found(quiet=as_json)
+    empty: list[str] = []
+    if path.endswith(".yaml"):
+        if (dataset_config, split_config) != ("dataset.yaml", "split.yaml"):
+            raise ConfigurationError(f"{path} is a mix, which names these files for each dataset.")
+        datasets, failed = lint_mix(path, split_parts=parts, trust_remote_code=trust_remote_code)
+        for problem in failed:
+            found.add(problem)
+    else:
+        datasets, empty = lint_parts(
+            path,
+            split_parts=parts,
+            split_config=split_config,
+            dataset_config=dataset_config,
+            trust_remote_code=trust_remote_code,
+        )
+    for part in empty if not as_json else ():
         click.echo(f"The split part {part!r} is empty.")
     workers = workers_of(engine, address, parallel)
     checked = 0
     total = sum(dataset.num_samples - len(dataset.excluded) for dataset in datasets)
-    bad: set[tuple[str, str | None, str]] = set()
-    shown = 0
+    if share is not None:
+        total = sum(_share_of(dataset, share) for dataset in datasets)
     for dataset in datasets:
         with shard_progress(f"Checking {dataset.split_part or path}", enabled=progress) as advance:
-            for number, report in enumerate(lint_dataset(dataset, num_workers=workers), start=1):
+            for number, report in enumerate(lint_dataset(dataset, num_workers=workers, task=share), start=1):
                 checked += report.num_checked
                 for problem in report.problems:
-                    bad.add(_identity(problem))
-                    shown += 1
-                    if shown <= _MAX_SHOWN:
-                        click.echo(str(problem))
-                advance(number, len(dataset.shard_names))
-    if shown > _MAX_SHOWN:
-        click.echo(f"... and {shown - _MAX_SHOWN} more.")
-    if bad:
-        where = f" in {count_of(checked, 'sample')}"
-        if checked < total:  # shards that cannot be read
-            where = f"; {checked:,} of {count_of(total, 'sample')} could be checked"
-        click.echo(f"Failed: {count_of(len(bad), 'problem')}{where}.")
+                    found.add(problem)
+                advance(number, len(dataset.shard_names if share is None else share.of(dataset.shard_names)))
+    if encoder is not None:
+        splits = _splits(path, datasets, parts)
+        _encode(path, splits, encoder, found, parallel, dataset_config, split_config, trust=trust_remote_code)
+    if duplicates:
+        from energon_bridge.prepare.equal_samples import find_equal_samples
+
+        for problem in find_equal_samples(datasets, num_workers=workers):
+            found.add(problem)
+    _report(found, checked, total, empty, as_json=as_json)
+    if found.bad:
         sys.exit(1)
-    click.echo("The one sample loads." if checked == 1 else f"All {checked:,} samples load.")
 
 
-def _identity(problem: Problem) -> tuple[str, str | None, str]:
+def _share_of(dataset: PreparedDataset, task: Task) -> int:
+    """Return the number of samples in the shards of a task that are not excluded."""
+    shards = task.of(range(len(dataset.shard_names)))
+    names = {dataset.shard_names[shard] for shard in shards}
+    excluded = sum(shard in names for shard, _ in dataset.excluded)
+    return int(dataset.shard_counts[list(shards)].sum()) - excluded
+
+
+def _splits(path: str, datasets: list[PreparedDataset], parts: tuple[str, ...]) -> list[str]:
+    if not path.endswith(".yaml"):
+        return [dataset.split_part or "val" for dataset in datasets]
+    from energon_bridge.mix import metadataset_splits, resolve_path
+
+    return list(parts) or metadataset_splits(resolve_path(path, base=".", where="PATH"))
+
+
+def _encode(
+    path: str,
+    splits: list[str],
+    encoder: str,
+    found: _Found,
+    parallel: int,
+    dataset_config: str,
+    split_config: str,
+    *,
+    trust: bool,
+) -> None:
+    from energon_bridge.cli.run_options import encoder_of
+
+    for split in splits:
+        count, problems = lint_encoded(
+            path,
+            split,
+            encoder_of(encoder),
+            num_workers=parallel if parallel > 1 else 0,
+            dataset_config=dataset_config,
+            split_config=split_config,
+            trust_remote_code=trust,
+        )
+        if not found.quiet:
+            click.echo(f"{split}: {encoder} encodes {count_of(count, 'sample')}, {len(problems):,} fail.")
+        for problem in problems:
+            found.add(problem)
+
+
+def _report(found: _Found, checked: int, total: int, empty: list[str], *, as_json: bool) -> None:
+    if as_json:
+        print_json(
+            {
+                "ok": not found.bad,
+                "checked": checked,
+                "samples": total,
+                "empty": empty,
+                "problems": [asdict(problem) for problem in found.problems],
+            }
+        )
+        return
+    if found.shown > _MAX_SHOWN:
+        click.echo(f"... and {found.shown - _MAX_SHOWN} more.")
+    if not found.bad:
+        click.echo("The one sample loads." if checked == 1 else f"All {checked:,} samples load.")
+        return
+    where = f" in {count_of(checked, 'sample')}"
+    if checked < total:  # shards that cannot be read
+        where = f"; {checked:,} of {count_of(total, 'sample')} could be checked"
+    click.echo(f"Failed: {count_of(len(found.bad), 'problem')}{where}.")
+
+
+def _identity(problem: Problem) -> tuple[str, str, str | None, str]:
     """Identify a bad sample, so that one with two broken parts counts once."""
-    return problem.shard, problem.key, "" if problem.key is not None else problem.message
+    return problem.dataset, problem.shard, problem.key, "" if problem.key is not None else problem.message

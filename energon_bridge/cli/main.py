@@ -7,6 +7,8 @@ completion answer at once.
 from __future__ import annotations
 
 import logging
+import os
+import sys
 from importlib import import_module
 from typing import Any
 
@@ -60,12 +62,26 @@ class _LazyGroup(SuggestingGroup):
             formatter.write_dl(list(_COMMANDS.items()))
 
     def invoke(self, ctx: click.Context) -> object:
+        if sys.stdin is None:  # closed, as some schedulers do: a question gets no answer, rather than a traceback
+            return self._invoke_alone(ctx)
         try:
             return super().invoke(ctx)
         except EnergonError as error:
             if ctx.params.get("debug"):
                 raise
             raise click.ClickException(str(error)) from error
+
+    def _invoke_alone(self, ctx: click.Context) -> object:
+        with open(os.devnull) as nothing:
+            sys.stdin = nothing
+            try:
+                return self.invoke(ctx)
+            except click.Abort:
+                raise click.ClickException(
+                    "it asks a question, and stdin is closed. Each question has a flag: see --help."
+                ) from None
+            finally:
+                sys.stdin = None
 
 
 def _say_version(context: click.Context, _: click.Parameter, asked: bool) -> None:

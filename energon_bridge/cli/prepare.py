@@ -14,13 +14,17 @@ from energon_bridge.cli.progress import shard_progress
 from energon_bridge.errors import ConfigurationError, MetadataError, NotPreparedError
 from energon_bridge.format.jsonl import index_jsonl, is_jsonl
 from energon_bridge.format.nvmeta import meta_path, read_info
+from energon_bridge.format.parallel import Workers
 from energon_bridge.prepare.dataset_yaml import parse_field_map, render_dataset_yaml
 from energon_bridge.prepare.discover import find_shards
+from energon_bridge.prepare.duplicates import rename_duplicates, undo_renames
 from energon_bridge.prepare.first_samples import check_found, read_first_samples
 from energon_bridge.prepare.run import Prepared, prepare_dataset, rebuild_index, scan_task
 from energon_bridge.prepare.split import SplitRule, parse_patterns, parse_ratio
 from energon_bridge.samples import CrudeSample, sample_type_by_name
 from energon_bridge.storage import Store, open_store
+
+_SHOWN = 10
 
 
 @click.command("prepare")
@@ -42,6 +46,8 @@ from energon_bridge.storage import Store, open_store
 @click.option("--shuffle-tars", is_flag=True, help="Shuffle the tars (always alike) before splitting by ratio.")
 @click.option("--tar-index-only", is_flag=True, help="Only write the indexes of a prepared dataset again.")
 @click.option("--key-index/--no-key-index", default=True, help="Write index.sqlite, which looks samples up by key.")
+@click.option("--fix-duplicates", is_flag=True, help="Rename samples whose keys stand twice, in the tars themselves.")
+@click.option("--undo-fix-duplicates", "undo", is_flag=True, help="Give renamed samples their old keys back; no more.")
 @click.option("--force-overwrite", is_flag=True, help="Prepare again without asking.")
 @click.option("--skip-dataset-yaml", is_flag=True, help="Write no dataset.yaml.")
 @click.option("--dataset-yaml-name", default="dataset.yaml", show_default=True, help="Name of the file to write.")
@@ -64,6 +70,8 @@ def command(
     shuffle_tars: bool,
     tar_index_only: bool,
     key_index: bool,
+    fix_duplicates: bool,
+    undo: bool,
     force_overwrite: bool,
     skip_dataset_yaml: bool,
     dataset_yaml_name: str,
@@ -89,11 +97,12 @@ def command(
             --sample-type CaptioningSample --field-map '{"image": "jpg", "caption": "txt"}'
     energon prepare mix.yaml
     energon prepare /data/captions --task 3/16          a share of the tars, then once --finish
+    energon prepare /data/captions --fix-duplicates     the second sample `a` becomes `a~2`
     """
     share = task_of(task, finish=finish)
     media = media_filter(media_metadata_by_glob, media_metadata_by_header, media_metadata_by_extension)
     if is_jsonl(path) or path.endswith(".yaml"):
-        if split_ratio or split_parts or sample_type or tar_index_only or media or share or finish:
+        if any((split_ratio, split_parts, sample_type, tar_index_only, media, share, finish, fix_duplicates, undo)):
             what = "a JSONL file" if is_jsonl(path) else "a mix"
             raise ConfigurationError(f"{path} is {what}: these options go with the folder of a dataset.")
         if is_jsonl(path):
@@ -102,7 +111,14 @@ def command(
             return
         _prepare_mix(path, num_workers=num_workers, trust=trust_remote_code, progress=progress)
         return
+    if undo:
+        _undo_renames(path)
+        return
     workers = workers_of(engine, address, num_workers)
+    if fix_duplicates and (share or finish or tar_index_only):
+        raise ConfigurationError(
+            "--fix-duplicates looks into all tars: run it without --task, --finish and --tar-index-only."
+        )
     if share is not None:
         if split_ratio or split_parts or sample_type or tar_index_only or media:
             raise ConfigurationError("--task only looks into tars: these options go with --finish, or prepare-media.")
@@ -132,6 +148,8 @@ def command(
     named = f"; the first is {shards[0]}, the last is {shards[-1]}" if len(shards) > 1 else f": {shards[0]}"
     click.echo(f"Found {count_of(len(shards), 'tar file')}{named}.")
     rule = _split_rule(split_ratio, split_parts, shuffle=shuffle_tars, non_interactive=non_interactive)
+    if fix_duplicates:
+        _rename(path, exclude=exclude, num_workers=workers)
     dataset_yaml = None
     if not skip_dataset_yaml:
         dataset_yaml = _dataset_yaml(
@@ -159,6 +177,26 @@ def command(
                 f"{part}: empty, its share of {count_of(len(shards), 'shard')} is less than one. Prepare again with a "
                 "larger share (--split-ratio … --force-overwrite), or let `energon convert` split by sample."
             )
+
+
+def _rename(path: str, *, exclude: str | None, num_workers: Workers) -> None:
+    renamed = rename_duplicates(path, exclude=exclude, num_workers=num_workers)
+    for one in renamed[:_SHOWN]:
+        click.echo(f"{one.shard}: {one.key} is now {one.new_key}.")
+    if len(renamed) > _SHOWN:
+        click.echo(f"... and {len(renamed) - _SHOWN:,} more.")
+    if renamed:
+        click.echo(f"Renamed {count_of(len(renamed), 'sample')}; --undo-fix-duplicates gives the old keys back.")
+    else:
+        click.echo("No key stands twice.")
+
+
+def _undo_renames(path: str) -> None:
+    count, gone = undo_renames(path)
+    click.echo(f"{count_of(count, 'sample')} {'has' if count == 1 else 'have'} the old key again.")
+    if gone:
+        click.echo(f"Of {count_of(gone, 'renamed sample')}, the tars are gone.")
+    click.echo("The key index was removed with the new keys: prepare the dataset again.")
 
 
 def _prepare_mix(path: str, *, num_workers: int, trust: bool, progress: bool) -> None:

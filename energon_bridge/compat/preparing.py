@@ -16,6 +16,7 @@ from energon_bridge.format.braces import expand_braces
 from energon_bridge.format.jsonl import index_jsonl
 from energon_bridge.prepare import MediaFilter, SplitRule, prepare_dataset, prepare_media, rebuild_index
 from energon_bridge.prepare.discover import find_shards
+from energon_bridge.prepare.duplicates import rename_duplicates
 from energon_bridge.prepare.joins import mix_joins, prepare_join
 from energon_bridge.storage import open_store
 
@@ -77,9 +78,8 @@ class WebdatasetPreparator:
         """Index tars (relative paths, with braces) below a folder, write `.nv-meta`, and return the part names.
 
         `progress_fn` and `index_sqlite_tmp_path` have no effect. Raises NotProvidedError for another shuffle seed than
-        42 (or None), another name of the split file, and `fix_duplicates`.
+        42 (or None), and another name of the split file.
         """
-        _refuse(fix_duplicates, "fix_duplicates=True", "rename the keys where the tars are made")
         _refuse(split_config != "split.yaml", f"split_config={split_config!r}", "the split is written to split.yaml")
         _refuse(
             shuffle_seed not in (None, _SHUFFLE_SEED),
@@ -89,10 +89,13 @@ class WebdatasetPreparator:
         folder = os.fspath(parent_path)
         if tar_index_only:
             return set(rebuild_index(folder, num_workers=workers).part_names)
+        exclude = _all_but(folder, paths)
+        if fix_duplicates:
+            rename_duplicates(folder, exclude=exclude, num_workers=workers)
         prepared = prepare_dataset(
             folder,
             split=_split(split_parts_ratio, split_parts_patterns, shuffle=shuffle_seed is not None),
-            exclude=_all_but(folder, paths),
+            exclude=exclude,
             num_workers=workers,
             media=None if media_filter is None else media_filter.ours(),
         )

@@ -184,8 +184,9 @@ class KeyIndexWriter:
                 other = self._shards[row[0]] if row is not None else self._shards[shard]
                 return DuplicateKeyError(
                     f"the sample key {key!r} stands in {other!r} and again in {self._shards[shard]!r}. Keys must be "
-                    f"unique in a dataset, and the members of a sample must follow one another. Rename them, leave a "
-                    f"shard out with --exclude, or prepare with --no-key-index if nothing looks samples up by key."
+                    f"unique in a dataset, and the members of a sample must follow one another. Rename them with "
+                    f"--fix-duplicates, leave a shard out with --exclude, or prepare with --no-key-index if nothing "
+                    f"looks samples up by key."
                 )
             seen.add(key)
         return DuplicateKeyError(f"a sample key of {self._shards[shard]!r} stands twice in the dataset.")

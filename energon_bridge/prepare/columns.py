@@ -1,16 +1,22 @@
 """Making columns: a function that is called for every sample of a prepared dataset.
 
 Values are kept shard by shard: making a column again computes only new and changed shards. A run that fails leaves the
-columns as they were.
+columns as they were. Where there are many shards, or tasks share them out, what was computed of a shard is kept until
+the column is complete, so a run that was killed goes on.
+
+    .nv-meta.columns/<hash of name and function>/<shard>.npz    "of": [samples, bytes, failed], "column <name>": values
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import os
-from collections.abc import Callable, Mapping
-from contextlib import closing
+import shutil
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -32,17 +38,22 @@ from energon_bridge.format.dataset_config import DatasetConfigs
 from energon_bridge.format.nvmeta import DEFAULT_DATASET_CONFIG, read_info
 from energon_bridge.format.parallel import Workers, map_shards
 from energon_bridge.format.tar import parse_sample
+from energon_bridge.prepare.engines import Task
 from energon_bridge.prepare.lint import read_samples
 from energon_bridge.prepare.staging import Staging
 from energon_bridge.samples import CrudeSample
-from energon_bridge.storage import open_store
+from energon_bridge.storage import LocalStore, Store, open_store
 
 Progress = Callable[[int, int], None]
 Value = int | float | bool | str
 OfSample = Callable[[Any], Value | Mapping[str, Value]]
 """Takes a sample of the dataset's type, decoded, or, with `raw`, a dict of its parts as bytes."""
 
+HASH_MADE_OF = "hash of the content"
 _MOST_VALUES = 1 << 20
+_PIECES = ".nv-meta.columns"
+_MANY = 64
+"""From this many shards on, each is kept until the column is complete."""
 _IMAGES = frozenset({"jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "avif", "ppm"})
 
 
@@ -68,6 +79,8 @@ def add_column(
     num_workers: Workers = 1,
     dataset_config: str = DEFAULT_DATASET_CONFIG,
     trust_remote_code: bool = False,
+    task: Task | None = None,
+    finish: bool = False,
     progress: Progress | None = None,
 ) -> Added:
     """Compute a column for all samples of a prepared dataset, and write it beside the indexes.
@@ -81,11 +94,14 @@ def add_column(
         raw: Give the function a dict of the sample's parts as bytes, and `__key__`, instead of a decoded sample.
         missing: Value for samples that cannot be decoded or for which the function raises; None: the first one raises.
         decoder: A `SampleDecoder`; default: images as uint8 RGB arrays.
+        task: Compute the shards of this task alone and write no column; tasks may run at once, and again.
+        finish: Compute nothing: write the column of what all tasks computed.
         progress: Called with shards done and all shards.
 
     Raises:
         SampleError: The function or a decoder failed, and `missing` is None; the message names shard and key.
-        ConfigurationError: The function returns something other than numbers or texts.
+        ConfigurationError: The function returns something other than numbers or texts; with `finish`, a shard that no
+            task has done.
         DatasetError: The dataset cannot be read; a class of its own for each reason.
     """
     dataset = _whole(path, dataset_config, trust_remote_code=trust_remote_code)
@@ -95,21 +111,35 @@ def add_column(
         (shard, int(count), int(size))
         for shard, count, size in zip(dataset.shard_names, dataset.shard_counts, dataset.shard_sizes, strict=True)
     ]
-    with Staging(dataset.store) as staging:
+    folder = f"{_PIECES}/{hashlib.blake2b(f'{name} {made_of}'.encode(), digest_size=8).hexdigest()}"
+    rows_of = partial(_rows_of_shard, dataset, function, name, raw, missing, decoder)
+    if task is not None:
+        return _column_task(dataset, name, made_of, partial(_rows, dataset, rows_of, folder, False), task, num_workers)
+    with Staging(dataset.store) as staging, _forgetting(dataset.store, folder):
         there = read_columns(dataset.store)
         old = _kept_rows(dataset, there, name, made_of)
         new = [number for number, shard in enumerate(shards) if shard not in old]
-        compute = partial(_rows_of_shard, dataset, function, name, raw, missing, decoder)
+        compute = partial(_rows, dataset, rows_of, folder if finish or len(new) >= _MANY else None, finish)
         rows: dict[str, dict[int, np.ndarray]] = {}
         failed = 0
+        left: list[str] = []
         with closing(map_shards(compute, new, num_workers=num_workers)) as computed:
             for number, shard in enumerate(shards):
-                found, bad = (old[shard], 0) if shard in old else next(computed)
+                values_of = (old[shard], 0) if shard in old else next(computed)
+                if values_of is None:
+                    left.append(shard[0])
+                    continue
+                found, bad = values_of
                 failed += bad
                 for column, values in found.items():
                     rows.setdefault(column, {})[number] = values
                 if progress is not None:
                     progress(number + 1, len(shards))
+        if left:
+            raise _UnfinishedError(
+                f"{dataset.store.root}: no task has computed {len(left)} of {len(shards)} shards, or they changed "
+                f"since; the first is {left[0]}. Run their tasks again, or this without --finish."
+            )
         for column, by_shard in rows.items():
             if len(by_shard) < len(shards) and missing is None:
                 raise ConfigurationError(f"column {column!r}: {made_of} returns it in some shards only, not in all.")
@@ -125,6 +155,86 @@ def add_column(
         staging.commit()
     computed_samples = sum(shards[number][1] for number in new)
     return Added(names=tuple(rows), num_samples=dataset.num_samples, num_computed=computed_samples, num_missing=failed)
+
+
+class _UnfinishedError(ConfigurationError):
+    """Tasks are missing: what the others computed stays."""
+
+
+@contextmanager
+def _forgetting(store: Store, folder: str) -> Iterator[None]:
+    """Remove what is kept of shards at the end, after errors too: the function may be another one next time."""
+    try:
+        yield
+    except (_UnfinishedError, KeyboardInterrupt):
+        raise
+    except BaseException:
+        _forget(store, folder)
+        raise
+    _forget(store, folder)
+
+
+def _forget(store: Store, folder: str) -> None:
+    if isinstance(store, LocalStore):
+        shutil.rmtree(store.url(folder), ignore_errors=True)
+        with contextlib.suppress(OSError):
+            os.rmdir(store.url(_PIECES))
+        return
+    for name, _ in store.list((".npz",)):
+        if name.startswith(f"{folder}/"):
+            store.delete(name)
+
+
+def _column_task(
+    dataset: PreparedDataset,
+    name: str | None,
+    made_of: str,
+    compute: Callable[[int], tuple[dict[str, np.ndarray], int] | None],
+    task: Task,
+    num_workers: Workers,
+) -> Added:
+    """Compute and keep the shards of one task that no column has."""
+    old = _kept_rows(dataset, read_columns(dataset.store), name, made_of)
+    mine = [number for number in task.of(range(len(dataset.shard_names))) if _triple(dataset, number) not in old]
+    failed = 0
+    with closing(map_shards(compute, mine, num_workers=num_workers)) as computed:
+        for rows in computed:
+            failed += 0 if rows is None else rows[1]
+    count = sum(_triple(dataset, number)[1] for number in mine)
+    return Added(names=() if name is None else (name,), num_samples=count, num_computed=count, num_missing=failed)
+
+
+def _triple(dataset: PreparedDataset, shard: int) -> tuple[str, int, int]:
+    return dataset.shard_names[shard], int(dataset.shard_counts[shard]), int(dataset.shard_sizes[shard])
+
+
+def _rows(
+    dataset: PreparedDataset,
+    compute: Callable[[int], tuple[dict[str, np.ndarray], int]],
+    folder: str | None,
+    find_only: bool,
+    shard: int,
+) -> tuple[dict[str, np.ndarray], int] | None:
+    """Return the columns of a shard that an earlier run kept in `folder`, or compute them; None with `find_only`."""
+    if folder is None:
+        return compute(shard)
+    shard_name, count, size = _triple(dataset, shard)
+    path = f"{folder}/{shard_name}.npz"
+    if dataset.store.exists(path):
+        with contextlib.suppress(ValueError, KeyError, OSError, zipfile.BadZipFile):
+            kept = np.load(io.BytesIO(dataset.store.read(path)), allow_pickle=False)
+            with kept:
+                if kept["of"][:2].tolist() == [count, size]:
+                    columns = {column.removeprefix("column "): kept[column] for column in kept if column != "of"}
+                    return columns, int(kept["of"][2])
+    if find_only:
+        return None
+    columns, failed = compute(shard)
+    file = io.BytesIO()
+    arrays: dict[str, Any] = {f"column {column}": values for column, values in columns.items()}
+    np.savez(file, of=np.array([count, size, failed]), **arrays)
+    dataset.store.write(path, file.getvalue())
+    return columns, failed
 
 
 def remove_column(path: str | os.PathLike[str], name: str) -> None:
@@ -321,5 +431,12 @@ def duplicates(path: str | os.PathLike[str], name: str = "hash") -> list[int]:
     columns = read_columns(store)
     if name not in columns:
         raise EnergonError(f"{store.root}: no column {name!r}. Run: energon columns add {store.root} --hash")
-    counts = np.unique(read_numbers(store, name, columns[name]), return_counts=True)[1]
-    return sorted((int(count) for count in counts[counts > 1]), reverse=True)
+    groups = groups_of_equal(np.asarray(read_numbers(store, name, columns[name])))
+    return sorted((len(group) for group in groups), reverse=True)
+
+
+def groups_of_equal(values: np.ndarray) -> list[np.ndarray]:
+    """Return the places of equal values, a group for each value that stands more than once, in their order."""
+    order = np.argsort(values, kind="stable")
+    cuts = np.flatnonzero(values[order][1:] != values[order][:-1]) + 1
+    return sorted((group for group in np.split(order, cuts) if len(group) > 1), key=lambda group: int(group[0]))

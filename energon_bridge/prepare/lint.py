@@ -7,6 +7,7 @@ opening are raised.
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from energon_bridge.format.jsonl import PART, JsonlDataset, is_jsonl, open_jsonl
 from energon_bridge.format.nvmeta import DEFAULT_DATASET_CONFIG, DEFAULT_SPLIT_CONFIG, read_info, read_splits
 from energon_bridge.format.parallel import Workers, map_shards
 from energon_bridge.format.tar import parse_sample
+from energon_bridge.prepare.engines import Task
 from energon_bridge.rows.dataset import (
     TableDataset,
     TableRow,
@@ -109,12 +111,106 @@ def lint_parts(
     return datasets, empty
 
 
-def lint_dataset(dataset: PreparedDataset, *, num_workers: Workers = 1) -> Iterator[ShardReport]:
-    """Check every shard of a split part; yields one report per shard, in their order. Excluded samples are left out."""
+def lint_mix(
+    path: str, *, split_parts: tuple[str, ...] = (), trust_remote_code: bool = False
+) -> tuple[list[PreparedDataset], list[Problem]]:
+    """Open all datasets of the splits of a metadataset file (default: all splits), and look up its joins.
+
+    Returns each split part of a dataset once, whole, without the subsets and filters of the mix, and the joins that
+    fail. Raises the errors of `open_dataset` and of metadatasets.
+    """
+    from energon_bridge.format.join_rows import find_rows
+    from energon_bridge.mix import DatasetOpener, JoinRef, LeafRef, load_mix, metadataset_splits, resolve_path
+    from energon_bridge.mix.joins import join_parts
+
+    path = resolve_path(path, base=os.getcwd(), where="PATH")
+    opener = DatasetOpener(trust_remote_code=trust_remote_code)
+    datasets: dict[tuple[str, str], PreparedDataset] = {}
+    problems: list[Problem] = []
+
+    def take(ref: LeafRef) -> PreparedDataset:
+        dataset = opener.open(ref)
+        return datasets.setdefault((dataset.path, dataset.split_part), dataset)
+
+    known = metadataset_splits(path)
+    for split in split_parts or known:
+        for leaf in load_mix(path, split_part=split).leaves:
+            if not isinstance(leaf.leaf, JoinRef):
+                take(leaf.leaf)
+                continue
+            try:
+                parts = join_parts(leaf.leaf, take)
+                for _ in find_rows(parts):
+                    pass
+            except EnergonError as error:
+                message = f"{type(error).__name__}: {error}"
+                where = leaf.leaf.where or "join"
+                problems.append(
+                    Problem(dataset=path, split_part=split, shard=where, key=None, part=None, message=message)
+                )
+    return list(datasets.values()), problems
+
+
+def lint_encoded(
+    path: str,
+    split_part: str,
+    encoder: Any,
+    *,
+    num_workers: int = 0,
+    dataset_config: str = DEFAULT_DATASET_CONFIG,
+    split_config: str = DEFAULT_SPLIT_CONFIG,
+    trust_remote_code: bool = False,
+) -> tuple[int, list[Problem]]:
+    """Run a task encoder over a split part or a split of a mix, a sample per batch; return batches and problems.
+
+    Raises the errors of `get_val_dataset`.
+    """
+    from energon_bridge.datasets import get_savable_loader, get_val_dataset  # import torch
+    from energon_bridge.stream.policy import ErrorPolicy
+    from energon_bridge.stream.quarantine import read_quarantine
+    from energon_bridge.topology import WorkerConfig
+
+    with tempfile.TemporaryDirectory(prefix="energon-lint-") as folder:
+        file = os.path.join(folder, "failed.jsonl")
+        spec = get_val_dataset(
+            path,
+            split_part=split_part,
+            batch_size=1,
+            task_encoder=encoder,
+            worker_config=WorkerConfig(rank=0, world_size=1, num_workers=num_workers),
+            dataset_config=dataset_config,
+            split_config=split_config,
+            trust_remote_code=trust_remote_code,
+            error_policy=ErrorPolicy(tolerance=0, damaged_shards="skip", quarantine=file, messages=1),
+        )
+        with closing(get_savable_loader(spec)) as loader:
+            count = sum(1 for _ in loader)
+        failed = read_quarantine(file) if os.path.exists(file) else []
+    return count, [
+        Problem(
+            dataset=one.dataset,
+            split_part=split_part,
+            shard=one.shard,
+            key=one.key,
+            part=None,
+            message=f"{one.hook}: {one.error}: {one.message}",
+        )
+        for one in failed
+    ]
+
+
+def lint_dataset(
+    dataset: PreparedDataset, *, num_workers: Workers = 1, task: Task | None = None
+) -> Iterator[ShardReport]:
+    """Check every shard of a split part, or those of a task; yields one report per shard, in their order.
+
+    Excluded samples are left out.
+    """
     from energon_bridge.task_encoder.decoder import SampleDecoder  # imports torch, which other commands do not need
 
     check = partial(_check_shard, dataset, SampleDecoder(image_decode="rgb8").decode)
-    with closing(map_shards(check, range(len(dataset.shard_names)), num_workers=num_workers)) as reports:
+    shards = range(len(dataset.shard_names))
+    with closing(map_shards(check, shards if task is None else task.of(shards), num_workers=num_workers)) as reports:
         yield from reports
 
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
-from dataclasses import dataclass
+import sqlite3
+from collections.abc import Collection, Mapping
+from contextlib import closing
+from dataclasses import dataclass, field
 from typing import Any
 
-from energon_bridge.errors import ShardMissingError
-from energon_bridge.format.columns import Column, read_columns
+from energon_bridge.errors import EnergonError, ShardMissingError
+from energon_bridge.format.columns import Column, read_columns, read_numbers
 from energon_bridge.format.documents import expect_mapping, read_document
 from energon_bridge.format.jsonl import is_jsonl, open_jsonl
+from energon_bridge.format.key_lookup import sqlite_uri
 from energon_bridge.format.nvmeta import (
     DEFAULT_DATASET_CONFIG,
     DEFAULT_SPLIT_CONFIG,
@@ -19,8 +24,13 @@ from energon_bridge.format.nvmeta import (
     read_splits,
 )
 from energon_bridge.rows.dataset import is_unprepared_table, open_tables, table_parts
-from energon_bridge.storage import Store, open_store
+from energon_bridge.storage import LocalStore, Store, open_store
 
+_MOST_COUNTED = 10_000_000  # samples whose parts are counted: some seconds
+_MEDIA_NUMBERS = {
+    "image": ("width", "height"),
+    "av": ("video_duration", "video_fps", "video_width", "video_height", "audio_duration", "audio_sample_rate"),
+}
 _FIRST_PARTS = ("train", "val", "test")
 
 
@@ -35,14 +45,44 @@ class PartSummary:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PartType:
+    """How many parts of one name there are, and their bytes; None in a dataset of more than 10 million samples."""
+
+    count: int | None
+    num_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MediaNumbers:
+    """Media metadata of one kind: files, and the least and most of each number, such as `width`."""
+
+    count: int
+    ranges: dict[str, tuple[float, float]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ColumnNumbers:
+    """Least, mean and most of a column of numbers."""
+
+    least: float
+    mean: float
+    most: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DatasetSummary:
-    """The numbers of a prepared dataset; `num_bytes` counts the shards, `missing_shards` are listed but not there."""
+    """The numbers of a prepared dataset.
+
+    `num_bytes` counts the shards, `missing_shards` are listed but not there, `new_shards` are there and not prepared.
+    `part_types` and `media` come from the key index: nothing without one.
+    """
 
     path: str
     num_samples: int
     num_shards: int
     num_bytes: int
     missing_shards: tuple[str, ...]
+    new_shards: tuple[str, ...] = ()
     energon_version: str | None
     sample_type: str
     field_map: dict[str, str]
@@ -50,6 +90,9 @@ class DatasetSummary:
     has_key_index: bool
     parts: tuple[PartSummary, ...]
     columns: dict[str, Column]
+    column_numbers: dict[str, ColumnNumbers] = field(default_factory=dict)
+    part_types: dict[str, PartType] = field(default_factory=dict)
+    media: dict[str, MediaNumbers] = field(default_factory=dict)
 
 
 def summarize_dataset(
@@ -89,6 +132,8 @@ def summarize_dataset(
                 num_excluded_samples=len(splits.excluded_samples(shards)),
             )
         )
+    columns = read_columns(store)
+    part_types, media = _of_key_index(store, sum(info.shard_counts.values()))
     named = config.get("sample_type")
     field_map = config.get("field_map")
     subflavors = config.get("subflavors")
@@ -98,14 +143,78 @@ def summarize_dataset(
         num_shards=len(info.shard_counts),
         num_bytes=num_bytes,
         missing_shards=tuple(missing),
+        new_shards=_new_shards(store, info.shard_counts),
         energon_version=info.energon_version,
         sample_type=_type_name(named if isinstance(named, dict) else config),
         field_map=field_map if isinstance(field_map, dict) else {},
         subflavors=subflavors if isinstance(subflavors, dict) else {},
         has_key_index=store.exists(meta_path(INDEX_SQLITE)),
         parts=tuple(parts),
-        columns=read_columns(store),
+        columns=columns,
+        column_numbers=_column_numbers(store, columns),
+        part_types=part_types,
+        media=media,
     )
+
+
+def _new_shards(store: Store, known: Collection[str]) -> tuple[str, ...]:
+    """Return the tars below the dataset that came after it was prepared; none where nothing can be listed."""
+    try:
+        return tuple(sorted(name for name, _ in store.list((".tar",)) if name not in known))
+    except EnergonError:
+        return ()
+
+
+def _column_numbers(store: Store, columns: Mapping[str, Column]) -> dict[str, ColumnNumbers]:
+    found = {}
+    for name, column in columns.items():
+        if column.values is None and column.num_samples:
+            values = read_numbers(store, name, column)
+            found[name] = ColumnNumbers(least=float(values.min()), mean=float(values.mean()), most=float(values.max()))
+    return found
+
+
+def _of_key_index(store: Store, num_samples: int) -> tuple[dict[str, PartType], dict[str, MediaNumbers]]:
+    """Return part types and media from the key index of a local folder; part types alone from `tars.json`."""
+    names = _names_of_parts(store)
+    if not isinstance(store, LocalStore) or not store.exists(meta_path(INDEX_SQLITE)):
+        return names, {}
+    try:
+        with closing(sqlite3.connect(sqlite_uri(store.url(meta_path(INDEX_SQLITE))), uri=True)) as index:
+            tables = {name for (name,) in index.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+            if num_samples <= _MOST_COUNTED and "sample_parts" in tables:
+                query = "SELECT part_name, count(*), sum(content_byte_size) FROM sample_parts GROUP BY 1 ORDER BY 1"
+                names = {name: PartType(count=count, num_bytes=size) for name, count, size in index.execute(query)}
+            return names, _media(index) if "media_metadata" in tables else {}
+    except sqlite3.Error:
+        return names, {}  # `energon lint` and whoever needs the index say what is wrong
+
+
+def _names_of_parts(store: Store) -> dict[str, PartType]:
+    if not store.exists(meta_path("tars.json")):
+        return {}
+    try:
+        names = json.loads(store.read(meta_path("tars.json")))["part_names"]
+        return {str(name): PartType(count=None, num_bytes=None) for name in names}
+    except (EnergonError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def _media(index: sqlite3.Connection) -> dict[str, MediaNumbers]:
+    found = {}
+    kinds = index.execute("SELECT metadata_type, count(*) FROM media_metadata GROUP BY 1 ORDER BY 1").fetchall()
+    for kind, count in kinds:
+        ranges: dict[str, tuple[float, float]] = {}
+        for name in _MEDIA_NUMBERS.get(kind, ()):
+            value = f"json_extract(metadata_json, '$.{name}')"
+            least, most = index.execute(
+                f"SELECT min({value}), max({value}) FROM media_metadata WHERE metadata_type = ?",
+                (kind,),
+            ).fetchone()
+            if least is not None:
+                ranges[name] = (least, most)
+        found[str(kind)] = MediaNumbers(count=count, ranges=ranges)
+    return found
 
 
 def _summarize_jsonl(path: str | os.PathLike[str]) -> DatasetSummary:
@@ -168,3 +277,53 @@ def _type_name(named: dict[str, Any]) -> str:
     if "__class__" not in named:
         return "none (there is no dataset.yaml)" if not named else "unknown"
     return f"{named.get('__module__', '?')}.{named['__class__']}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeafSummary:
+    """A dataset of a mix, or one of those that a join of it joins; `mixed` is its weight or how often it repeats.
+
+    `num_samples` are those of the split part, before the subsets and filters of the mix.
+    """
+
+    path: str
+    split_part: str
+    mixed: str
+    num_samples: int
+
+
+def summarize_mix(path: str) -> tuple[list[DatasetSummary], dict[str, list[LeafSummary]]]:
+    """Summarize the datasets of a metadataset file, each once, and its splits.
+
+    Raises the errors of metadatasets and of `summarize_dataset`.
+    """
+    from energon_bridge.mix import JoinRef, load_mix, metadataset_splits, resolve_path
+
+    path = resolve_path(path, base=os.getcwd(), where="PATH")
+    datasets: dict[str, DatasetSummary] = {}
+    splits: dict[str, list[LeafSummary]] = {}
+    for split in metadataset_splits(path):
+        splits[split] = []
+        for leaf in load_mix(path, split_part=split).leaves:
+            mixed = "" if leaf.weight is None else f"weight {float(leaf.weight):.4g}"
+            if leaf.repetitions is not None:
+                mixed = f"{float(leaf.repetitions):g} times"
+            refs = [entry.leaf for entry in leaf.leaf.entries] if isinstance(leaf.leaf, JoinRef) else [leaf.leaf]
+            for number, ref in enumerate(refs):
+                if ref.path not in datasets:
+                    datasets[ref.path] = summarize_dataset(
+                        ref.path,
+                        split_config=ref.split_config or DEFAULT_SPLIT_CONFIG,
+                        dataset_config=ref.dataset_config or DEFAULT_DATASET_CONFIG,
+                    )
+                summary = datasets[ref.path]
+                counts = {part.name: part.num_samples for part in summary.parts}
+                splits[split].append(
+                    LeafSummary(
+                        path=ref.path,
+                        split_part="" if ref.is_jsonl else ref.split_part,
+                        mixed=mixed if number == 0 else "joined",
+                        num_samples=summary.num_samples if ref.is_jsonl else counts.get(ref.split_part, 0),
+                    )
+                )
+    return list(datasets.values()), splits

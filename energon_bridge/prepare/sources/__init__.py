@@ -18,7 +18,7 @@ def open_source(
 ) -> Source:
     """Open a source of `energon convert`, of the given or the detected kind; raises the errors of its reader."""
     if not path.exists():
-        hint = " hf:// and other URLs are not read here: download them first." if "://" in str(path) else ""
+        hint = " URLs other than hf:// are not read here: download them first." if ":/" in str(path) else ""
         raise DatasetNotFoundError(f"{path}: no such file or folder. Check the path.{hint}")
     if media is not None and not media.is_dir():
         raise ConfigurationError(f"--media {media}: no such folder.")

@@ -1,0 +1,253 @@
+"""`energon lint` of mixes, joins, JSONL and crude datasets, through task encoders, for equal samples; its JSON."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from click.testing import CliRunner, Result
+from engine import text_dataset
+from PIL import Image
+from tar_builder import write_tar
+
+from energon_bridge import Cooker, CrudeSample, DefaultTaskEncoder, TextSample, basic_sample_keys
+from energon_bridge.cli.main import main
+from energon_bridge.prepare import MediaFilter, parse_ratio, prepare_dataset, rebuild_index, render_dataset_yaml
+
+
+def energon(*arguments: object) -> Result:
+    return CliRunner().invoke(main, [*map(str, arguments)])
+
+
+def lint(*arguments: object) -> tuple[int, dict[str, Any]]:
+    result = energon("lint", *arguments, "--json", "--no-progress")
+    return result.exit_code, json.loads(result.stdout)
+
+
+class RefusesFive(DefaultTaskEncoder[Any, Any, Any, Any]):
+    """Fails for `text 5`."""
+
+    def encode_sample(self, sample: Any) -> Any:
+        if sample.text == "text 5":
+            raise ValueError("five")
+        return sample
+
+
+def cook(sample: CrudeSample) -> TextSample:
+    return TextSample(**basic_sample_keys(sample), text=sample["json"]["text"])
+
+
+class Cooks(RefusesFive):
+    cookers: ClassVar = [Cooker(cook)]
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    return text_dataset(tmp_path / "data", train=[4, 5], val=[3])
+
+
+def break_text(tar: Path, key: str) -> None:
+    whole = tar.read_bytes()
+    place = whole.index(b"text", whole.index(key.encode()))
+    tar.write_bytes(whole[:place] + b"\xff" + whole[place + 1 :])
+
+
+def crude(root: Path) -> Path:
+    write_tar(root / "s.tar", [(f"{n}.json", json.dumps({"text": f"text {n}"}).encode()) for n in range(8)])
+    prepare_dataset(root, split=parse_ratio("1,0,0"), dataset_yaml=render_dataset_yaml("CrudeWebdataset", None))
+    return root
+
+
+def jsonl(path: Path) -> Path:
+    path.write_text("".join(json.dumps({"text": f"text {n % 7}"}) + "\n" for n in range(8)))
+    return path
+
+
+def test_every_split_and_its_json(data: Path) -> None:
+    assert lint(data) == (0, {"ok": True, "checked": 12, "samples": 12, "empty": [], "problems": []})
+    break_text(data / "val/shard_000.tar", "00001")
+    code, report = lint(data, "--parallel", 2)
+    (problem,) = report["problems"]
+    assert (code, report["ok"], report["checked"]) == (1, False, 12)
+    assert (problem["split_part"], problem["shard"], problem["key"], problem["part"]) == (
+        "val",
+        "val/shard_000.tar",
+        "00001",
+        "txt",
+    )
+    assert lint(data, "--split-parts", "train")[0] == 0
+
+
+def test_tasks_share_the_shards_out(tmp_path: Path) -> None:
+    data = text_dataset(tmp_path / "data", train=[4, 5, 6, 7], val=[3])
+    break_text(data / "train/shard_001.tar", "00007")
+    checked = [lint(data, "--task", f"{number}/3") for number in range(3)]
+    assert [code for code, _ in checked] == [0, 1, 0]
+    assert [report["checked"] for _, report in checked] == [4 + 7 + 3, 5, 6]
+    assert [report["samples"] for _, report in checked] == [14, 5, 6]
+    assert energon("lint", data, "--task", "0/3", "--duplicates").exit_code == 1
+
+
+def test_a_mix_is_linted_with_all_its_datasets(data: Path, tmp_path: Path) -> None:
+    """Those that several splits read are checked once."""
+    other, mix = text_dataset(tmp_path / "other", train=[6], val=[2]), tmp_path / "mix.yaml"
+    lines = jsonl(tmp_path / "lines.jsonl")
+    mix.write_text(
+        "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n"
+        "  train:\n    blend:\n      - {path: data, weight: 2}\n      - {path: other}\n"
+        "      - {path: lines.jsonl}\n      - {path: data, weight: 1}\n"
+        "  val:\n    path: data\n    split_part: val\n"
+    )
+    assert lint(mix) == (0, {"ok": True, "checked": 26, "samples": 26, "empty": [], "problems": []})
+    break_text(other / "train/shard_000.tar", "00003")
+    lines.write_text(lines.read_text().replace('{"text": "text 2"}', '{"text": "text 2"!'))
+    code, report = lint(mix)
+    assert code == 1
+    assert [(one["dataset"], one["key"]) for one in report["problems"]] == [(str(other), "00003"), (str(lines), "2")]
+    assert lint(mix, "--split-parts", "val")[0] == 0
+    assert energon("lint", mix, "--split-config", "x.yaml").exit_code == 1
+
+
+def test_joins_that_do_not_match_are_named(tmp_path: Path) -> None:
+    for name, counts in (("data", [4, 5]), ("fewer", [7])):
+        rebuild_index(text_dataset(tmp_path / name, train=counts))  # with a key index
+    mix = tmp_path / "mix.yaml"
+    mix.write_text(
+        "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train:\n    join:\n"
+        "      one: {path: data}\n      two: {path: fewer, nonmatch: error}\n"
+        "    joiner: {__module__: megatron.energon, __class__: TextSample}\n"
+    )
+    code, report = lint(mix)
+    (problem,) = report["problems"]
+    assert (code, report["checked"], problem["split_part"]) == (1, 16, "train")
+    assert "UnmatchedKeyError" in problem["message"]
+    assert "00007" in problem["message"]
+    assert not (tmp_path / "mix.yaml.cache").exists()
+    mix.write_text(mix.read_text().replace("nonmatch: error", "nonmatch: skip"))
+    assert lint(mix)[0] == 0
+
+
+@pytest.mark.parametrize("kind", ["texts", "crude", "jsonl", "mix"])
+def test_through_a_task_encoder(data: Path, tmp_path: Path, kind: str) -> None:
+    path = {"texts": data, "crude": tmp_path / "crude", "jsonl": tmp_path / "x.jsonl", "mix": tmp_path / "m.yaml"}[kind]
+    if kind == "crude":
+        crude(path)
+    elif kind == "jsonl":
+        jsonl(path)
+    elif kind == "mix":
+        path.write_text(
+            "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train: {path: data}\n"
+            "  val: {path: data, split_part: val}\n"
+        )
+    encoder = "RefusesFive" if kind in ("texts", "mix") else "Cooks"
+    assert lint(path)[0] == 0
+    code, report = lint(path, "--encoder", f"test_lint_kinds:{encoder}")
+    (problem,) = report["problems"]
+    assert (code, problem["key"]) == (1, {"texts": "00005", "mix": "00005", "crude": "5", "jsonl": "5"}[kind])
+    assert problem["message"].startswith("encode_sample: ValueError: five")
+    shown = energon("lint", path, "--encoder", f"test_lint_kinds:{encoder}", "--no-progress")
+    assert f"test_lint_kinds:{encoder} encodes" in shown.output
+    assert shown.exit_code == 1
+
+
+def test_equal_samples_are_named_both(tmp_path: Path) -> None:
+    """By computed hashes, and by the column; shards that came after the column was made count, too."""
+    shards = {"s_0": ["x", "y", "x"], "s_1": ["z", "y"]}
+    root = tmp_path / "data"
+    for shard, texts in shards.items():
+        write_tar(root / f"{shard}.tar", [(f"{shard}-{n}.txt", text.encode()) for n, text in enumerate(texts)])
+    text_yaml = render_dataset_yaml("TextSample", {"text": "txt"})
+    prepare_dataset(root, split=parse_ratio("1,0,0"), dataset_yaml=text_yaml)
+    expected = [
+        ("s_0.tar", "s_0-2", f"has the content of key 's_0-0' in {root}/s_0.tar"),
+        ("s_1.tar", "s_1-1", f"has the content of key 's_0-1' in {root}/s_0.tar"),
+    ]
+    assert lint(root)[0] == 0
+    for prepare in (lambda: None, lambda: energon("columns", "add", root, "--hash", "--num-workers", 1)):
+        prepare()
+        code, report = lint(root, "--duplicates")
+        assert code == 1
+        assert [(one["shard"], one["key"], one["message"]) for one in report["problems"]] == expected
+    assert "4 samples in 2 groups" in energon("columns", "duplicates", root).output
+    write_tar(root / "s_2.tar", [("new.txt", b"z")])
+    prepare_dataset(root, split=parse_ratio("1,0,0"), dataset_yaml=text_yaml)
+    report = lint(root, "--duplicates", "--parallel", 2)[1]
+    assert [one["key"] for one in report["problems"]] == ["s_0-2", "s_1-1", "new"]
+    split = root / ".nv-meta/split.yaml"
+    split.write_text(split.read_text().replace("exclude: []", "exclude: ['s_0.tar/s_0-0', 's_0.tar/s_0-1']"))
+    assert [one["key"] for one in lint(root, "--duplicates")[1]["problems"]] == ["new"]
+
+
+def test_equal_samples_of_jsonl_and_across_datasets(tmp_path: Path) -> None:
+    lines, mix = jsonl(tmp_path / "x.jsonl"), tmp_path / "mix.yaml"
+    assert [one["key"] for one in lint(lines, "--duplicates")[1]["problems"]] == ["7"]
+    for name in ("a", "b"):
+        text_dataset(tmp_path / name, train=[2])
+    mix.write_text(
+        "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train:\n    blend:\n"
+        "      - {path: a, weight: 1}\n      - {path: b, weight: 1}\n"
+    )
+    code, report = lint(mix, "--duplicates")
+    assert code == 1
+    assert [(one["dataset"], one["key"]) for one in report["problems"]] == [
+        (str(tmp_path / "b"), "00000"),
+        (str(tmp_path / "b"), "00001"),
+    ]
+    assert f"in {tmp_path}/a/train/shard_000.tar" in report["problems"][0]["message"]
+
+
+# --- info ---------------------------------------------------------------------------------------------------------
+
+
+def test_info_knows_parts_media_columns_and_tars_that_came_later(tmp_path: Path) -> None:
+    root = tmp_path / "data"
+    for name, size in (("a", (40, 30)), ("b", (64, 20))):
+        file = io.BytesIO()
+        Image.new("RGB", size).save(file, "PNG")
+        write_tar(root / f"{name}.tar", [(f"{name}.png", file.getvalue()), (f"{name}.txt", b"text!")])
+    dataset_yaml = render_dataset_yaml("CrudeWebdataset", None)
+    prepare_dataset(
+        root, split=parse_ratio("1,0,0"), dataset_yaml=dataset_yaml, media=MediaFilter(strategy="EXTENSION")
+    )
+    assert energon("columns", "add", root, "--image-size", "--num-workers", 1).exit_code == 0
+    write_tar(root / "later.tar", [("c.txt", b"")])
+    found = json.loads(energon("info", root, "--json").stdout)
+    assert (found["num_samples"], found["new_shards"], found["missing_shards"]) == (2, ["later.tar"], [])
+    assert found["part_types"]["txt"] == {"count": 2, "num_bytes": 10}
+    assert found["part_types"]["png"]["count"] == 2
+    assert found["media"] == {"image": {"count": 2, "ranges": {"width": [40, 64], "height": [20, 30]}}}
+    assert found["columns"]["width"] == {
+        "made_of": "width and height of the content", "samples": 2, "least": 40, "mean": 52, "most": 64
+    }  # fmt: skip
+    shown = energon("info", root).output
+    for line in (
+        "part:         txt, 2 of 10 B",
+        "media:        image, 2 files, width 40 to 64, height 20 to 30",
+        "column:       width, width and height of the content, 40 to 64, mean 52",
+        "NOT PREPARED: later.tar",
+    ):
+        assert line in shown
+    (root / ".nv-meta/index.sqlite").write_bytes(b"no index")
+    assert json.loads(energon("info", root, "--json").stdout)["part_types"]["png"] == {"count": None, "num_bytes": None}
+
+
+def test_info_of_jsonl_and_mixes(data: Path, tmp_path: Path) -> None:
+    lines, mix = jsonl(tmp_path / "x.jsonl"), tmp_path / "mix.yaml"
+    assert json.loads(energon("info", lines, "--json").stdout)["num_samples"] == 8
+    mix.write_text(
+        "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n"
+        "  train:\n    blend:\n      - {path: data, weight: 3}\n      - {path: x.jsonl, weight: 1}\n"
+        "  val:\n    path: data\n    split_part: val\n"
+    )
+    found = json.loads(energon("info", mix, "--json").stdout)
+    train = {"path": str(data), "split_part": "train", "mixed": "weight 0.75", "num_samples": 9}
+    assert found["splits"]["train"][0] == train
+    assert [leaf["num_samples"] for leaf in found["splits"]["train"] + found["splits"]["val"]] == [9, 8, 3]
+    assert [one["path"] for one in found["datasets"]] == [str(data), str(lines)]
+    shown = energon("info", mix)
+    assert shown.exit_code == 0
+    assert "train: 17 samples" in shown.output
+    assert "weight 0.75" in shown.output
