@@ -46,15 +46,19 @@ class DataMonitor(Callback):
 
     Args:
         every_n_steps: Optimizer steps between two logs; None: the trainer's `log_every_n_steps`.
+        export: Called with the same numbers, by their own names, as `PrometheusExporter(port=9400).update` is.
 
     Raises:
         ConfigurationError: every_n_steps is below 1.
     """
 
-    def __init__(self, *, every_n_steps: int | None = None) -> None:
+    def __init__(
+        self, *, every_n_steps: int | None = None, export: Callable[[Mapping[str, float]], object] | None = None
+    ) -> None:
         if every_n_steps is not None and every_n_steps < 1:
             raise ConfigurationError(f"DataMonitor: every_n_steps must be at least 1, got {every_n_steps}")
         self.every_n_steps = every_n_steps
+        self.export = export
         self._clock = _Clock()
         self._step = -1
 
@@ -78,6 +82,8 @@ class DataMonitor(Callback):
         if loader is None or not trainer.is_global_zero:
             return
         found = loader.metrics() | {"wait_share": self._clock.share(loader)}
+        if self.export is not None:
+            self.export(found)
         for logger in trainer.loggers:
             logger.log_metrics({f"data/{name}": value for name, value in found.items()}, step=step)
 
