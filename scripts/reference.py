@@ -59,6 +59,8 @@ INTEGRATIONS = {
     "Megatron-Bridge": "bridge",
     "Context parallelism": "context_parallel",
     "torchft": "torchft",
+    "Reports": "report",
+    "Prometheus": "prometheus",
 }
 
 

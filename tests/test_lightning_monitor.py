@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import os
 import signal
 import time
@@ -15,7 +16,7 @@ from workers import worker_pids
 pytest.importorskip("lightning.pytorch")
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.loggers import Logger
+from lightning.pytorch.loggers import CSVLogger, Logger
 
 from energon_bridge import (
     Blender,
@@ -109,6 +110,40 @@ def test_loggers_get_the_counters(dataset: Path, tmp_path: Path) -> None:
         assert found["data/wait_seconds"] > 0
         assert 0 <= found["data/wait_share"] <= 1
         assert found["data/skipped"] == found["data/errors"] == 0
+
+
+def test_the_loggers_of_lightning_take_the_counters(dataset: Path, tmp_path: Path) -> None:
+    loggers = [CSVLogger(tmp_path, "csv", version="")]
+    settings: dict[str, Any] = {"logger": loggers, "callbacks": [DataMonitor()], "enable_progress_bar": False}
+    fit(data_of(str(dataset)), tmp_path, max_steps=4, log_every_n_steps=2, **settings)
+    rows = list(csv.DictReader((tmp_path / "csv" / "metrics.csv").read_text().splitlines()))
+    found = {int(row["step"]): float(row["data/samples"]) for row in rows if row["data/samples"]}
+    assert found == {2: 4.0, 4: 8.0}
+
+
+def test_tensorboard_takes_the_counters(dataset: Path, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboardX", reason="tensorboardX is not installed (extra dev)")
+    from lightning.pytorch.loggers import TensorBoardLogger
+
+    logger = TensorBoardLogger(tmp_path, "board", version="")
+    settings: dict[str, Any] = {"logger": logger, "callbacks": [DataMonitor()], "enable_progress_bar": False}
+    fit(data_of(str(dataset)), tmp_path, max_steps=4, log_every_n_steps=2, **settings)
+    logger.experiment.close()
+    (events,) = (tmp_path / "board").glob("events.out.tfevents.*")
+    written = events.read_bytes()
+    for name in (b"data/samples", b"data/epochs", b"data/wait_share"):
+        assert name in written
+
+
+def test_numbers_are_exported_as_they_are_logged(dataset: Path, tmp_path: Path) -> None:
+    kept, exported = Kept(), list[dict[str, float]]()
+    monitor = DataMonitor(every_n_steps=2, export=lambda found: exported.append(dict(found)))
+    settings: dict[str, Any] = {"logger": kept, "callbacks": [monitor], "enable_progress_bar": False}
+    fit(data_of(str(dataset)), tmp_path, max_steps=4, log_every_n_steps=1, **settings)
+    assert [found["samples"] for found in exported] == [4, 8]
+    assert [{f"data/{name}": value for name, value in found.items()} for found in exported] == [
+        m for _, m in kept.lines
+    ]
 
 
 def test_the_interval_is_the_trainers(dataset: Path, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from run_outputs import read_losses, read_predictions
 from energon_bridge.task_encoder.multimodal import MultiModalBatch
 from energon_bridge.testing import create_captioning_test_dataset
 from energon_bridge.training.config import RunConfig
+from energon_bridge.training.config_file import load_config
 from energon_bridge.training.megatron import run as run_module
 from energon_bridge.training.megatron.step import Training
 
@@ -101,6 +102,19 @@ def test_a_checkpoint_of_another_model_is_refused(
         AssertionError, match=r"ConfigurationError: .*another model: model\.hidden_size=32 \(there: 16\)"
     ):
         train(config, 1, resume=True)
+
+
+def test_a_refused_resume_leaves_the_description_of_the_run(dataset: Path, tmp_path: Path) -> None:
+    settings = ("validation.generate=false", "validation.limit_batches=1", "train.max_steps=1")
+    config = configuration(dataset, tmp_path / "run", *settings)
+    train(config, 1)
+    other = configuration(dataset, tmp_path / "run", *settings, "data.micro_batch_size=1", "train.max_steps=2")
+    with pytest.raises(AssertionError, match="BatchSizeMismatchError"):
+        train(other, 1, resume=True)
+    assert load_config(tmp_path / "run" / "config.yaml") == config
+    text = (tmp_path / "run" / "report.html").read_text()
+    assert "step 1" in text
+    assert "100.0 %" in text
 
 
 def test_half_precision_goes_on_as_it_would_have(dataset: Path, tmp_path: Path) -> None:

@@ -77,6 +77,7 @@ def test_a_run_ends_with_its_result(finished: tuple[RunConfig, Any]) -> None:
         "metrics.jsonl",
         "model",
         "predictions.jsonl",
+        "report.html",
     ]
     assert load_config(run_dir / "config.yaml") == config
 

@@ -1,19 +1,26 @@
-"""Monitoring the data under Lightning: a callback for its loggers, and a progress bar with epochs and waiting time.
+"""Monitoring the data under Lightning: a callback for its loggers, a progress bar with epochs and waiting time, and a
+report at the end of a run.
 
-Both read the trainer's training loader, an `EnergonDataloader`; with any other loader they show nothing. The figures
-are those of one rank, the one that logs. Steps that are not logged cost nothing.
+All read the trainer's training loader, an `EnergonDataloader`; with any other loader they show nothing of the data. The
+figures of the loggers and the bar are those of one rank, the one that logs; steps that are not logged cost nothing.
 """
 
 from __future__ import annotations
 
+import os
 import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import TQDMProgressBar
+from torch import Tensor
 
 from energon_bridge.dataloader import EnergonDataloader
 from energon_bridge.errors import ConfigurationError
+from energon_bridge.integrations.report import RankSummary, RunRecorder, gathered, summary, write_report
 
 
 class _Clock:
@@ -39,15 +46,19 @@ class DataMonitor(Callback):
 
     Args:
         every_n_steps: Optimizer steps between two logs; None: the trainer's `log_every_n_steps`.
+        export: Called with the same numbers, by their own names, as `PrometheusExporter(port=9400).update` is.
 
     Raises:
         ConfigurationError: every_n_steps is below 1.
     """
 
-    def __init__(self, *, every_n_steps: int | None = None) -> None:
+    def __init__(
+        self, *, every_n_steps: int | None = None, export: Callable[[Mapping[str, float]], object] | None = None
+    ) -> None:
         if every_n_steps is not None and every_n_steps < 1:
             raise ConfigurationError(f"DataMonitor: every_n_steps must be at least 1, got {every_n_steps}")
         self.every_n_steps = every_n_steps
+        self.export = export
         self._clock = _Clock()
         self._step = -1
 
@@ -71,8 +82,93 @@ class DataMonitor(Callback):
         if loader is None or not trainer.is_global_zero:
             return
         found = loader.metrics() | {"wait_share": self._clock.share(loader)}
+        if self.export is not None:
+            self.export(found)
         for logger in trainer.loggers:
             logger.log_metrics({f"data/{name}": value for name, value in found.items()}, step=step)
+
+
+class RunReport(Callback):
+    """Write a page about the run when it ends: losses, waiting, shares of the datasets, what was left out, slow ones.
+
+    The page is one HTML file that needs no server. It covers the run from its beginning, also after a resume, because
+    the callback's state is part of Lightning's checkpoints. A run that fails leaves its page, too.
+
+    Args:
+        path: The file; default: `report.html` in the trainer's `default_root_dir`.
+        title: Of the page.
+        losses: Returns the loss of each step, for modules whose `training_step` returns something else than the loss to
+            be shown. Default: the mean of what `training_step` returns for the microbatches of a step.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        title: str = "Training run",
+        losses: Callable[[], Mapping[int, float]] | None = None,
+    ) -> None:
+        self.path = None if path is None else Path(path)
+        self.title = title
+        self.losses = losses
+        self._recorder = RunRecorder()
+        self._step = -1
+        self._parts: list[Tensor] = []
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start the clock."""
+        self._step = trainer.global_step
+        self._parts.clear()
+        self._recorder.start(_loader(trainer))
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Exclude validation from the time of the step."""
+        self._recorder.start(_loader(trainer))
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Record a microbatch, and the step that it ends."""
+        loader, recorder = _loader(trainer), self._recorder
+        step = trainer.global_step
+        ended = step != self._step
+        recorder.microbatch(loader, batch, step if ended else step + 1)
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if isinstance(loss, Tensor) and loss.numel() == 1 and self.losses is None:
+            self._parts.append(loss.detach())
+        if ended:
+            self._step = step
+            # Lightning divides what training_step returns by the microbatches of a step.
+            scale = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
+            recorder.step(loader, step, torch.stack(self._parts).mean() * scale if self._parts else None)
+            self._parts.clear()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write the page, with the figures of all ranks."""
+        self._write(trainer, gathered(summary(self._recorder, _loader(trainer))), {})
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Write the page of a run that failed, with the figures of this rank: the others may not be there any more."""
+        if self._step < 0:
+            return  # it never began
+        own = summary(self._recorder, _loader(trainer))
+        self._write(trainer, [] if own is None else [own], {"ended by": type(exception).__name__})
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was recorded."""
+        return self._recorder.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from what was recorded before."""
+        self._recorder.load_state_dict(state_dict)
+
+    def _write(self, trainer: Trainer, ranks: list[RankSummary], facts: dict[str, object]) -> None:
+        if not trainer.is_global_zero:
+            return
+        if self.losses is not None:
+            self._recorder.set_losses(self.losses())
+        path = self.path or Path(trainer.default_root_dir) / "report.html"
+        write_report(path, ranks, self._recorder, title=self.title, facts=facts)
 
 
 class EnergonProgressBar(TQDMProgressBar):

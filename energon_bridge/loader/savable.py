@@ -249,6 +249,11 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         return self._position.ownership
 
     @property
+    def make_seconds(self) -> float:
+        """Time that all processes took for the microbatches delivered since this loader was made."""
+        return self._seconds[0]
+
+    @property
     def pins(self) -> bool:
         """Whether batches are copied to pinned memory."""
         return self._pin

@@ -85,6 +85,11 @@ class BroadcastLoader:
             except StopIteration:
                 return
 
+    @property
+    def source(self) -> Any:
+        """The loader itself on the rank that loads; None on the others."""
+        return self._loader
+
     def __len__(self) -> int:
         """Return the length of the source's loader.
 

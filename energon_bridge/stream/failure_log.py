@@ -58,6 +58,10 @@ class FailureLog:
         kinds = [(n, f"{n} in {kind[1]} with {kind[2]}") for kind, n in self._kinds.items() if kind[0] == dataset]
         return ", ".join(text for _, text in sorted(kinds, reverse=True)[:5])
 
+    def kinds(self) -> list[tuple[str, str, str, int]]:
+        """Return dataset, hook and exception type of what failed, and how many different samples; most often first."""
+        return [(*kind, number) for kind, number in self._kinds.most_common()]
+
     def is_new(self, dataset: str, cause: str) -> bool:
         """Return whether nobody has asked before about what a dataset loses by a cause."""
         before = len(self._losses)

@@ -10,6 +10,7 @@ import json
 import logging
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,16 @@ class ProgressReporter(Callback):
 def _wait_seconds(trainer: Trainer) -> float:
     loader = trainer.train_dataloader
     return loader.wait_seconds if isinstance(loader, EnergonDataloader) else 0.0
+
+
+def read_losses(path: Path) -> dict[int, float]:
+    """Return the loss of each step in `metrics.jsonl`, the later one of a step that was run again; none without it."""
+    losses: dict[int, float] = {}
+    for line in path.read_text().splitlines() if path.exists() else ():
+        with suppress(ValueError):  # the line at which a process was killed
+            row = json.loads(line)
+            losses[row["step"]] = row["loss"]
+    return dict(sorted(losses.items()))
 
 
 def append_metrics(path: Path, steps: Sequence[tuple[int, float]], losses: Sequence[float]) -> None:

@@ -6,6 +6,7 @@ The run folder holds everything that belongs to the run::
     model/               a preset's model configuration, image processor and tokenizer
     checkpoints/         see `checkpoints`
     metrics.jsonl        see `progress`
+    report.html          losses, waiting, datasets, what was left out, slowest microbatches; see `integrations.report`
     predictions.jsonl    see `generation`
     export/              the trained model in the layout of transformers, if asked for
 
@@ -20,7 +21,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -33,7 +34,8 @@ from lightning.pytorch.strategies import DDPStrategy
 
 from energon_bridge.datamodule import EnergonMultiModalDataModule, Feeding
 from energon_bridge.datasets import get_loader, get_train_dataset, get_val_dataset
-from energon_bridge.errors import ConfigurationError, EnergonError, StateError, did_you_mean
+from energon_bridge.errors import ConfigurationError, EnergonError, did_you_mean
+from energon_bridge.integrations.lightning import RunReport
 from energon_bridge.loader.spec import DatasetSpec
 from energon_bridge.rng import key_of
 from energon_bridge.task_encoder.base import TaskEncoder
@@ -50,7 +52,7 @@ from energon_bridge.training.encoder import ENCODER_SETTINGS, training_task_enco
 from energon_bridge.training.generation import exact_match, write_predictions
 from energon_bridge.training.module import VisionLanguageModule
 from energon_bridge.training.presets import ModelBundle, export_model, load_model, write_preset
-from energon_bridge.training.progress import ProgressReporter
+from energon_bridge.training.progress import ProgressReporter, read_losses
 
 logger = logging.getLogger(__name__)
 
@@ -90,30 +92,24 @@ def run(config: RunConfig, *, resume: bool = False, overwrite: bool = False) -> 
     trainer = _build_trainer(config, run_dir, checkpointer)
     # The process group is needed before training, so that the other ranks can wait for the first one.
     trainer.strategy.setup_environment()
-    described = run_dir / "config.yaml"
-    before = described.read_bytes() if resume and trainer.is_global_zero and described.exists() else None
-    with _main_rank_first(trainer):
+    with ExitStack() as stack:
         if trainer.is_global_zero:
-            prepare_run_dir(config, run_dir, resume=resume, overwrite=overwrite)
-    bundle = load_bundle(config, run_dir / "model")
-    module = VisionLanguageModule(bundle, config)
-    data = build_data_module(config, bundle)
-    validates = config.validation.limit_batches != 0
-    if validates:
-        data.val_dataloader()  # fails now, not after training, if there is no validation split
-    checkpoints = list_checkpoints(run_dir / "checkpoints") if resume else []
-    if checkpoints:
-        logger.info("resuming from %s", checkpoints[-1])
-    try:
+            stack.enter_context(kept_description(run_dir, resume=resume))
+        with _main_rank_first(trainer):
+            if trainer.is_global_zero:
+                prepare_run_dir(config, run_dir, resume=resume, overwrite=overwrite)
+        bundle = load_bundle(config, run_dir / "model")
+        module = VisionLanguageModule(bundle, config)
+        data = stack.enter_context(closing(build_data_module(config, bundle)))
+        validates = config.validation.limit_batches != 0
+        if validates:
+            data.val_dataloader()  # fails now, not after training, if there is no validation split
+        checkpoints = list_checkpoints(run_dir / "checkpoints") if resume else []
+        if checkpoints:
+            logger.info("resuming from %s", checkpoints[-1])
         trainer.fit(module, datamodule=data, ckpt_path=checkpoints[-1] if checkpoints else None)
         if validates and not checkpointer.stopped and module.validated_step != trainer.global_step:
             trainer.validate(module, datamodule=data, verbose=False)
-    except StateError:
-        if before is not None:
-            described.write_bytes(before)  # of a run that did not go on, the folder says what it was
-        raise
-    finally:
-        data.close()
     result = _result(module, trainer, stopped=checkpointer.stopped)
     if trainer.is_global_zero and not result.stopped and result.read is not None:
         write_predictions(module.predictions, run_dir / "predictions.jsonl")
@@ -212,6 +208,9 @@ def _build_trainer(config: RunConfig, run_dir: Path, checkpointer: Checkpointer)
         log_interval=config.train.log_interval,
         save_interval=config.checkpoint.interval,
     )
+    report = RunReport(
+        run_dir / "report.html", title=report_title(config), losses=lambda: read_losses(run_dir / "metrics.jsonl")
+    )
     return Trainer(
         accelerator=config.train.accelerator,
         num_nodes=num_nodes,
@@ -220,7 +219,7 @@ def _build_trainer(config: RunConfig, run_dir: Path, checkpointer: Checkpointer)
         strategy=DDPStrategy(find_unused_parameters=True) if num_nodes * devices > 1 else "auto",
         precision=config.train.precision,
         plugins=[AtomicCheckpointIO()],
-        callbacks=[reporter, checkpointer],
+        callbacks=[reporter, report, checkpointer],  # the checkpoint of a step holds what the others know of it
         max_steps=config.train.max_steps,
         max_epochs=-1,
         accumulate_grad_batches=accumulate,
@@ -237,6 +236,11 @@ def _build_trainer(config: RunConfig, run_dir: Path, checkpointer: Checkpointer)
         enable_model_summary=False,
         default_root_dir=run_dir,
     )
+
+
+def report_title(config: RunConfig) -> str:
+    """Return the title of the report of a run."""
+    return f"{config.data.path}: {config.run_dir}"
 
 
 def _launched_processes() -> tuple[int, int]:
@@ -259,13 +263,27 @@ def _main_rank_first(trainer: Trainer) -> Iterator[None]:
     trainer.strategy.barrier("main rank first")
 
 
+@contextmanager
+def kept_description(run_dir: Path, *, resume: bool) -> Iterator[None]:
+    """Put `config.yaml` back if a resume fails before it has left anything: the folder says how the run was made."""
+    described, metrics = run_dir / "config.yaml", run_dir / "metrics.jsonl"
+    before = described.read_bytes() if resume and described.exists() else None
+    size = metrics.stat().st_size if metrics.exists() else 0
+    try:
+        yield
+    except BaseException:
+        if before is not None and (metrics.stat().st_size if metrics.exists() else 0) == size:
+            described.write_bytes(before)
+        raise
+
+
 def prepare_run_dir(config: RunConfig, run_dir: Path, *, resume: bool, overwrite: bool) -> None:
     """Check the run folder, and write configuration and preset to it.
 
     Raises:
         ConfigurationError: It holds a run, and neither `resume` nor `overwrite` is set.
     """
-    known = ("checkpoints", "metrics.jsonl", "predictions.jsonl", "model", "config.yaml", "export")
+    known = ("checkpoints", "metrics.jsonl", "predictions.jsonl", "report.html", "model", "config.yaml", "export")
     present = [name for name in known if (run_dir / name).exists()]
     if overwrite and not resume:
         for name in present:

@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from torch import Tensor
 from energon_bridge.dataloader import EnergonDataloader
 from energon_bridge.datamodule import EnergonMultiModalDataModule
 from energon_bridge.errors import ConfigurationError
+from energon_bridge.integrations.report import RunRecorder, gathered, summary, write_report
 from energon_bridge.samples.devices import normalise_on_device
 from energon_bridge.task_encoder.multimodal import MultiModalBatch
 from energon_bridge.task_encoder.packed_sequences import unpack_batch
@@ -52,8 +53,15 @@ from energon_bridge.training.megatron.step import (
     train_step,
 )
 from energon_bridge.training.presets import ModelBundle
-from energon_bridge.training.progress import append_metrics
-from energon_bridge.training.run import RunResult, build_data_module, load_bundle, prepare_run_dir
+from energon_bridge.training.progress import append_metrics, read_losses
+from energon_bridge.training.run import (
+    RunResult,
+    build_data_module,
+    kept_description,
+    load_bundle,
+    prepare_run_dir,
+    report_title,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -129,14 +137,14 @@ def run(config: RunConfig, *, resume: bool = False, overwrite: bool = False) -> 
     torch.use_deterministic_algorithms(config.train.deterministic)
     with connected_ranks(config) as ranks:
         run_dir = Path(config.run_dir)
-        _main_rank_first(ranks, lambda: prepare_run_dir(config, run_dir, resume=resume, overwrite=overwrite))
-        bundle = load_bundle(config, run_dir / "model")
-        training = _build(config, bundle, ranks)
-        data = build_data_module(config, bundle, pg_collection=ranks.groups)
-        try:
+        with ExitStack() as stack:
+            if ranks.main:
+                stack.enter_context(kept_description(run_dir, resume=resume))
+            _main_rank_first(ranks, lambda: prepare_run_dir(config, run_dir, resume=resume, overwrite=overwrite))
+            bundle = load_bundle(config, run_dir / "model")
+            training = _build(config, bundle, ranks)
+            data = stack.enter_context(closing(build_data_module(config, bundle, pg_collection=ranks.groups)))
             return _train(training, bundle, data, resume=resume)
-        finally:
-            data.close()
 
 
 def _main_rank_first(ranks: Ranks, function: Callable[[], None]) -> None:
@@ -170,16 +178,22 @@ def _train(training: Training, bundle: ModelBundle, data: EnergonMultiModalDataM
     step = _resume(training, loader, run_dir / "checkpoints") if resume else 0
     progress = Progress(run_dir / "metrics.jsonl", ranks, loader, max_steps=config.train.max_steps)
     accumulate = config.accumulate(ranks.groups.dp.size())
+    recorder = RunRecorder()
+    recorder.start(loader)
     validated: tuple[int, float, list[Prediction]] | None = None
     stop = False
     with _asked_to_stop() as asked:
         while step < config.train.max_steps and not stop:
-            batches: list[MultiModalBatch] = [next(microbatches) for _ in range(accumulate)]
+            batches: list[MultiModalBatch] = []
+            for _ in range(accumulate):
+                batches.append(next(microbatches))
+                recorder.microbatch(loader, batches[-1], step + 1)
             lr = learning_rate(config, step)
             sums, norm = train_step(training, batches, step)
             microbatches.advance()
             step += 1
             progress.add(step, lr, sums, samples=sum(map(_real_samples, batches)))
+            recorder.step(loader, step, None)
             last = step == config.train.max_steps
             stop = _agree(asked.is_set(), ranks) and not last
             logs = last or step % config.train.log_interval == 0
@@ -194,6 +208,8 @@ def _train(training: Training, bundle: ModelBundle, data: EnergonMultiModalDataM
             if not stop and config.validation.interval and step % config.validation.interval == 0:
                 validated = (step, *_validate(training, bundle, data))
                 progress.restart_clock()
+                recorder.start(loader)
+    _report(config, ranks, recorder, loader)
     if stop:
         logger.warning("asked to stop (SIGTERM): saved step %d, leaving", step)
         return RunResult(step=step, validation_loss=None, read=None, stopped=True, main_rank=ranks.main)
@@ -204,6 +220,15 @@ def _train(training: Training, bundle: ModelBundle, data: EnergonMultiModalDataM
         write_predictions(predictions, run_dir / "predictions.jsonl")
     read = exact_match(predictions) if config.validation.generate else None
     return RunResult(step=step, validation_loss=loss, read=read, stopped=False, main_rank=ranks.main)
+
+
+def _report(config: RunConfig, ranks: Ranks, recorder: RunRecorder, loader: EnergonDataloader) -> None:
+    """Write `report.html`; every rank must call it."""
+    found = gathered(summary(recorder, loader))
+    if ranks.main:
+        run_dir = Path(config.run_dir)
+        recorder.set_losses(read_losses(run_dir / "metrics.jsonl"))
+        write_report(run_dir / "report.html", found, recorder, title=report_title(config))
 
 
 def _resume(training: Training, loader: Any, folder: Path) -> int:

@@ -1,0 +1,358 @@
+"""The report at the end of a run: what it says is what happened, and hostile names do nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from browser import Page, browser
+from forked import become_rank, free_port, run_forked
+from hypothesis import given, strategies as st
+from previews import CRUDE, HOSTILE
+
+pytest.importorskip("lightning.pytorch")
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from energon_bridge import (
+    Blender,
+    DefaultTaskEncoder,
+    EnergonMultiModalDataModule,
+    SkipSample,
+    WorkerConfig,
+    get_savable_loader,
+    get_train_dataset,
+)
+from energon_bridge.dataloader import EnergonDataloader
+from energon_bridge.integrations import report
+from energon_bridge.integrations.lightning import RunReport
+from energon_bridge.integrations.report import (
+    MOST_SLOW,
+    Curve,
+    RankSummary,
+    RunRecorder,
+    gathered,
+    summary,
+    write_report,
+)
+from energon_bridge.prepare import parse_patterns, prepare_dataset
+from energon_bridge.testing import create_captioning_test_dataset, write_shard
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.*"),
+    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
+]
+
+
+NAMES = ("pictures", "more")
+
+
+class Read(HTMLParser):
+    """A page as somebody reads it: its texts, and the rows of its tables."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+        self.rows: list[list[str]] = []
+        self.tags: set[str] = set()
+        self.feed(path.read_text("utf-8"))
+        self.text = " ".join(self.texts)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        if tag == "tr":
+            self.rows.append([])
+        elif tag in ("td", "th"):
+            self.rows[-1].append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag == "table":
+            self.rows.append([])
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+        if self.rows and self.rows[-1]:
+            self.rows[-1][-1] += data
+
+
+class Model(LightningModule):
+    """Its loss is 3 at first and then less, and NaN at step 5 if it is told so."""
+
+    def __init__(self, *, fails_at: int = -1, nan: bool = False) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1, bias=False)
+        self.fails_at, self.nan = fails_at, nan
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self.global_step == self.fails_at:
+            raise RuntimeError("out of luck")
+        value = float("nan") if self.nan and self.global_step == 4 else 3.0 / (1 + self.global_step)
+        return self.layer(torch.ones(1, 1)).sum() * 0.0 + value
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None: ...
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+class Picky(DefaultTaskEncoder):
+    """Fails on one sample in six, and skips another."""
+
+    def encode_sample(self, sample: Any) -> Any:
+        number = int(sample.__key__[-5:])
+        if number % 6 == 1:
+            raise ValueError("does not suit me")
+        if number % 6 == 2:
+            raise SkipSample
+        return sample
+
+
+@pytest.fixture(scope="module")
+def mix(tmp_path_factory: pytest.TempPathFactory) -> Blender:
+    folder = tmp_path_factory.mktemp("reported")
+    paths = [create_captioning_test_dataset(folder / name, num_train=24, num_val=4) for name in NAMES]
+    return Blender([(str(paths[0]), 0.75), (str(paths[1]), 0.25)])
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    with browser(tmp_path_factory.mktemp("browser")) as page:
+        yield page
+
+
+def fit(mix: Any, folder: Path, model: Model | None = None, **settings: Any) -> RunReport:
+    data = EnergonMultiModalDataModule(
+        mix, None, None, micro_batch_size=2, num_workers=0, num_lanes=4, task_encoder=settings.pop("encoder", Picky())
+    )
+    callback = RunReport(folder / "report.html", title="A run")
+    checkpoint = settings.pop("ckpt_path", None)
+    trainer = Trainer(
+        accelerator="cpu",
+        max_epochs=-1,
+        limit_val_batches=0,
+        enable_model_summary=False,
+        enable_progress_bar=False,
+        logger=False,
+        default_root_dir=folder,
+        **{"enable_checkpointing": False, "callbacks": []}
+        | settings
+        | {"callbacks": [callback, *settings.get("callbacks", ())]},
+    )
+    try:
+        trainer.fit(model or Model(), datamodule=data, ckpt_path=checkpoint)
+    finally:
+        data.close()
+    return callback
+
+
+def test_a_report_says_what_happened(mix: Blender, tmp_path: Path) -> None:
+    fit(mix, tmp_path, Model(nan=True), max_steps=20, accumulate_grad_batches=2)
+    read = Read(tmp_path / "report.html")
+    assert not {"script", "img", "link", "iframe"} & read.tags
+    assert "steps 20" in " ".join(read.text.split())
+    assert f"loss at the end {3 / 20:.4f}" in read.text
+    assert "the loss in 1 steps." in read.text
+    rows = {row[0]: row for row in read.rows if row}
+    planned, delivered = ([float(rows[name][column].rstrip(" %")) for name in NAMES] for column in (1, 2))
+    assert planned == [75.0, 25.0]
+    assert sum(delivered) == pytest.approx(100, abs=0.2)
+    assert delivered[0] == pytest.approx(75, abs=8)
+    samples = [int(rows[name][4]) for name in NAMES]
+    assert sum(samples) == 80
+    skipped, failed = ([int(rows[name][column]) for name in NAMES] for column in (6, 7))
+    reasons = {(Path(row[0]).name, row[1]): int(row[2]) for row in read.rows if len(row) == 3 and row[2].isdigit()}
+    for place, name in enumerate(NAMES):
+        assert reasons[name, "skipped by a hook (SkipSample)"] == skipped[place] > 0
+        assert reasons[name, "failed, all passes together"] == failed[place] > 0
+        text = "encode_sample: ValueError (different samples, since this process began)"
+        assert 0 < reasons[name, text] <= min(4, failed[place])
+    slow = [row for row in read.rows if row and row[0].endswith(" s") and "train-" in row[-1]]
+    assert len(slow) == MOST_SLOW
+    assert [float(row[0].split()[0]) for row in slow] == sorted(
+        (float(row[0].split()[0]) for row in slow), reverse=True
+    )
+
+
+def test_a_slow_sample_is_found(mix: Blender, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(DefaultTaskEncoder):
+        def encode_sample(self, sample: Any) -> Any:
+            if sample.__key__ == "train-00007":
+                clock[0] += 5.0
+            return sample
+
+    clock = [0.0]
+
+    class Time:
+        @staticmethod
+        def perf_counter() -> float:
+            clock[0] += 0.001
+            return clock[0]
+
+    for module in ("stream.pipeline", "loader.streams"):
+        monkeypatch.setattr(f"energon_bridge.{module}.time", Time)
+    fit(mix, tmp_path, max_steps=20, encoder=Slow())
+    (first, *_) = [row for row in Read(tmp_path / "report.html").rows if row and "train-" in row[-1]]
+    assert float(first[0].split()[0]) > 5
+    assert "train-00007" in first[-1]
+
+
+def test_a_report_covers_the_run_from_its_beginning(mix: Blender, tmp_path: Path) -> None:
+    def saved() -> ModelCheckpoint:
+        return ModelCheckpoint(tmp_path / "saved", filename="last", save_top_k=-1, every_n_train_steps=6)
+
+    fit(mix, tmp_path, max_steps=6, enable_checkpointing=True, callbacks=[saved()])
+    (tmp_path / "report.html").unlink()
+    checkpoint = tmp_path / "saved" / "last.ckpt"
+    torch.load(checkpoint, weights_only=True)
+    after = fit(mix, tmp_path, max_steps=8, ckpt_path=checkpoint, enable_checkpointing=True, callbacks=[saved()])
+    losses = after._recorder.loss.points
+    assert [int(point[0]) for point in losses] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert [point[2] for point in losses] == pytest.approx([3 / step for step in range(1, 9)])
+    assert "steps 1 to 8" in (tmp_path / "report.html").read_text()
+
+
+def test_a_run_that_fails_leaves_its_report(mix: Blender, tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="out of luck"):
+        fit(mix, tmp_path, Model(fails_at=3), max_steps=6)
+    read = Read(tmp_path / "report.html")
+    assert "ended by RuntimeError" in read.text
+    assert "steps 1 to 3" in (tmp_path / "report.html").read_text()
+    assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
+
+
+def test_weights_that_were_changed_are_planned_as_they_were(mix: Blender) -> None:
+    train = get_train_dataset(
+        mix,
+        batch_size=2,
+        shuffle_buffer_size=10,
+        max_samples_per_sequence=10,
+        task_encoder=DefaultTaskEncoder(),
+        worker_config=WorkerConfig(rank=0, world_size=1, num_workers=0),
+    )
+    loader = EnergonDataloader(get_savable_loader(train))
+    loader.loader.set_weights([0.0, 1.0], from_draw=100)
+    for _ in range(100):
+        next(loader)
+    found = summary(RunRecorder(), loader)
+    loader.close()
+    assert found is not None
+    planned = {Path(row.path).name: row.planned for row in found.datasets}
+    assert planned["pictures"] == pytest.approx(100 * 75 / 200, abs=3)
+    assert planned["pictures"] + planned["more"] == pytest.approx(100)
+
+
+HOSTILE_KEYS = (
+    "</code><script>window.hacked = 1</script>",
+    '"><img src=x onerror="window.hacked = 1">',
+    "\u202egnp.exe",
+)
+
+
+def test_hostile_names_do_nothing(page: Page, tmp_path: Path) -> None:
+    recorder = RunRecorder()
+    recorder.add_loss(1, 2.0)
+    slow = (1.5, True, 1, 1, [*HOSTILE_KEYS, "cut \udcff off", HOSTILE])
+    row = report.DatasetRow(
+        path=f"/data/{HOSTILE}",
+        split_part=HOSTILE,
+        planned=100.0,
+        num_samples=4,
+        draws=4,
+        counts=dict.fromkeys(report.COUNTERS, 2),
+    )
+    one = RankSummary(
+        rank=0,
+        ranks=1,
+        seconds=2.0,
+        waited=1.0,
+        datasets=(row,),
+        failures=((HOSTILE, HOSTILE, HOSTILE, 3),),
+        slowest=(slow,),
+    )
+    path = tmp_path / "report.html"
+    write_report(path, [one], recorder, title=HOSTILE, facts={HOSTILE: HOSTILE})
+    page.events.clear()
+    page.call("Page.navigate", url=path.as_uri())
+    page.wait("document.readyState === 'complete' && document.querySelector('h1')")
+    assert page.run("window.hacked === undefined")
+    assert page.run("document.querySelectorAll('script, img, iframe').length") == 0
+    assert page.texts("h1") == [HOSTILE]
+    assert page.texts("code")[:3] == [HOSTILE_KEYS[0], HOSTILE_KEYS[1], "\N{REPLACEMENT CHARACTER}gnp.exe"]
+    assert {address.split(":")[0] for address in page.requests()} == {"file"}
+    assert page.problems() == []
+
+
+def test_a_key_of_the_data_is_only_text(tmp_path: Path) -> None:
+    """Through a whole run, from the name of a file in a tar."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    key = "<script>alert(1)<\\script>"
+    write_shard(folder / "0.tar", {key: {"txt": b"a"}, "b": {"txt": b"b"}})
+    prepare_dataset(folder, split=parse_patterns(["train:.*"]), dataset_yaml=CRUDE)
+    fit(str(folder), tmp_path, max_steps=4, encoder=DefaultTaskEncoder())
+    read = Read(tmp_path / "report.html")
+    assert "script" not in read.tags
+    assert any(key in row[-1] for row in read.rows if row)
+
+
+def test_ranks_are_added_up(tmp_path: Path) -> None:
+    port = free_port()
+
+    def start(rank: int) -> list[RankSummary]:
+        become_rank(rank, 3, port)
+        dist.init_process_group("gloo", rank=rank, world_size=3)
+        # The last one is a rank of a replica that another one loads for.
+        own = RankSummary(rank=rank, ranks=2, seconds=10.0, waited=float(rank)) if rank < 2 else None
+        found = gathered(own)
+        dist.destroy_process_group()
+        return found
+
+    of_all = run_forked(3, start)
+    assert all(found == of_all[0] for found in of_all)
+    assert [one.rank for one in of_all[0]] == [0, 1]
+    write_report(tmp_path / "report.html", of_all[0], RunRecorder())
+    assert "data-parallel ranks 2" in Read(tmp_path / "report.html").text
+
+
+def test_without_our_loader_there_are_the_losses(tmp_path: Path) -> None:
+    callback = RunReport()
+    trainer = Trainer(
+        accelerator="cpu",
+        max_steps=3,
+        limit_val_batches=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+        callbacks=[callback],
+    )
+    trainer.fit(Model(), train_dataloaders=[1, 2, 3], val_dataloaders=[1])
+    text = (tmp_path / "report.html").read_text()
+    assert "loss, steps 1 to 3" in text
+    assert "Datasets" not in text
+
+
+@given(st.lists(st.floats(-1e6, 1e6), max_size=60), st.integers(2, 9))
+def test_a_curve_keeps_sums_and_extremes(values: list[float], most: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(report, "MOST_POINTS", most)
+        curve = Curve()
+        for step, value in enumerate(values, 1):
+            curve.add(step, value)
+    assert len(curve.points) <= most
+    assert sum(point[1] for point in curve.points) == len(values)
+    at = 0
+    for step, count, total, low, high in curve.points:
+        part = values[at : at + int(count)]
+        at += int(count)
+        assert step == at
+        assert (low, high) == (min(part), max(part))
+        assert total == pytest.approx(sum(part), abs=1e-3)
+        assert count == curve.per_point or at == len(values)
