@@ -27,7 +27,7 @@ from energon_bridge.mix.opener import DatasetOpener
 from energon_bridge.mix.subset import evaluate_subset
 from energon_bridge.mix.tree import AuxRef, JoinRef, LeafRef, combine_multipliers
 from energon_bridge.rng import IntArray
-from energon_bridge.rows.dataset import TableDataset
+from energon_bridge.rows.dataset import TableDataset, read_values
 from energon_bridge.samples import CrudeSample
 from energon_bridge.storage import as_far, open_store
 
@@ -175,18 +175,23 @@ def kept_samples(
     Raises ConfigurationError for a wrong expression or column, MetadataError for a column of other shards or a dataset
     that can have none, and EmptyDatasetError if nothing is kept.
     """
-    if isinstance(dataset, (JoinedDataset, JsonlDataset, TableDataset)):
-        kinds = {JoinedDataset: "a join", JsonlDataset: "a JSONL file", TableDataset: "a table"}
-        what = kinds[type(dataset)]
+    if isinstance(dataset, (JoinedDataset, JsonlDataset)):
+        what = "a join" if isinstance(dataset, JoinedDataset) else "a JSONL file"
         raise MetadataError(f"{where}: {what} has no columns and cannot be filtered: {text}")
-    known = read_columns(dataset.store)
-    columns = {name: column_of(dataset, name, known)[start:stop] for name in column_names(text) if name in known}
+    columns: dict[str, np.ndarray]
+    hint = ""
+    if isinstance(dataset, TableDataset):
+        known: Mapping[str, object] = dict.fromkeys(dataset.columns)
+        columns = {name: read_values(dataset, name)[start:stop] for name in column_names(text) if name in known}
+    else:
+        known = added = read_columns(dataset.store)
+        columns = {name: column_of(dataset, name, added)[start:stop] for name in column_names(text) if name in added}
+        hint = "" if added else f" Add one: energon columns add {dataset.path} --help"
     if len(columns) < len(known):  # for the error, which lists them
         columns |= {name: np.empty(0) for name in known.keys() - columns.keys()}
     try:
         kept = evaluate(text, columns, num_samples=stop - start)
     except ConfigurationError as error:
-        hint = "" if known else f" Add one: energon columns add {dataset.path} --help"
         raise ConfigurationError(f"{dataset.path}: {error}{hint}") from error
     numbers = start + np.flatnonzero(kept)
     if not numbers.size:

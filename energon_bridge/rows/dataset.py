@@ -20,7 +20,7 @@ import os
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -29,14 +29,17 @@ from typing import Any, ClassVar
 import numpy as np
 
 from energon_bridge.errors import (
+    ConfigurationError,
     CorruptShardError,
     DatasetNotFoundError,
     EmptyDatasetError,
+    FieldMapError,
     MetadataError,
     ShardMissingError,
     SourceError,
     UnknownArgumentError,
     UnknownSplitError,
+    did_you_mean,
 )
 from energon_bridge.format.dataset import PreparedDataset
 from energon_bridge.format.dataset_config import DatasetConfigs
@@ -54,9 +57,11 @@ from energon_bridge.rows.arrow import (
     read_table,
     row_of,
     saved_files,
+    stamp_of,
     table_of,
 )
 from energon_bridge.rows.base import Layout, check_layout, lay_out
+from energon_bridge.rows.lists import CONVERSATIONS
 from energon_bridge.samples import sample_type_by_name
 from energon_bridge.storage import Store, open_store
 
@@ -73,6 +78,8 @@ class TableDataset(PreparedDataset):
 
     Attributes:
         layout: How rows become samples.
+        columns: All columns.
+        wanted: Those that are read; empty: all.
         media_columns: Columns that hold media.
         group_rows: Rows of the largest row group; 0 for arrow files, of which any row can be read alone.
     """
@@ -80,6 +87,8 @@ class TableDataset(PreparedDataset):
     key_format: ClassVar[str | None] = "{:09d}"
 
     layout: Layout
+    columns: tuple[str, ...]
+    wanted: tuple[str, ...]
     media_columns: tuple[str, ...]
     group_rows: int
 
@@ -146,6 +155,15 @@ def open_tables(
     layout = layout or source.propose()
     check_layout(layout)
     names = [str(file.relative_to(root)) for file in chosen]
+    columns = _columns_of(chosen)
+    for access in layout.fields.values():
+        column = access.partition("[")[0]
+        if column not in {*columns, *_labelled(groups[0])}:
+            found = f"has no column {column!r}, which a field is to come from.{did_you_mean(column, columns)}"
+            raise FieldMapError(f"{here}: {found} It has {', '.join(columns)}.")
+    wanted = {access.partition("[")[0] for access in layout.fields.values()}
+    if any(name in columns for name in CONVERSATIONS) or not wanted <= {*columns}:
+        wanted = set()  # labels have names of their own, and conversations name their media
     sizes = [file.stat().st_size for file in chosen]
     said = [layout.sample_type, sorted(layout.fields.items()), sorted(layout.bare), list(source.columns)]
     content = json.dumps([_VERSION, "table", names, counts, sizes, said], separators=(",", ":"))
@@ -167,6 +185,8 @@ def open_tables(
         fingerprint=hashlib.sha256(content.encode()).hexdigest(),
         num_samples=sum(counts),
         layout=layout,
+        columns=columns,
+        wanted=tuple(name for name in columns if name in wanted),
         media_columns=source.columns,
         group_rows=max(group.num_rows if group.group >= 0 else 0 for of_file in groups for group in of_file),
     )
@@ -203,6 +223,58 @@ def _said(store: Store, name: str) -> tuple[Layout | None, dict[str, Any]]:
         )
     fields = {} if config.form.field_map is None else config.form.field_map.fields
     return Layout(sample_type=kind.__name__, fields=fields), config.subflavors
+
+
+def _columns_of(files: Sequence[Path]) -> tuple[str, ...]:
+    """Return the columns of files, which all must have the same."""
+    found: tuple[str, ...] = ()
+    for file in files:
+        schema = (
+            parquet_file(str(file), stamp_of(file)).schema_arrow if _is_parquet(file) else read_table(str(file)).schema
+        )
+        if found and tuple(schema.names) != found:
+            raise SourceError(f"{file}: has the columns {', '.join(schema.names)}, and {files[0]} {', '.join(found)}.")
+        found = tuple(schema.names)
+    return found
+
+
+def _is_parquet(file: Path) -> bool:
+    return file.suffix == ".parquet"
+
+
+def _labelled(groups: Sequence[Group]) -> set[str]:
+    """Return the columns that have the names of labels."""
+    return {"label_name" if name == "label" else f"{name}_name" for group in groups for name, _ in group.labels}
+
+
+def read_values(dataset: TableDataset, column: str) -> np.ndarray:
+    """Return a column of numbers or texts, for a filter, shape (samples,).
+
+    Raises:
+        ConfigurationError: It has other values, or none in some rows.
+    """
+    arrow = pyarrow_modules()
+    chunks: list[Any] = []
+    for name in dataset.shard_names:
+        path = Path(dataset.store.root) / name
+        if _is_parquet(path):
+            table = parquet_file(str(path), stamp_of(path)).read(columns=[column], use_threads=False)
+        else:
+            table = read_table(str(path))
+        chunks += table.column(column).chunks
+    values = arrow.chunked_array(chunks)
+    types, kind = arrow.types, values.type
+    text = types.is_string(kind) or types.is_large_string(kind)
+    if not (text or types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)):
+        raise ConfigurationError(
+            f"{dataset.path}: the column {column!r} is {kind}, and filters take numbers and texts."
+        )
+    if values.null_count:
+        raise ConfigurationError(
+            f"{dataset.path}: the column {column!r} has no value in {values.null_count} of {len(values)} rows, so "
+            "nothing can be filtered by it."
+        )
+    return np.array(values.to_pylist()) if text else np.asarray(values.to_numpy())
 
 
 # Reading --------------------------------------------------------------------------------------------------------------
@@ -248,7 +320,7 @@ class TableRows:
             wanted.setdefault((shard, number), []).append((place, local - firsts[number]))
         for (shard, number), rows in wanted.items():
             group = self._groups_of(shard)[0][number]
-            batches = _read(group)
+            batches = _read(group, self._dataset.wanted)
             for place, at in rows:
                 first, columns = batches[bisect_right(batches, at, key=_first) - 1]
                 values = {name: column[at - first].as_py() for name, column in columns}
@@ -312,21 +384,23 @@ class _Kept:
     """The row groups that a process read last, of all its datasets."""
 
     def __init__(self) -> None:
-        self._groups: OrderedDict[Group, tuple[Batches, int]] = OrderedDict()
+        self._groups: OrderedDict[tuple[Group, tuple[str, ...]], tuple[Batches, int]] = OrderedDict()
         self._bytes = 0
         self._lock = threading.Lock()
 
-    def get(self, group: Group) -> Batches:
+    def get(self, group: Group, columns: tuple[str, ...]) -> Batches:
+        place = group, columns
         with self._lock:
-            found = self._groups.get(group)
+            found = self._groups.get(place)
             if found is not None:
-                self._groups.move_to_end(group)
+                self._groups.move_to_end(place)
                 return found[0]
-        table = parquet_file(group.path, group.stamp).read_row_group(group.group, use_threads=False)
+        file = parquet_file(group.path, group.stamp)
+        table = file.read_row_group(group.group, columns=list(columns) or None, use_threads=False)
         batches = _batches(table)
         with self._lock:
-            if group not in self._groups:
-                self._groups[group] = batches, table.nbytes
+            if place not in self._groups:
+                self._groups[place] = batches, table.nbytes
                 self._bytes += table.nbytes
                 while self._bytes > _KEPT_BYTES and len(self._groups) > 1:
                     self._bytes -= self._groups.popitem(last=False)[1][1]
@@ -341,18 +415,19 @@ _KEPT = _Kept()
 os.register_at_fork(after_in_child=_KEPT.forget)
 
 
-def _read(group: Group) -> Batches:
-    """Return a group; raises CorruptShardError."""
+def _read(group: Group, columns: tuple[str, ...]) -> Batches:
+    """Return some columns of a group, all if none is named; raises CorruptShardError."""
     arrow = pyarrow_modules()
     try:
-        return _KEPT.get(group) if group.group >= 0 else _mapped(group)
+        return _KEPT.get(group, columns) if group.group >= 0 else _mapped(group, columns)
     except (OSError, arrow.ArrowException) as error:
         raise CorruptShardError(f"{group.path}: cannot be read: {error}") from error
 
 
 @lru_cache(maxsize=64)
-def _mapped(group: Group) -> Batches:
-    return _batches(read_table(group.path))
+def _mapped(group: Group, columns: tuple[str, ...]) -> Batches:
+    table = read_table(group.path)
+    return _batches(table.select(columns) if columns else table)
 
 
 def _batches(table: Any) -> Batches:
