@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,6 +14,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from engine import config_of, counts_of, deliver, loaders_of
+from forked import run_forked
 from sources import converted, picture
 
 from energon_bridge import (
@@ -124,6 +123,14 @@ def test_samples_are_those_of_the_converted_dataset(folder: Path, workers: int, 
             assert same(replace(one, __key__=other.__key__), other)
 
 
+def test_both_forms_of_arrow_files_are_read(tmp_path: Path) -> None:
+    rows = arrow.table({"text": ["a", "b"]})
+    path = str(tmp_path / "x.arrow")
+    with arrow.OSFile(path, "wb") as file, arrow.ipc.new_file(file, rows.schema) as out:
+        out.write_table(rows)
+    assert [batch.text for batch in validated(tmp_path / "x.arrow")] == [["a"], ["b"]]
+
+
 def test_filters_read_columns_of_the_table(folder: Path) -> None:
     for text, expected in (("year >= 102 and year < 105", [102, 103, 104]), ("caption == 'caption 107'", [107])):
         assert [batch.caption for batch in validated(folder, filter=text)] == [[f"caption {n}"] for n in expected]
@@ -150,20 +157,18 @@ def test_files_with_other_columns_are_refused(tmp_path: Path) -> None:
         trained(path)
 
 
-def test_pyarrow_starts_no_threads_in_a_process_that_forks(folder: Path) -> None:
-    script = (
-        "import sys, numpy as np\n"
-        "from energon_bridge import get_train_dataset, WorkerConfig\n"
-        "import torch, pyarrow.parquet, os\n"
-        "before = len(os.listdir('/proc/self/task'))\n"
-        "from energon_bridge.rows.dataset import TableRows, open_tables\n"
-        "settings = dict(batch_size=1, worker_config=WorkerConfig(num_workers=0), filter='year > 3')\n"
-        "get_train_dataset(sys.argv[1], **settings)\n"
-        "TableRows(open_tables(sys.argv[1], split_part='train')).read(np.arange(40))\n"
-        "print(len(os.listdir('/proc/self/task')) - before)\n"
-    )
-    found = subprocess.run([sys.executable, "-c", script, str(folder)], capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == "0"
+def test_children_read_what_their_parent_has_read(folder: Path) -> None:
+    dataset = open_tables(folder, split_part="train")
+    rows = tables.TableRows(dataset)
+
+    def captions(_: int) -> list[bytes]:
+        found = [row for row in rows.read(np.arange(COUNT)) if isinstance(row, tables.TableRow)]
+        return [row.parts["json"].tobytes() for row in found]
+
+    expected = captions(0)
+    assert len(expected) == COUNT
+    for _ in range(4):
+        assert run_forked(4, captions) == [expected] * 4
 
 
 def test_one_file_is_a_dataset_too(plain: Path) -> None:

@@ -272,13 +272,16 @@ def stamp_of(path: Path) -> Stamp:
 @lru_cache(maxsize=16)
 def parquet_file(path: str, stamp: Stamp) -> Any:
     """Return an open parquet file."""
-    return pyarrow_modules().parquet.ParquetFile(path, memory_map=True)
+    return pyarrow_modules().parquet.ParquetFile(path, memory_map=True, pre_buffer=False)
 
 
 def read_table(path: str) -> Any:
     """Return the rows of an arrow file, mapped into memory, so that only what is used is read."""
     arrow = pyarrow_modules()
-    return arrow.ipc.open_stream(arrow.memory_map(path)).read_all()
+    with open(path, "rb") as file:
+        is_stream = file.read(6) != b"ARROW1"
+    mapped = arrow.memory_map(path)
+    return (arrow.ipc.open_stream if is_stream else arrow.ipc.open_file)(mapped).read_all()
 
 
 @lru_cache(maxsize=2)
