@@ -297,3 +297,9 @@ def test_json_is_shown_without_torch(states: list[Any], tmp_path: Path) -> None:
     for arguments in (["checkpoint", "show", str(path)], ["plan", "-h"], ["which", "-h"], ["checkpoint", "diff", "-h"]):
         call = [sys.executable, "-c", script, *arguments]
         assert subprocess.run(call, capture_output=True, text=True, check=True).stdout.endswith("\nFalse\n")
+
+
+def test_redist_says_why_it_is_not_needed() -> None:
+    result = energon("checkpoint", "redist", "a.pt", "b.pt", "out", "--new-world-size", 4)
+    assert result.exit_code == 1
+    assert "a state fits any number of ranks and workers as it is" in result.output

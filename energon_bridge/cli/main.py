@@ -16,6 +16,7 @@ from energon_bridge import __version__
 from energon_bridge.errors import EnergonError, did_you_mean
 
 _COMMANDS = {
+    "analyze-debug": "Show what is read when, as a picture.",
     "bench": "Measure how fast a dataset loads here, and what limits it.",
     "checkpoint": "Show what saved states say, and how two differ.",
     "columns": "Add numbers and texts by sample, which filters use.",

@@ -347,7 +347,7 @@ MODULE_ADVICE = {
     "savable": "loaders keep their state themselves: save_state_rank",
     "state": "states are plain dicts: save_state_rank",
     "tools": "run the command `energon`",
-    "tools.analyze_debug": "no debug files are written, and `energon which` names the samples of any step",
+    "tools.analyze_debug": "run `energon analyze-debug`; `energon which` names the samples of any step",
     "tools.checkpoint": "states fit any number of ranks as they are, and `energon checkpoint` shows what they say",
     "tools.mount": "datasets are read from where they lie, and nothing is mounted",
     "transforms": "transform images in encode_sample, with any library; its random numbers are seeded for each sample",
