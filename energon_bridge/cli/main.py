@@ -23,6 +23,7 @@ _COMMANDS = {
     "convert": "Make a prepared dataset of JSON with media, folders, COCO, CSV, parquet or WebDatasets.",
     "info": "Show what a prepared dataset holds.",
     "lint": "Read and decode every sample, and name those that fail.",
+    "mount": "Show a prepared dataset as a folder of files, read-only.",
     "plan": "Forecast epochs per dataset of a mix, and what its weights mean.",
     "prepare": "Index a folder of WebDataset tars and write its .nv-meta.",
     "prepare-media": "Write down the sizes of images and the lengths of videos and sound.",

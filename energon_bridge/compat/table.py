@@ -349,7 +349,7 @@ MODULE_ADVICE = {
     "tools": "run the command `energon`",
     "tools.analyze_debug": "run `energon analyze-debug`; `energon which` names the samples of any step",
     "tools.checkpoint": "states fit any number of ranks as they are, and `energon checkpoint` shows what they say",
-    "tools.mount": "datasets are read from where they lie, and nothing is mounted",
+    "tools.mount": "run `energon mount`",
     "transforms": "transform images in encode_sample, with any library; its random numbers are seeded for each sample",
     "typed_converter": "read your own configuration with a library for it",
     "wrappers": _WRAPPERS + "say what becomes of samples by the hooks of a task encoder",
