@@ -314,3 +314,9 @@ def test_bans_are_listed(data: Path, tmp_path: Path) -> None:
     summary = json.loads(energon("checkpoint", "show", tmp_path / "after.json", "--json").output)
     assert summary["totals"]["banned"] == sum(row["banned"] for row in loader.counters()) > 0
     assert summary["bans"][1] == {"from_draw": 1000, "keys": ["00005"], "dataset": str(data / "b")}
+
+
+def test_redist_says_why_it_is_not_needed() -> None:
+    result = energon("checkpoint", "redist", "a.pt", "b.pt", "out", "--new-world-size", 4)
+    assert result.exit_code == 1
+    assert "a state fits any number of ranks and workers as it is" in result.output

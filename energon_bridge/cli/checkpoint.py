@@ -9,6 +9,7 @@ import click
 
 from energon_bridge.cli.main import SuggestingGroup
 from energon_bridge.cli.output import epochs, format_bytes, leaf_name, number, print_json, print_pairs, print_table
+from energon_bridge.errors import ConfigurationError
 from energon_bridge.loader.document import State, merge
 from energon_bridge.loader.state_files import read_states
 from energon_bridge.loader.summary import difference, rank_of, summarize
@@ -160,6 +161,25 @@ def diff(first: str, second: str, as_json: bool) -> None:
             )
             for row in found["progress"]
         ],
+    )
+
+
+@command.command("redist", context_settings={"ignore_unknown_options": True})
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def redist(arguments: tuple[str, ...]) -> None:
+    """Not needed: a state fits any number of ranks and workers as it is.
+
+    megatron-energon has to rewrite the files of a run that goes on with another number of ranks. Here you start the run
+    with that number and let it resume; each rank finds its part in the states of all. `energon checkpoint show` tells
+    whether the states of all ranks are there.
+
+    Example:  energon checkpoint redist rank0.pt rank1.pt out
+    """
+    raise ConfigurationError(
+        "there is nothing to redistribute: a state fits any number of ranks and workers as it is. Resume on the number "
+        "of ranks that you want, with the files as they are (restore_state_rank takes the list of them, and trainers "
+        "resume by themselves). `energon checkpoint show FILE...` shows whether the states of all ranks are there. The "
+        "states of megatron-energon fit megatron-energon only"
     )
 
 

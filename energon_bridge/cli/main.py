@@ -18,12 +18,14 @@ from energon_bridge import __version__
 from energon_bridge.errors import EnergonError, did_you_mean
 
 _COMMANDS = {
+    "analyze-debug": "Show what is read when, as a picture.",
     "bench": "Measure how fast a dataset loads here, and what limits it.",
     "checkpoint": "Show what saved states say, and how two differ.",
     "columns": "Add numbers and texts by sample, which filters use.",
     "convert": "Make a prepared dataset of JSON with media, folders, COCO, CSV, parquet or WebDatasets.",
     "info": "Show what a prepared dataset holds.",
     "lint": "Read and decode every sample, and name those that fail.",
+    "mount": "Show a prepared dataset as a folder of files, read-only.",
     "plan": "Forecast epochs per dataset of a mix, and what its weights mean.",
     "prepare": "Index a folder of WebDataset tars and write its .nv-meta.",
     "prepare-media": "Write down the sizes of images and the lengths of videos and sound.",

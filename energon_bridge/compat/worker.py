@@ -98,7 +98,8 @@ class WorkerConfig(topology.WorkerConfig):
         if self.worker_debug_path is not None or self.worker_log_level:
             raise not_provided(
                 f"WorkerConfig(worker_debug_path={self.worker_debug_path!r}, worker_log_level={self.worker_log_level})",
-                "no debug files are written. Ask `energon which`, which names the samples of any step",
+                "no debug files are written. `energon which` names the samples of any step, and "
+                "`energon analyze-debug` draws what is read when",
             )
 
     def global_rank(self) -> int:

@@ -127,24 +127,25 @@ class NamedMicrobatch:
     samples: tuple[NamedSample, ...]
 
 
-def name_steps(run: Run, steps: Iterable[int]) -> Iterator[list[NamedMicrobatch]]:
+def name_steps(run: Run, steps: Iterable[int], *, keys: bool = True) -> Iterator[list[NamedMicrobatch]]:
     """Name the samples of steps, for every rank.
 
     Args:
         run: The run.
         steps: Each as the steps before it, counted from the beginning of the run (of validation: of a pass), on as
             many ranks.
+        keys: Look keys up, which takes most of the time.
 
     Raises:
         ConfigurationError: There is no such step, or the state was saved between two steps of so many ranks.
         MissingRankError: The state has not the lanes that are needed.
     """
     if run.spec.finite:
-        of_pass = _SampleNames(run.plan.leaves)
+        of_pass = _SampleNames(run.plan.leaves, keys=keys)
         for step in steps:
             yield _finite_step(run, step, of_pass)
         return
-    names = _Names(run)
+    names = _Names(run, keys=keys)
     for step in steps:
         yield _endless_step(run, step, names)
 
@@ -214,9 +215,9 @@ def assumption(run: Run, m: int) -> str:
 class _Names:
     """Names samples of an endless run."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, *, keys: bool = True) -> None:
         self._run = run
-        self._sample_names = _SampleNames(run.plan.leaves)
+        self._sample_names = _SampleNames(run.plan.leaves, keys=keys)
         self._rounds: dict[tuple[int, int], Round] = {}
         bans = (leaf.bans for leaf in run.plan.leaves)
         self._bans = [
@@ -321,10 +322,10 @@ class _Names:
 class _SampleNames:
     """Names samples by leaf and index."""
 
-    def __init__(self, leaves: tuple[Leaf, ...]) -> None:
+    def __init__(self, leaves: tuple[Leaf, ...], *, keys: bool = True) -> None:
         self._leaves = leaves
         self._ends = [np.cumsum(_on_disk(leaf.dataset).shard_counts) for leaf in leaves]
-        self._keys = KeyNames()
+        self._keys = KeyNames() if keys else None
 
     def of(self, row: int, leaf: int, index: int, epoch: int, output: int = 0) -> NamedSample:
         whole, ends = self._leaves[leaf].dataset, self._ends[leaf]
@@ -333,8 +334,11 @@ class _SampleNames:
         number = int(np.searchsorted(ends, place, side="right"))
         shard = dataset.shard_names[number]
         local = place - int(ends[number] - dataset.shard_counts[number])
-        numbered = dataset.key_format
-        key = self._keys.key_of(dataset, shard, local) if numbered is None else numbered.format(place)
+        key = None
+        if dataset.key_format is not None:
+            key = dataset.key_format.format(place)
+        elif self._keys is not None:
+            key = self._keys.key_of(dataset, shard, local)
         return NamedSample(
             row=row,
             path=whole.path,
