@@ -111,6 +111,8 @@ def test_every_command_runs_with_stdin_closed(tars: Path, tmp_path: Path):
         (["preview", root], 0),
         (["bench", root, "--seconds", "0.2", *run], "ClickException"),
         (["checkpoint", "info", str(tmp_path / "none.pt")], "ClickException"),
+        (["analyze-debug", str(tmp_path / "none.pt"), *run[2:]], "ClickException"),
+        (["mount", root, str(tmp_path / "nowhere")], "ClickException"),
     ]
     assert {line[0] for line, _ in lines} == set(main.list_commands(click.Context(main)))
     call = shlex.join([sys.executable, "-c", ALONE, json.dumps([line for line, _ in lines])])
