@@ -160,3 +160,9 @@ def test_mistakes_are_named(data: Path, tmp_path: Path) -> None:
     assert "must end in .svg or .png" in energon("analyze-debug", *arguments, "--out", tmp_path / "x.pdf").output
     assert "cannot be written" in energon("analyze-debug", *arguments, "--out", tmp_path / "none" / "x.svg").output
     assert "--loader belongs to logs" in energon("analyze-debug", *arguments, "--loader", 1).output
+
+
+def test_info_is_there_for_programs(data: Path) -> None:
+    found = answer("info", data / "c")
+    assert (found["num_samples"], found["num_shards"]) == (24, 8)
+    assert [(part["name"], part["num_samples"]) for part in found["parts"]] == [("train", 12), ("val", 12)]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, replace
+
 import click
 from rich.console import Console
 from rich.table import Table
 
-from energon_bridge.cli.output import count_of, format_bytes
+from energon_bridge.cli.output import count_of, format_bytes, print_json
 from energon_bridge.format.nvmeta import prepared_by
 from energon_bridge.prepare.summary import DatasetSummary, summarize_dataset
 
@@ -15,12 +17,17 @@ from energon_bridge.prepare.summary import DatasetSummary, summarize_dataset
 @click.argument("path", type=click.Path())
 @click.option("--split-config", default="split.yaml", show_default=True, help="Split file in .nv-meta.")
 @click.option("--dataset-config", default="dataset.yaml", show_default=True, help="Dataset file in .nv-meta.")
-def command(path: str, split_config: str, dataset_config: str) -> None:
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def command(path: str, split_config: str, dataset_config: str, as_json: bool) -> None:
     """Show samples, shards, size, sample type and splits of the dataset at PATH (a folder, a .jsonl file, or a URL).
 
     Example:  energon info /data/captions
     """
     summary = summarize_dataset(path, split_config=split_config, dataset_config=dataset_config)
+    if as_json:
+        columns = {name: column.made_of for name, column in summary.columns.items()}
+        print_json(asdict(replace(summary, columns={})) | {"columns": columns})
+        return
     for name, value in _rows(summary):
         click.echo(f"{name + ':':<14}{value}")
     if not summary.parts:
