@@ -98,7 +98,7 @@ def test_a_pixel_is_where_the_sample_is_and_when() -> None:
     assert pixels[9, 2].tolist() == [204, 119, 51]  # read most: the full colour of rank 1
     assert pixels[0, 0].tolist() == pixels[5, 1].tolist() != [68, 119, 170]
     large = np.asarray(picture_of(reads_of([(9999, 0, 999_999)], Band(name="a", first=0, count=10**6), steps=10_000)))
-    assert np.argwhere((large < 255).any(axis=2)).tolist() == [[499, 999]]
+    assert np.argwhere((large < 255).any(axis=2)).tolist() == [[59, 99]]
     assert (np.asarray(picture_of(reads_of([], steps=4))) == 255).all()
 
 
@@ -160,3 +160,9 @@ def test_mistakes_are_named(data: Path, tmp_path: Path) -> None:
     assert "must end in .svg or .png" in energon("analyze-debug", *arguments, "--out", tmp_path / "x.pdf").output
     assert "cannot be written" in energon("analyze-debug", *arguments, "--out", tmp_path / "none" / "x.svg").output
     assert "--loader belongs to logs" in energon("analyze-debug", *arguments, "--loader", 1).output
+
+
+def test_info_is_there_for_programs(data: Path) -> None:
+    found = answer("info", data / "c")
+    assert (found["num_samples"], found["num_shards"]) == (24, 8)
+    assert [(part["name"], part["num_samples"]) for part in found["parts"]] == [("train", 12), ("val", 12)]

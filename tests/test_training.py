@@ -22,7 +22,7 @@ pytest.importorskip("transformers")
 
 from run_outputs import read_losses, read_predictions
 
-from energon_bridge.errors import BatchSizeMismatchError, ConfigurationError
+from energon_bridge.errors import BatchSizeMismatchError, ConfigurationError, DatasetNotFoundError
 from energon_bridge.testing import create_captioning_test_dataset
 from energon_bridge.training import run as training
 from energon_bridge.training.checkpoints import AtomicCheckpointIO, Checkpointer, list_checkpoints
@@ -139,6 +139,21 @@ def test_a_refused_resume_leaves_the_description_of_the_run(smoke: RunConfig) ->
     with pytest.raises(BatchSizeMismatchError):
         training.run(other, resume=True)
     assert load_config(Path(config.run_dir) / "config.yaml") == config
+
+
+def test_a_run_that_never_began_can_be_started_again(smoke: RunConfig) -> None:
+    config = replace(smoke, train=replace(smoke.train, max_steps=1))
+    wrong = replace(config, data=replace(config.data, path="/nowhere/data"))
+    with pytest.raises(DatasetNotFoundError):
+        training.run(wrong)
+    assert not Path(config.run_dir).exists()
+    wrong = replace(
+        config, validation=replace(config.validation, limit_batches=1), data=replace(config.data, num_workers=-1)
+    )
+    with pytest.raises(ConfigurationError):
+        training.run(wrong)
+    assert not Path(config.run_dir).exists()
+    assert training.run(config).step == 1
 
 
 def test_a_second_run_in_the_same_folder_is_refused_unless_told(

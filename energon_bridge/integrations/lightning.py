@@ -149,8 +149,8 @@ class RunReport(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Write the page of a run that failed, with the figures of this rank: the others may not be there any more."""
-        if self._step < 0:
-            return  # it never began
+        if not self._recorder.seconds:
+            return  # there was no step
         own = summary(self._recorder, _loader(trainer))
         self._write(trainer, [] if own is None else [own], {"ended by": type(exception).__name__})
 

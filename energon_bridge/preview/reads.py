@@ -26,6 +26,7 @@ from energon_bridge.forecast.samples import name_steps
 from energon_bridge.rng import IntArray
 
 _COLUMNS, _ROWS = 1000, 500
+_FEWEST_COLUMNS, _FEWEST_ROWS = 100, 60
 _COLORS = np.array(
     [(68, 119, 170), (204, 119, 51), (34, 136, 102), (170, 68, 119), (136, 119, 34), (85, 102, 204)], dtype=np.float64
 )
@@ -187,6 +188,10 @@ def picture_of(reads: Reads, *, columns: int = _COLUMNS, rows: int = _ROWS) -> I
     """Return the picture: white where nothing is read, and the fuller the colour of a rank, the more it reads there."""
     total = max(1, sum(band.count for band in reads.bands))
     columns, rows = max(1, min(columns, reads.num_steps)), max(1, min(rows, total))
+    # Where reads are few, larger cells: single pixels far from each other would be hard to see.
+    coarser = min(1.0, (reads.samples.size / (columns * rows)) ** 0.5)
+    columns = max(min(columns, _FEWEST_COLUMNS), round(columns * coarser))
+    rows = max(min(rows, _FEWEST_ROWS), round(rows * coarser))
     x = (reads.steps - reads.first_step) * columns // max(1, reads.num_steps)
     y = reads.samples * rows // total
     cells = y * columns + x

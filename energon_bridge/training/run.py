@@ -21,7 +21,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -55,6 +55,9 @@ from energon_bridge.training.presets import ModelBundle, export_model, load_mode
 from energon_bridge.training.progress import ProgressReporter, read_losses
 
 logger = logging.getLogger(__name__)
+
+_OF_A_RUN = ("checkpoints", "metrics.jsonl", "predictions.jsonl", "report.html", "model", "config.yaml", "export")
+"""What a run writes into its folder."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -265,16 +268,33 @@ def _main_rank_first(trainer: Trainer) -> Iterator[None]:
 
 @contextmanager
 def kept_description(run_dir: Path, *, resume: bool) -> Iterator[None]:
-    """Put `config.yaml` back if a resume fails before it has left anything: the folder says how the run was made."""
+    """Leave the run folder as it was if a run fails before it has left a step in it.
+
+    `config.yaml` still says how the run was made that a resume was to continue, and a run that never began can be
+    started again without `--overwrite`.
+    """
     described, metrics = run_dir / "config.yaml", run_dir / "metrics.jsonl"
+    known = {name for name in _OF_A_RUN if (run_dir / name).exists()}
     before = described.read_bytes() if resume and described.exists() else None
     size = metrics.stat().st_size if metrics.exists() else 0
     try:
         yield
     except BaseException:
-        if before is not None and (metrics.stat().st_size if metrics.exists() else 0) == size:
+        if (metrics.stat().st_size if metrics.exists() else 0) != size:
+            raise
+        if before is not None:
             described.write_bytes(before)
+        made = {name for name in _OF_A_RUN if (run_dir / name).exists()} - known
+        if made and made <= {"config.yaml", "model"}:
+            for name in made:
+                _remove(run_dir / name)
+            with suppress(OSError):  # something else is in it
+                run_dir.rmdir()
         raise
+
+
+def _remove(path: Path) -> None:
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def prepare_run_dir(config: RunConfig, run_dir: Path, *, resume: bool, overwrite: bool) -> None:
@@ -283,12 +303,10 @@ def prepare_run_dir(config: RunConfig, run_dir: Path, *, resume: bool, overwrite
     Raises:
         ConfigurationError: It holds a run, and neither `resume` nor `overwrite` is set.
     """
-    known = ("checkpoints", "metrics.jsonl", "predictions.jsonl", "report.html", "model", "config.yaml", "export")
-    present = [name for name in known if (run_dir / name).exists()]
+    present = [name for name in _OF_A_RUN if (run_dir / name).exists()]
     if overwrite and not resume:
         for name in present:
-            path = run_dir / name
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            _remove(run_dir / name)
     elif present and not resume:
         raise ConfigurationError(
             f"the run folder {run_dir} already holds a run ({', '.join(present)}): go on with it (--resume), replace "
