@@ -7,10 +7,12 @@ import os
 import shlex
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import click
+import fsspec
 import pytest
 import yaml
 from click.testing import CliRunner, Result
@@ -471,3 +473,28 @@ def test_debug_shows_where_an_error_came_from(tars: Path):
     (tars / "s_0.tar").write_bytes(b"x" * 2000)
     result = energon("--debug", *PREPARE, tars, "--split-ratio", "1,0,0")
     assert isinstance(result.exception, CorruptShardError)
+
+
+def test_temporary_files_of_a_dataset_behind_a_url_go_where_it_is_said(
+    tars: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    made: list[Path] = []
+    here, make = tmp_path / "scratch", tempfile.mkdtemp
+    here.mkdir()
+
+    def recorded(*arguments: object, **settings: object) -> str:
+        made.append(Path(make(*arguments, **settings)))  # type: ignore[call-overload]
+        return str(made[-1])
+
+    monkeypatch.setattr(tempfile, "mkdtemp", recorded)
+    memory = fsspec.filesystem("memory")
+    memory.put(str(tars), "/scratched", recursive=True)
+    flags = ["--sample-type", "CrudeWebdataset", "--split-ratio", "1,0,0", "--num-workers", "1"]
+    result = energon("prepare", "memory://scratched", *flags, "--tmp-path", here)
+    assert result.exit_code == 0, result.output
+    assert made
+    assert {folder.parent for folder in made} == {here}
+    assert list(here.iterdir()) == []
+    assert tempfile.gettempdir() != str(here)
+    memory.rm("/scratched", recursive=True)
+    assert "Invalid value for '--tmp-path'" in energon("prepare-media", tars, "--tmp-path", tmp_path / "none").output

@@ -9,7 +9,7 @@ import click
 from energon_bridge.cli.assistant import ask_dataset_yaml, ask_field_map, ask_ratio, show_first_samples
 from energon_bridge.cli.engines import engine_options, task_of, task_options, workers_of, workers_option
 from energon_bridge.cli.output import count_of
-from energon_bridge.cli.prepare_media import media_filter, media_options, report_media
+from energon_bridge.cli.prepare_media import media_filter, media_options, report_media, tmp_option
 from energon_bridge.cli.progress import shard_progress
 from energon_bridge.errors import ConfigurationError, MetadataError, NotPreparedError
 from energon_bridge.format.jsonl import index_jsonl, is_jsonl
@@ -52,6 +52,7 @@ _SHOWN = 10
 @click.option("--skip-dataset-yaml", is_flag=True, help="Write no dataset.yaml.")
 @click.option("--dataset-yaml-name", default="dataset.yaml", show_default=True, help="Name of the file to write.")
 @media_options
+@tmp_option
 @click.option("--non-interactive", is_flag=True, help="Never ask.")
 @click.option("--trust-remote-code", is_flag=True, help="Of a mix: open datasets that bring code of their own.")
 def command(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -38,6 +39,22 @@ def media_options(command: Command) -> Command:
     return command
 
 
+def _use_folder(context: click.Context, _: click.Parameter, folder: str | None) -> None:
+    if folder is not None:
+        before = tempfile.tempdir
+        context.call_on_close(lambda: setattr(tempfile, "tempdir", before))
+        tempfile.tempdir = folder
+
+
+tmp_option = click.option(
+    "--tmp-path",
+    type=click.Path(exists=True, file_okay=False, writable=True),
+    callback=_use_folder,
+    expose_value=False,
+    help="Folder for temporary files: the index of a dataset behind a URL, what is sorted. [default: the system's]",
+)
+
+
 def media_filter(by_glob: str | None, by_header: bool, by_extension: bool) -> MediaFilter | None:
     """Return the filter that the options choose, None without any."""
     if (by_glob is not None) + by_header + by_extension > 1:
@@ -63,6 +80,7 @@ def report_media(found: IndexedMedia) -> None:
 @workers_option
 @engine_options
 @media_options
+@tmp_option
 def command(
     path: str,
     progress: bool,
