@@ -304,9 +304,31 @@ def test_prepare_media_and_prepare_from_the_command_line(options: list[str], cou
     assert len(rows(folder)) == count
 
 
+@pytest.mark.parametrize("kind", ["dataset", "folder"])
+def test_tasks_find_what_one_run_finds(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("energon_bridge.prepare.media._FILES_AT_A_TIME", 2)
+    whole, shared = make(kind, tmp_path / "whole"), make(kind, tmp_path / "shared")
+    options = ["--media-metadata-by-header", "--num-workers", "1"]
+    run("prepare-media", str(whole), *options)
+    for task in ("1/3", "0/3", "1/3"):
+        run("prepare-media", str(shared), *options, "--task", task)
+    if kind == "folder":
+        assert "no task has read it" in run("prepare-media", str(shared), *options, "--finish", code=1)
+    other = ["--media-metadata-by-extension", "--num-workers", "1"]
+    assert "no task has read it" in run("prepare-media", str(shared), *other, "--finish", code=1)
+    run("prepare-media", str(shared), *options, "--task", "2/3")
+    assert "Done: stored metadata for 5 files." in run("prepare-media", str(shared), *options, "--finish")
+    assert rows(shared) == rows(whole)
+    assert not list(shared.rglob("*.found"))
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (
+            ["prepare-media", "{folder}", "--media-metadata-by-header", "--task", "0/2", "--finish"],
+            "exclude each other",
+        ),
         (["prepare-media", "{folder}"], "give one of --media-metadata-by-glob"),
         (["prepare-media", "{folder}", "--media-metadata-by-header", "--media-metadata-by-extension"], "exclude each"),
         (["prepare-media", "{folder}/a.jpg", "--media-metadata-by-header"], "is a file, not a folder"),

@@ -176,6 +176,15 @@ def test_one_file_is_a_dataset_too(plain: Path) -> None:
     assert [batch.caption[0] for batch in validated(file)] == [f"caption {n}" for n in range(22)]
 
 
+def test_a_folder_may_be_called_like_a_file(plain: Path, tmp_path: Path) -> None:
+    """As Spark writes them."""
+    folder = tmp_path / "rows.parquet"
+    folder.mkdir()
+    (folder / "part-00000.parquet").write_bytes((plain / "train-00000-of-00002.parquet").read_bytes())
+    assert len(validated(folder)) == 22
+    assert "22 samples in 1 shards" in run("info", folder).replace("1 shard,", "1 shards,")
+
+
 def test_a_source_tells_file_and_row(plain: Path) -> None:
     (source,) = validated(plain, "train")[24].__sources__
     assert (source.shard_name, source.index) == ("train-00001-of-00002.parquet", 24)

@@ -8,11 +8,11 @@ from typing import Any, TypeVar
 
 import click
 
-from energon_bridge.cli.engines import engine_options, workers_of, workers_option
+from energon_bridge.cli.engines import engine_options, task_of, task_options, workers_of, workers_option
 from energon_bridge.cli.progress import shard_progress
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.format.media_kinds import MediaFilter
-from energon_bridge.prepare.media import IndexedMedia, prepare_media
+from energon_bridge.prepare.media import IndexedMedia, media_task, prepare_media
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -79,6 +79,7 @@ def report_media(found: IndexedMedia) -> None:
 @click.option("--progress/--no-progress", default=True, help="Show a progress bar.")
 @workers_option
 @engine_options
+@task_options
 @media_options
 @tmp_option
 def command(
@@ -87,6 +88,8 @@ def command(
     num_workers: int,
     engine: str,
     address: str | None,
+    task: str | None,
+    finish: bool,
     media_metadata_by_glob: str | None,
     media_metadata_by_header: bool,
     media_metadata_by_extension: bool,
@@ -101,7 +104,13 @@ def command(
     media = media_filter(media_metadata_by_glob, media_metadata_by_header, media_metadata_by_extension)
     if media is None:
         raise ConfigurationError("give one of --media-metadata-by-glob, -by-header and -by-extension.")
-    workers = workers_of(engine, address, num_workers)
+    workers, one = workers_of(engine, address, num_workers), task_of(task, finish=finish)
     with shard_progress("Reading media", enabled=progress) as advance:
-        found = prepare_media(path, media, num_workers=workers, progress=advance)
+        if one is not None:
+            count = media_task(path, media, one, num_workers=workers, progress=advance)
+        else:
+            found = prepare_media(path, media, num_workers=workers, finish=finish, progress=advance)
+    if one is not None:
+        click.echo(f"Task {one}: {count:,} shards or portions of files are read. When all tasks have ended: --finish")
+        return
     report_media(found)

@@ -3,11 +3,16 @@
 In a prepared dataset the metadata is stored with the key index. Any other folder gets an `index.sqlite` with nothing
 else, and can then be an auxiliary store for cookers. Invariant: the new index replaces the old one atomically. Format:
 `format/media.py`.
+
+What tasks find (`media_task`) is kept until the end in `.nv-meta.media/<hash>.found`, by a hash of the filter and of
+names and sizes of the files: JSON, a list of `[key, [type, metadata as JSON]]` or `[key, error]`.
 """
 
 from __future__ import annotations
 
+import hashlib
 import io
+import json
 import logging
 import os
 import sqlite3
@@ -17,15 +22,30 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from energon_bridge.av import AVDecoder
-from energon_bridge.errors import ConfigurationError, DecodeError, EmptyDatasetError, KeyIndexError, StorageError
+from energon_bridge.errors import (
+    ConfigurationError,
+    DecodeError,
+    EmptyDatasetError,
+    KeyIndexError,
+    ShardMissingError,
+    StorageError,
+)
 from energon_bridge.format.key_lookup import copy_key_index, sqlite_uri
-from energon_bridge.format.media import ImageMetadata, MediaMetadata, create_media_tables, note_filter, write_media
+from energon_bridge.format.media import (
+    ImageMetadata,
+    MediaMetadata,
+    create_media_tables,
+    metadata_row,
+    note_filter,
+    write_media_rows,
+)
 from energon_bridge.format.media_kinds import HEAD_BYTES, MediaFilter, MediaKind
 from energon_bridge.format.nvmeta import INDEX_SQLITE, INFO_JSON, INFO_YAML, META_FOLDER, meta_path, read_info
 from energon_bridge.format.parallel import Workers, map_shards
+from energon_bridge.prepare.engines import Task
 from energon_bridge.prepare.staging import Staging
 from energon_bridge.storage import Store, open_store
 from energon_bridge.storage.ranges import ByteRange
@@ -34,6 +54,7 @@ Progress = Callable[[int, int], None]
 Item = TypeVar("Item")
 
 _FILES_AT_A_TIME = 256
+_KEPT, _KEPT_SUFFIX = ".nv-meta.media", ".found"
 _SHARD_PARTS = """
     SELECT sample_key || '.' || part_name, content_byte_offset, content_byte_size FROM samples JOIN sample_parts
     ON sample_parts.tar_file_id = samples.tar_file_id AND sample_parts.sample_index = samples.sample_index
@@ -61,22 +82,31 @@ class _File:
     size: int
 
 
-Found = list[tuple[str, MediaMetadata | str]]
-"""For each media file its key, and its metadata or the error."""
+Portion = tuple[int, str] | list[_File]
+"""A shard with its number in the key index, or some files."""
+
+Found = list[tuple[str, tuple[str, str] | str]]
+"""For each media file its key, and its metadata (type, JSON) or the error."""
 
 
 def prepare_media(
-    path: str | os.PathLike[str], media: MediaFilter, *, num_workers: Workers = 1, progress: Progress | None = None
+    path: str | os.PathLike[str],
+    media: MediaFilter,
+    *,
+    num_workers: Workers = 1,
+    finish: bool = False,
+    progress: Progress | None = None,
 ) -> IndexedMedia:
     """Write the metadata of the media files of a prepared dataset, or of any other folder.
 
-    The metadata of other files is kept. `progress(done, total)` counts shards, or portions of files. Raises
-    EmptyDatasetError if a folder has no media, KeyIndexError if a dataset has no key index, ConfigurationError if PyAV
-    is needed and not installed, and then changes nothing.
+    The metadata of other files is kept. `progress(done, total)` counts shards, or portions of files. With `finish` no
+    file is read: tasks have done so (`media_task`). Raises EmptyDatasetError if a folder has no media, KeyIndexError if
+    a dataset has no key index, ConfigurationError if PyAV is needed and not installed or a task is missing, and then
+    changes nothing.
     """
     store = open_store(path)
     store.check_root()
-    is_dataset = any(store.exists(meta_path(name)) for name in (INFO_JSON, INFO_YAML))
+    is_dataset = _is_dataset(store)
     rel = meta_path(INDEX_SQLITE)
     with Staging(store) as staging:
         index = staging.path(rel)
@@ -89,11 +119,61 @@ def prepare_media(
             )
         if is_dataset:
             shards = tuple(read_info(store).shard_counts)
-            found = index_dataset_media(store, shards, index, media, num_workers=num_workers, progress=progress)
+            found = index_dataset_media(
+                store, shards, index, media, num_workers=num_workers, finish=finish, progress=progress
+            )
         else:
-            found = _index_folder(store, index, media, num_workers=num_workers, progress=progress)
+            found = _index_folder(store, index, media, num_workers=num_workers, finish=finish, progress=progress)
         staging.commit()
+    for name, _ in store.list(_KEPT_SUFFIX) if finish else ():
+        if name.startswith(f"{_KEPT}/"):
+            store.delete(name)
     return found
+
+
+def media_task(
+    path: str | os.PathLike[str],
+    media: MediaFilter,
+    task: Task,
+    *,
+    num_workers: Workers = 1,
+    progress: Progress | None = None,
+) -> int:
+    """Read the media files of one task, for `prepare_media(..., finish=True)`, and return the number of its portions.
+
+    Tasks may run at the same time, anywhere where the data has the same path, and again at any time. Raises what
+    `prepare_media` raises for a file.
+    """
+    store = open_store(path)
+    store.check_root()
+    portions = task.of(_shards_of(store) if _is_dataset(store) else _portions_of(store, media))
+    with tempfile.TemporaryDirectory(prefix="energon-media-") as folder:
+        index = os.path.join(folder, INDEX_SQLITE)
+        if _is_dataset(store):
+            copy_key_index(store, index)
+        measure = partial(_measured, store, index, media)
+        with closing(map_shards(partial(_keep, store, media, measure), portions, num_workers=num_workers)) as done:
+            for number, _ in enumerate(done):
+                if progress is not None:
+                    progress(number + 1, len(portions))
+    return len(portions)
+
+
+def _is_dataset(store: Store) -> bool:
+    return any(store.exists(meta_path(name)) for name in (INFO_JSON, INFO_YAML))
+
+
+def _shards_of(store: Store) -> list[Portion]:
+    return list(enumerate(read_info(store).shard_counts))
+
+
+def _portions_of(store: Store, media: MediaFilter) -> list[Portion]:
+    files = [
+        _File(name, name, 0, size)
+        for name, size in store.list()
+        if not name.startswith((f"{META_FOLDER}/", f"{META_FOLDER}.")) and media.may_pass(name)
+    ]
+    return [files[at : at + _FILES_AT_A_TIME] for at in range(0, len(files), _FILES_AT_A_TIME)]
 
 
 def index_dataset_media(
@@ -103,23 +183,19 @@ def index_dataset_media(
     media: MediaFilter,
     *,
     num_workers: Workers,
+    finish: bool = False,
     progress: Progress | None = None,
 ) -> IndexedMedia:
     """Add the metadata of a dataset's media to its key index, a local file; `shards` are in the order of the index."""
-    measure = partial(_measure_shard, store, index, media)
+    measure = partial(_kept, store, media) if finish else partial(_measured, store, index, media)
     return _collect(index, media, measure, list(enumerate(shards)), num_workers=num_workers, progress=progress)
 
 
 def _index_folder(
-    store: Store, index: str, media: MediaFilter, *, num_workers: Workers, progress: Progress | None
+    store: Store, index: str, media: MediaFilter, *, num_workers: Workers, finish: bool, progress: Progress | None
 ) -> IndexedMedia:
-    files = [
-        _File(name, name, 0, size)
-        for name, size in store.list()
-        if not name.startswith((f"{META_FOLDER}/", f"{META_FOLDER}.")) and media.may_pass(name)
-    ]
-    portions = [files[at : at + _FILES_AT_A_TIME] for at in range(0, len(files), _FILES_AT_A_TIME)]
-    measure = partial(_measure, store, media)
+    portions = _portions_of(store, media)
+    measure = partial(_kept, store, media) if finish else partial(_measured, store, index, media)
     found = _collect(index, media, measure, portions, num_workers=num_workers, progress=progress)
     if not found.num_files:
         raise EmptyDatasetError(
@@ -167,8 +243,8 @@ def _collect_rows(
         with closing(sqlite3.connect(rows)) as connection, closing(found_all):
             create_media_tables(connection)
             for number, found in enumerate(found_all, start=1):
-                good = [(key, known) for key, known in found if not isinstance(known, str)]
-                write_media(connection, good)
+                good = [(key, *known) for key, known in found if not isinstance(known, str)]
+                write_media_rows(connection, good)
                 count += len(good)
                 for key, why in found:
                     if isinstance(why, str):
@@ -192,6 +268,43 @@ def _merge(rows: str, index: str, media: MediaFilter) -> None:
         connection.execute("COMMIT")
 
 
+def _measured(store: Store, index: str, media: MediaFilter, portion: Portion) -> Found:
+    """Return what the media files of a shard, or of some files, are."""
+    if isinstance(portion, list):
+        return _measure(store, media, portion)
+    return _measure_shard(store, index, media, portion)
+
+
+def _keep(store: Store, media: MediaFilter, measure: Callable[[Portion], Found], portion: Portion) -> None:
+    """Measure a portion and keep what is found, for the end; what is kept already is not measured again."""
+    name = _name_of(store, media, portion)
+    if not store.exists(name):
+        store.write(name, json.dumps(measure(portion)).encode())
+
+
+def _kept(store: Store, media: MediaFilter, portion: Portion) -> Found:
+    name = _name_of(store, media, portion)
+    try:
+        found = json.loads(store.read(name))
+    except ShardMissingError:
+        what = portion[0].rel if isinstance(portion, list) else portion[1]
+        raise ConfigurationError(
+            f"{store.url(what)}: no task has read it, with this filter and as it is now. Run its task again "
+            "(--task NUMBER/COUNT), or this without --finish."
+        ) from None
+    return [(key, known if isinstance(known, str) else (known[0], known[1])) for key, known in found]
+
+
+def _name_of(store: Store, media: MediaFilter, portion: Portion) -> str:
+    """Return where is kept what is found in a portion: by the filter, and by names and sizes of its files."""
+    if isinstance(portion, list):
+        files: list[Any] = [[file.rel, file.size] for file in portion]
+    else:
+        files = [[portion[1], store.size(portion[1])]]
+    told = json.dumps([media.strategy, media.patterns, files]).encode()
+    return f"{_KEPT}/{hashlib.sha256(told).hexdigest()[:32]}{_KEPT_SUFFIX}"
+
+
 def _measure_shard(store: Store, index: str, media: MediaFilter, shard: tuple[int, str]) -> Found:
     number, rel = shard
     try:
@@ -213,7 +326,7 @@ def _measure(store: Store, media: MediaFilter, files: Iterable[_File]) -> Found:
         try:
             kind = media.kind_of(file.key, content.read(HEAD_BYTES))
             if kind is not None:
-                out.append((file.key, read_media(kind, content)))
+                out.append((file.key, metadata_row(read_media(kind, content))))
         except (DecodeError, StorageError) as error:
             out.append((file.key, f"{store.url(file.rel)}: {error}"))
         except ConfigurationError as error:

@@ -108,8 +108,8 @@ def has_tables(path: str | os.PathLike[str]) -> bool:
     here = Path(os.fspath(path))
     if "://" in str(path):
         return False
-    if is_table(path):
-        return here.is_file()
+    if here.is_file():
+        return is_table(path)
     return here.is_dir() and (is_saved(here) or next(here.rglob("*.parquet"), None) is not None)
 
 
@@ -133,8 +133,8 @@ def open_tables(
     text = os.fspath(path)
     if "://" in text:
         raise DatasetNotFoundError(
-            f"{text}: parquet and arrow files are read from local disks only. Copy the file, or write shards of it: "
-            f"energon convert"
+            f"{text}: parquet and arrow files are read from local disks only. Copy the file, or make shards of it with "
+            "`energon convert`."
         )
     here = Path(os.path.abspath(os.path.expanduser(text)))
     if not here.exists():
