@@ -243,6 +243,33 @@ def test_prepared_webdatasets_keep_type_fields_and_split(tmp_path):
         assert [b.caption for b in read(out, part)] == [b.caption for b in read(source, part)]
 
 
+def test_a_mix_is_merged_cut_and_filtered(tmp_path):
+    from tar_builder import write_texts
+
+    from energon_bridge.prepare.columns import add_column
+    from energon_bridge.testing import create_captioning_test_dataset
+
+    first, second = (create_captioning_test_dataset(tmp_path / name, num_train=9, num_val=4) for name in "ab")
+    add_column(second, "number", lambda sample: int(sample.__key__[-2:]))
+    parts = '[{path: ./a, subset: {range: [2, 5]}}, {path: ./b, filter: "number % 2 == 1", weight: 7}]'
+    mix = tmp_path / "mix.yaml"
+    head = "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n"
+    mix.write_text(f"{head}  train: {{blend: {parts}}}\n  val: {{path: ./a}}\n")
+    out = converted(mix, tmp_path / "out", "--keys", "number")
+    expected = [read(first)[n].caption for n in (2, 3, 4)] + [read(second)[n].caption for n in (1, 3, 5, 7)]
+    assert [batch.caption for batch in read(out)] == expected
+    assert [batch.caption for batch in read(out, "val")] == [batch.caption for batch in read(first, "val")]
+    assert "stands again in" in refused(mix, tmp_path / "twice")
+    write_texts(tmp_path / "texts", {"s.tar": ["x"]})
+    run_prepare = ["prepare", str(tmp_path / "texts"), "--sample-type", "CrudeWebdataset", "--split-ratio", "1,0,0"]
+    assert CliRunner().invoke(main, run_prepare).exit_code == 0
+    mix.write_text(f"{head}  train: {{concat: [{{path: ./a}}, {{path: ./texts}}]}}\n")
+    assert "differ in sample type or field map" in refused(mix, tmp_path / "other")
+    (tmp_path / "x.jsonl").write_text('{"a": 1}\n')
+    mix.write_text(f"{head}  train: {{path: ./x.jsonl}}\n")
+    assert "is no prepared dataset of tars but a join, a JSONL file or a table" in refused(mix, tmp_path / "lines")
+
+
 def test_duplicate_keys_of_tars(tmp_path):
     from energon_bridge.testing import write_shard
 

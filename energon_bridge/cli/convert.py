@@ -190,7 +190,7 @@ def _layout(source: Source, sample_type: str | None, fields: tuple[str, ...], *,
             label = f"Column of {field} ({kind})"
             chosen[field] = click.prompt(label, default=chosen.get(field), type=str)
     wanted = {column.partition("[")[0] for column in chosen.values()}
-    if source.kind != "WebDataset":
+    if source.kind not in ("WebDataset", "mix"):  # whose fields name parts
         columns = {*files, *(column for row in rows for column in row.values)}
         for field, column in chosen.items():
             if column.partition("[")[0] not in columns:

@@ -8,7 +8,7 @@ from pathlib import Path
 from energon_bridge.errors import ConfigurationError, DatasetNotFoundError, SourceError
 from energon_bridge.rows.base import Source
 
-KINDS = ("table", "pairs", "classes", "parquet", "huggingface", "webdataset")
+KINDS = ("table", "pairs", "classes", "parquet", "huggingface", "webdataset", "mix")
 _TABLES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv")
 _LISTS = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 
@@ -30,6 +30,7 @@ def open_source(
         "folder": lambda: _folder(path, as_classes=None),
         "parquet": lambda: _arrow(path, media, saved=False),
         "huggingface": lambda: _arrow(path, media, saved=True),
+        "mix": lambda: _mix(path, numbered=numbered),
         "webdataset": lambda: _tars(path, numbered=numbered, num_workers=num_workers),
     }
     source = readers[kind]()
@@ -44,7 +45,7 @@ def _look(path: Path) -> tuple[str, Path]:
     if path.is_file():
         if suffix in _TABLES:
             return "table", path
-        kinds = {".parquet": "parquet", ".tar": "webdataset"}
+        kinds = {".parquet": "parquet", ".tar": "webdataset", ".yaml": "mix"}
         if suffix not in kinds:
             known = ", ".join((*_TABLES, *kinds))
             raise SourceError(f"{path}: what is a {suffix or 'file without a suffix'}? Known are {known} and folders.")
@@ -82,6 +83,12 @@ def _arrow(path: Path, media: Path | None, *, saved: bool) -> Source:
     from energon_bridge.rows.arrow import open_parquet, open_saved
 
     return open_saved(path, media) if saved else open_parquet(path, media)
+
+
+def _mix(path: Path, *, numbered: bool) -> Source:
+    from energon_bridge.prepare.sources.mixes import MixSource
+
+    return MixSource(path, numbered=numbered)
 
 
 def _tars(path: Path, *, numbered: bool, num_workers: int) -> Source:

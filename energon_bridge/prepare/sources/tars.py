@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -45,6 +45,11 @@ class TarSample:
     def sizes(self) -> list[tuple[str, int]]:
         """Return its parts with their sizes."""
         return [(name, len(data)) for name, data in self.read()[0]]
+
+    def row(self) -> Row:
+        """Return its parts as columns, for people to look at."""
+        parts = ", ".join(f"{name} ({size:,} bytes)" for name, size in self.sizes())
+        return Row(where=self.where, values={"parts": parts}, files={}, key=self.key)
 
     def mark(self) -> str:
         """Return what changes if the sample does."""
@@ -87,16 +92,14 @@ class TarSource:
             counts.append((part, self._starts[-1] - before))
         self.split_parts = tuple(counts) if self._prepared else ()
         if not numbered:
-            self._check_keys()
+            check_keys((key for keys, _, _ in self._samples for key in keys), self.sample)
 
     def __len__(self) -> int:
         return self._starts[-1]
 
     def row(self, number: int) -> Row:
         """Return a sample's parts as columns, for people to look at."""
-        sample = self.sample(number, Layout(sample_type="CrudeSample"))
-        parts = ", ".join(f"{name} ({size:,} bytes)" for name, size in sample.sizes())
-        return Row(where=sample.where, values={"parts": parts}, files={}, key=sample.key)
+        return self.sample(number, Layout(sample_type="CrudeSample")).row()
 
     def sample(self, number: int, layout: Layout) -> TarSample:
         """Return a sample to be read."""
@@ -141,14 +144,14 @@ class TarSource:
         self._shards.append(shard)
         self._starts.append(self._starts[-1] + len(kept))
 
-    def _check_keys(self) -> None:
-        hashes = np.array([key_of(key) for keys, _, _ in self._samples for key in keys], np.uint64)
-        order = np.argsort(hashes, kind="stable")
-        same = np.flatnonzero(np.diff(hashes[order]) == 0)
-        if len(same):
-            first, second = (
-                self.sample(int(order[same[0] + step]), Layout(sample_type="CrudeSample")) for step in (0, 1)
-            )
-            raise DuplicateKeyError(
-                f"{first.where} stands again in {second.where}. Give the samples new keys with --keys number."
-            )
+
+def check_keys(keys: Iterable[str], sample: Callable[[int, Layout], TarSample]) -> None:
+    """Raise DuplicateKeyError if a key stands twice; `sample` gives a sample by its number."""
+    hashes = np.array([key_of(key) for key in keys], np.uint64)
+    order = np.argsort(hashes, kind="stable")
+    same = np.flatnonzero(np.diff(hashes[order]) == 0)
+    if len(same):
+        first, second = (sample(int(order[same[0] + step]), Layout(sample_type="CrudeSample")) for step in (0, 1))
+        raise DuplicateKeyError(
+            f"{first.where} stands again in {second.where}. Give the samples new keys with --keys number."
+        )
