@@ -359,7 +359,7 @@ def test_errors_of_a_file_system_are_named(tmp_path: Path):
         (["inof"], "No such command 'inof'. Did you mean 'info'?"),
         (["quarantine", "shwo"], "No such command 'shwo'. Did you mean 'show'?"),
         (["checkpoint", "dif"], "No such command 'dif'. Did you mean 'diff'?"),
-        (["xyzzy"], "No such command 'xyzzy'. Known commands: bench, checkpoint, columns, convert"),
+        (["xyzzy"], "No such command 'xyzzy'. Known commands: analyze-debug, bench, checkpoint, columns"),
     ],
 )
 def test_an_unknown_command_names_the_nearest(arguments: list[str], hint: str):
