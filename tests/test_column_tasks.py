@@ -131,7 +131,7 @@ def test_killed_at_any_moment(tmp_path: Path) -> None:
         " task=task, num_workers=2)"
     )
     killed = 0
-    wanted = 50 if LONG else 6
+    wanted = 50 if LONG else 3
     for turn in range(wanted):
         task = f"{turn % 3}/3" if turn % 2 else ""
         line = [sys.executable, "-c", script, str(root), task]

@@ -163,7 +163,7 @@ def test_killed_at_any_moment(tmp_path: Path) -> None:
     root = write_texts(tmp_path / "data", shards)
     call = "import sys; from energon_bridge.prepare.duplicates import {0}\nprint('go', flush=True); {0}(sys.argv[1])"
     killed = 0
-    for turn in range(50 if LONG else 6):
+    for turn in range(50 if LONG else 3):
         name = "undo_renames" if turn % 3 == 2 and (root / ".nv-meta").exists() else "rename_duplicates"
         with subprocess.Popen(
             [sys.executable, "-c", call.format(name), str(root)],

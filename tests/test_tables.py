@@ -111,7 +111,7 @@ def same(here: Any, there: Any) -> bool:
 # Samples --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [2])
 def test_samples_are_those_of_the_converted_dataset(folder: Path, workers: int, tmp_path: Path) -> None:
     written = converted(folder, tmp_path / "out")
     for part, count in (("train", COUNT), ("val", 9)):
