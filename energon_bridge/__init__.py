@@ -139,12 +139,12 @@ if TYPE_CHECKING:
         SystemFileStore as SystemFileStore,
         WebdatasetFileStore as WebdatasetFileStore,
     )
-    from energon_bridge.stream.policy import ErrorPolicy as ErrorPolicy
-    from energon_bridge.stream.quarantine import (
+    from energon_bridge.stream.failure_log import (
         QuarantinedSample as QuarantinedSample,
         quarantine_excludes as quarantine_excludes,
         read_quarantine as read_quarantine,
     )
+    from energon_bridge.stream.policy import ErrorPolicy as ErrorPolicy
     from energon_bridge.task_encoder import (
         AugmentTaskEncoder as AugmentTaskEncoder,
         BatchCost as BatchCost,
@@ -301,7 +301,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
         "WebdatasetFileStore",
     ),
     "stream.policy": ("ErrorPolicy",),
-    "stream.quarantine": ("QuarantinedSample", "quarantine_excludes", "read_quarantine"),
+    "stream.failure_log": ("QuarantinedSample", "quarantine_excludes", "read_quarantine"),
     "task_encoder": (
         "Cooker",
         "Conversation",

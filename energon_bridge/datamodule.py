@@ -26,8 +26,8 @@ from energon_bridge.datasets import get_savable_loader, get_train_dataset, get_v
 from energon_bridge.errors import ConfigurationError, UnknownArgumentError, did_you_mean
 from energon_bridge.loader.metrics import dataset_names
 from energon_bridge.loader.position import OnMismatch
+from energon_bridge.loader.run_plan import DatasetSpec
 from energon_bridge.loader.savable import SavableDataLoader
-from energon_bridge.loader.spec import DatasetSpec
 from energon_bridge.replica import Balance, Exchange, Replica, StageKeys, make_balance, make_replica, open_loader
 from energon_bridge.samples.devices import normalise_on_device, to_device
 from energon_bridge.samples.showing import counted, described

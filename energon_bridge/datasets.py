@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 from energon_bridge.errors import ConfigurationError, UnknownArgumentError, did_you_mean
 from energon_bridge.loader.position import OnMismatch
+from energon_bridge.loader.run_plan import DatasetSpec
 from energon_bridge.loader.savable import SavableDataLoader
-from energon_bridge.loader.spec import DatasetSpec
 from energon_bridge.mix import DatasetOpener, Mix, MixSource, index_of_datasets, load_mix, open_mix_index
 from energon_bridge.mix.leaves import OpenLeaf, open_leaves
 from energon_bridge.plan.leaf import DEFAULT_PARALLEL_SHARD_ITERS

@@ -37,7 +37,7 @@ API = {
     "media": ("Video, sound and metadata of media", ("av", "format.media")),
     "stores": ("Stores and caches", ("stores", "storage.node_cache")),
     "preparing": ("Writing datasets", ("prepare.shard_writer",)),
-    "errors": ("Errors and policies", ("stream.policy", "stream.quarantine", "errors")),
+    "errors": ("Errors and policies", ("stream.policy", "stream.failure_log", "errors")),
 }
 COMPLETION = """
 ## Shell completion

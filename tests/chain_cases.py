@@ -31,7 +31,7 @@ from energon_bridge import (
     get_train_dataset,
     register_joiner,
 )
-from energon_bridge.loader.spec import DatasetSpec
+from energon_bridge.loader.run_plan import DatasetSpec
 from energon_bridge.mix import evaluate_subset
 from energon_bridge.mix.subset import SubsetRange, parse_subset
 from energon_bridge.testing import create_captioning_test_dataset

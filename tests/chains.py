@@ -47,8 +47,8 @@ from engine import digest, is_masked, loaders_of
 
 from energon_bridge import EnergonError, cyclic_iter
 from energon_bridge.loader.document import merge, read_lanes, read_leaves
+from energon_bridge.loader.run_plan import DatasetSpec
 from energon_bridge.loader.savable import SavableDataLoader
-from energon_bridge.loader.spec import DatasetSpec
 
 SECONDS = 300
 """After which a chain is a hang."""

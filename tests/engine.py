@@ -22,8 +22,8 @@ import torch
 from energon_bridge import DefaultTaskEncoder, SkipSample, TextSample, WorkerConfig, get_train_dataset
 from energon_bridge.loader.board import Board
 from energon_bridge.loader.document import read_leaves
+from energon_bridge.loader.run_plan import DatasetSpec
 from energon_bridge.loader.savable import SavableDataLoader
-from energon_bridge.loader.spec import DatasetSpec
 from energon_bridge.loader.transport import Arena, Message, Outbox, unpack
 from energon_bridge.loader.workers import Work, outgoing
 from energon_bridge.prepare import parse_patterns, prepare_dataset, render_dataset_yaml

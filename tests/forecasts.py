@@ -12,8 +12,8 @@ from engine import TensorEncoder, config_of, is_masked, loaders_of, text_dataset
 
 from energon_bridge import get_train_dataset
 from energon_bridge.cli.main import main
+from energon_bridge.loader.run_plan import DatasetSpec
 from energon_bridge.loader.savable import SavableDataLoader
-from energon_bridge.loader.spec import DatasetSpec
 
 SIZES = {"a": [5, 7], "b": [30], "c": [3, 3, 3, 3]}
 LINEAR = {"schedule": "linear", "points": [[0, 1], [200, 3]]}

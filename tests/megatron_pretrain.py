@@ -6,7 +6,7 @@ microbatch that its model has seen to `RECORD/dpN-tpN-ppN-vpN.jsonl`: step, trai
 tensors of the batch, and on the last pipeline stage the loss.
 
 Without CUDA it runs on the CPU, which Megatron-LM does not support: `pretend_cuda` answers for CUDA, more of it than
-`energon_bridge.training.megatron.cpu_backend` because `pretrain` asks for more. The loop, its checkpoints and the
+`energon_bridge.training.megatron.ranks` because `pretrain` asks for more. The loop, its checkpoints and the
 iterators are the real ones; kernels, streams and timings are not. With CUDA nothing is replaced.
 """
 
@@ -35,7 +35,7 @@ from megatron.training.arguments import core_transformer_config_from_args
 
 from energon_bridge import CaptioningSample, DefaultTaskEncoder, EnergonMultiModalDataModule
 from energon_bridge.integrations.megatron_lm import train_valid_test_dataloaders_provider
-from energon_bridge.training.megatron.cpu_backend import cpu_backend
+from energon_bridge.training.megatron.ranks import cpu_backend
 
 SEQUENCE, PATCHES, LEVELS = 32, 4, 16
 VOCABULARY = 128 + LEVELS  # ASCII, then the levels of patches

@@ -9,7 +9,7 @@ from typing import Any
 from engine import TensorEncoder, config_of, text_dataset
 
 from energon_bridge import get_train_dataset
-from energon_bridge.loader.spec import DatasetSpec
+from energon_bridge.loader.run_plan import DatasetSpec
 
 SIZES = {"a": [5, 7], "b": [30], "c": [3, 3, 3, 3]}
 

@@ -50,8 +50,8 @@ from energon_bridge import (
 )
 from energon_bridge.format.samples_by_key import samples_by_key
 from energon_bridge.loader.document import merge, read, sign
+from energon_bridge.loader.run_plan import DatasetSpec
 from energon_bridge.loader.savable import SavableDataLoader
-from energon_bridge.loader.spec import DatasetSpec
 from energon_bridge.prepare.columns import add_column
 from energon_bridge.stream.reader import LeafReader
 

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from energon_bridge.plan.blend import EpochizedBlend, WeightedBlend, thresholds
-from energon_bridge.plan.lane_step import lane_step
+from energon_bridge.plan.blend import EpochizedBlend, WeightedBlend, lane_step, thresholds
 
 LANES = 24
 

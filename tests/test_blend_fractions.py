@@ -18,10 +18,8 @@ from engine import config_of, loaders_of, text_dataset, train_dataset
 from hypothesis import given, settings, strategies as st
 
 from energon_bridge import Blender, DefaultTaskEncoder
-from energon_bridge.loader.run_plan import plan_run
-from energon_bridge.loader.spec import DatasetSpec
-from energon_bridge.plan.blend import EpochizedBlend, WeightedBlend
-from energon_bridge.plan.lane_step import DRAW_STEP, lane_step
+from energon_bridge.loader.run_plan import DatasetSpec, plan_run
+from energon_bridge.plan.blend import DRAW_STEP, EpochizedBlend, WeightedBlend, lane_step
 
 LEAVES, WINDOW = 5, 240
 LANE_COUNTS = [1, 2, 3, 5, 7, 8, 12, 16, 24, 30, 48, 120, 240, 512]

@@ -32,7 +32,7 @@ from energon_bridge import (
     SampleDecoder,
     SourceInfo,
 )
-from energon_bridge.stores.cache_pool import from_bytes, to_bytes
+from energon_bridge.stores.cache import from_bytes, to_bytes
 
 
 @pytest.fixture

@@ -27,8 +27,7 @@ from energon_bridge.cli.main import main
 from energon_bridge.errors import ConfigurationError, DatasetMismatchError, EnergonError, MetadataError, SampleError
 from energon_bridge.format.columns import column_of, read_columns
 from energon_bridge.format.dataset import open_dataset
-from energon_bridge.loader.run_plan import plan_run
-from energon_bridge.loader.spec import DatasetSpec
+from energon_bridge.loader.run_plan import DatasetSpec, plan_run
 from energon_bridge.prepare import parse_patterns, prepare_dataset
 from energon_bridge.prepare.columns import add_column, content_hash, duplicates, image_size, remove_column
 from energon_bridge.storage import open_store

@@ -22,7 +22,7 @@ from energon_bridge import (
     SourceInfo,
     errors,
 )
-from energon_bridge.compat import dataset_classes, epath, loading, preparing, records, worker, wrapped
+from energon_bridge.compat import dataset_classes, epath, loading, preparing, records, wrapped
 from energon_bridge.errors import ConfigurationError, MetadataError
 from energon_bridge.testing import create_captioning_test_dataset
 
@@ -32,8 +32,8 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return create_captioning_test_dataset(tmp_path_factory.mktemp("adapters") / "captions", num_train=20, num_val=5)
 
 
-def config(**kwargs: Any) -> worker.WorkerConfig:
-    return worker.WorkerConfig(rank=0, world_size=1, num_workers=0, **kwargs)
+def config(**kwargs: Any) -> loading.WorkerConfig:
+    return loading.WorkerConfig(rank=0, world_size=1, num_workers=0, **kwargs)
 
 
 # Loading -------------------------------------------------------------------------------------------------------------
@@ -86,18 +86,18 @@ def test_error_handlers_of_the_worker_configuration(path: Path) -> None:
     assert keys(path, global_error_handler=of_keys.global_error_handler) == good
     assert seen == [("three", "val-00003")]
     with pytest.raises(ValueError, match="three"):
-        keys(path, global_error_handler=worker.reraise_exception)
+        keys(path, global_error_handler=loading.reraise_exception)
 
 
 def test_worker_configurations() -> None:
     seeds = [config().worker_seed(), config(seed_offset=42).worker_seed()]
     assert seeds == [273211461, 1740599905]  # reference values of megatron-energon
-    many = worker.WorkerConfig(rank=1, world_size=2, num_workers=2)
+    many = loading.WorkerConfig(rank=1, world_size=2, num_workers=2)
     assert [many.global_worker_id(number) for number in (0, 1)] == [2, 3]
     assert many.worker_seed(0) == 2273462765
     assert many.rank_worker_id() == 0
     assert config(global_error_handler=stop) == config() != many
-    assert worker.SampleException.from_sample({"__key__": "k"}, "why").args == ("Sample k failed: why",)
+    assert loading.SampleException.from_sample({"__key__": "k"}, "why").args == ("Sample k failed: why",)
 
 
 # Wrappers ------------------------------------------------------------------------------------------------------------
@@ -295,9 +295,9 @@ def stop(error: Exception, *_: Any) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize(("handler", "message"), [(worker.reraise_exception, "val-00001"), (stop, "of the handler")])
+@pytest.mark.parametrize(("handler", "message"), [(loading.reraise_exception, "val-00001"), (stop, "of the handler")])
 def test_the_users_own_error_is_raised(path: Path, handler: Any, message: str, workers: int) -> None:
-    of_run = worker.WorkerConfig(rank=0, world_size=1, num_workers=workers, global_error_handler=handler)
+    of_run = loading.WorkerConfig(rank=0, world_size=1, num_workers=workers, global_error_handler=handler)
     dataset = loading.get_val_dataset(path, batch_size=2, worker_config=of_run, task_encoder=Fails())
     with pytest.raises(Broken, match=message):
         list(loading.get_loader(dataset))
@@ -314,7 +314,7 @@ def test_dicts_keep_their_own_keys(path: Path) -> None:
 
 class Asks(DefaultTaskEncoder):
     def encode_sample(self, sample: Any) -> Any:
-        active = worker.WorkerConfig.active_worker_config
+        active = loading.WorkerConfig.active_worker_config
         sample.caption = (active.config(), active.global_rank(), active.active_worker_batch_index)
         return sample
 
@@ -322,7 +322,7 @@ class Asks(DefaultTaskEncoder):
 def test_hooks_are_told_whose_they_are(path: Path) -> None:
     numbers = {"rank": 0, "world_size": 1, "num_workers": 0, "data_parallel_group": None}
     assert first(path, task_encoder=Asks()).caption == [(numbers, 0, 0)] * 2
-    assert worker.WorkerConfig.active_worker_config is None
+    assert loading.WorkerConfig.active_worker_config is None
 
 
 def test_debug_files_are_refused() -> None:

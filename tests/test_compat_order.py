@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from energon_bridge.compat import loading
-from energon_bridge.compat.worker import WorkerConfig
+from energon_bridge.compat.loading import WorkerConfig
 from energon_bridge.compat.wrapped import LimitDataset, RepeatDataset
 from energon_bridge.errors import (
     ConfigurationError,

@@ -34,7 +34,7 @@ from energon_bridge.compat import (
 )
 from energon_bridge.errors import ConfigurationError, DatasetNotFoundError, MetadataError
 from energon_bridge.format import open_dataset
-from energon_bridge.mix.index import MIN_DATASETS
+from energon_bridge.mix.opener import MIN_DATASETS
 from energon_bridge.prepare import prepare_dataset
 from energon_bridge.prepare.dataset_yaml import render_dataset_yaml
 from energon_bridge.prepare.lint import lint_parts

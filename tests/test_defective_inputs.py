@@ -31,8 +31,8 @@ from keyed import keyed_dataset
 
 from energon_bridge import ErrorPolicy, read_quarantine
 from energon_bridge.errors import CorruptShardError, DuplicateKeyError, ShardMissingError, ShortReadError
+from energon_bridge.loader.run_plan import DatasetSpec
 from energon_bridge.loader.savable import SavableDataLoader
-from energon_bridge.loader.spec import DatasetSpec
 
 STEPS = 24
 LANES = 4

@@ -29,7 +29,7 @@ from energon_bridge import (
     get_savable_loader,
     get_train_dataset,
 )
-from energon_bridge.loader.spec import DatasetSpec
+from energon_bridge.loader.run_plan import DatasetSpec
 from energon_bridge.prepare import parse_patterns, prepare_dataset, render_dataset_yaml
 from energon_bridge.testing import create_captioning_test_dataset, write_shard
 

@@ -13,8 +13,8 @@ from engine import config_of, is_masked, loaders_of
 from test_fixtures import Encoder, join_caption_and_text
 
 from energon_bridge import get_savable_loader, get_train_dataset
+from energon_bridge.loader.run_plan import DatasetSpec
 from energon_bridge.loader.savable import SavableDataLoader
-from energon_bridge.loader.spec import DatasetSpec
 
 Draw = tuple[str, int, int]
 """Leaf, sample and epoch."""

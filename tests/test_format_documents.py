@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from energon_bridge.errors import MetadataError
-from energon_bridge.format.braces import collapse_braces, expand_braces
 from energon_bridge.format.documents import parse_document
+from energon_bridge.format.nvmeta import collapse_braces, expand_braces
 
 # --- the YAML dialect ---------------------------------------------------------------------------------------------
 

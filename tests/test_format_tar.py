@@ -16,9 +16,8 @@ from tar_builder import GNU, PAX, USTAR, tar_bytes, write_tar
 
 from energon_bridge.errors import CorruptShardError
 from energon_bridge.format import tar as parsing
-from energon_bridge.format.names import split_member_name
-from energon_bridge.format.tar import parse_sample
-from energon_bridge.format.tar_scan import ShardScan, scan_tar
+from energon_bridge.format.tar import parse_sample, split_member_name
+from energon_bridge.format.tar_index import ShardScan, scan_tar
 from energon_bridge.storage import open_store
 
 # The naming rule of the format, as the reference gives it.

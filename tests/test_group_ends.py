@@ -27,8 +27,8 @@ from engine import (
 from forked import run_forked
 
 from energon_bridge import EmptyDatasetError, SettingMismatchError, SkipSample, get_val_dataset
+from energon_bridge.loader.run_plan import DatasetSpec
 from energon_bridge.loader.savable import SavableDataLoader
-from energon_bridge.loader.spec import DatasetSpec
 
 SAMPLES = 61
 
@@ -178,7 +178,7 @@ def test_worker_processes_get_each_pass_its_groups(data: Path) -> None:
 
 
 def test_ranks_share_the_work_of_grouping(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("energon_bridge.loader.listing._BLOCK", 7)
+    monkeypatch.setattr("energon_bridge.loader.streams._BLOCK", 7)
     spec = opened(data, "val", "packs")
 
     def rank_main(rank: int) -> tuple[list[str], dict[str, int], int]:

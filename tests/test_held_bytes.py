@@ -18,10 +18,9 @@ from PIL import Image
 from energon_bridge import ConfigurationError, DeferredImage, WorkerConfig
 from energon_bridge.loader.document import read_lanes
 from energon_bridge.loader.savable import SavableDataLoader
-from energon_bridge.stream.budget import Budget
+from energon_bridge.stream.draws import size_of
 from energon_bridge.stream.lane import Lane
-from energon_bridge.stream.pipeline import Pipeline
-from energon_bridge.stream.rows import size_of
+from energon_bridge.stream.pipeline import Budget, Pipeline
 from energon_bridge.stream.state import Stage
 from energon_bridge.task_encoder.images import IMAGE_FORMS
 
@@ -145,7 +144,7 @@ def test_contents_of_groups_are_encoded_again(data: Path) -> None:
 
 def logged(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
     """Return what was logged, but for the warning that names what the encoder skips."""
-    return [record for record in caplog.records if record.name != "energon_bridge.loader.error_rates"]
+    return [record for record in caplog.records if record.name != "energon_bridge.loader.metrics"]
 
 
 def test_nothing_is_encoded_again_where_there_is_room(data: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -48,10 +48,9 @@ from energon_bridge.errors import (
     MetadataError,
     StorageError,
 )
-from energon_bridge.format.braces import expand_braces
 from energon_bridge.format.documents import parse_document
-from energon_bridge.format.key_lookup import local_key_index
-from energon_bridge.format.nvmeta import meta_path
+from energon_bridge.format.key_index import local_key_index
+from energon_bridge.format.nvmeta import expand_braces, meta_path
 from energon_bridge.storage import LocalStore
 
 MIB = 1 << 20

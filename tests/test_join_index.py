@@ -25,8 +25,7 @@ from keyed import join, keyed_dataset, shards, shuffled, write_mix
 from energon_bridge import EmptyDatasetError, KeyIndexError
 from energon_bridge.cli.main import main
 from energon_bridge.format import open_dataset
-from energon_bridge.format.join import JoinPart
-from energon_bridge.format.join_index import JoinIndex, open_index
+from energon_bridge.format.join import JoinIndex, JoinPart, open_index
 
 NUMBERS = [f"{number:03d}" for number in range(90)]
 
@@ -193,7 +192,7 @@ SCRIPT = """
 import sys
 from energon_bridge.format import open_dataset
 from energon_bridge.format.join import JoinPart
-from energon_bridge.format.join_index import open_index
+from energon_bridge.format.join import open_index
 folder, cache = sys.argv[1:]
 parts = [JoinPart(dataset=open_dataset(f"{folder}/{name}", split_part="train"), nonmatch=mode)
          for name, mode in (("a", "error"), ("b", "none"))]

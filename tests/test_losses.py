@@ -43,7 +43,7 @@ def losses(caplog: pytest.LogCaptureFixture) -> Iterator[Losses]:
     """Return a function that gives what has been said of losses."""
     gc.collect()  # loaders of other tests
     with caplog.at_level(logging.WARNING, logger="energon_bridge"):
-        yield lambda: [r.getMessage() for r in caplog.records if r.name == "energon_bridge.loader.error_rates"]
+        yield lambda: [r.getMessage() for r in caplog.records if r.name == "energon_bridge.loader.metrics"]
 
 
 class Losing(DefaultTaskEncoder):

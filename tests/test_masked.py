@@ -21,8 +21,8 @@ from energon_bridge import (
     get_val_dataset,
 )
 from energon_bridge.errors import ConfigurationError
+from energon_bridge.loader.run_plan import DatasetSpec
 from energon_bridge.loader.savable import SavableDataLoader
-from energon_bridge.loader.spec import DatasetSpec
 from energon_bridge.testing import create_captioning_test_dataset
 from energon_bridge.topology import Ownership
 

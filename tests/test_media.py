@@ -30,8 +30,7 @@ from energon_bridge import (
     WebdatasetFileStore,
 )
 from energon_bridge.cli.main import main
-from energon_bridge.format.media import metadata_row, read_metadata
-from energon_bridge.format.media_kinds import kind_by_head, kind_by_name
+from energon_bridge.format.media import kind_by_head, kind_by_name, metadata_row, read_metadata
 from energon_bridge.prepare import MediaFilter, parse_ratio, prepare_dataset, prepare_media
 
 EXTENSION, HEADER = MediaFilter(strategy="EXTENSION"), MediaFilter(strategy="HEADER")

@@ -18,7 +18,7 @@ from energon_bridge.integrations.bridge import (
     EnergonDatasetConfig,
     energon_train_valid_test_datasets_provider,
 )
-from energon_bridge.integrations.rank_files import read_rank_files
+from energon_bridge.integrations.megatron_lm import read_rank_files
 from energon_bridge.integrations.task_encoders import (
     ChatTemplateTaskEncoderConfig,
     MultiModalTaskEncoderConfig,

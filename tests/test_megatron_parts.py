@@ -21,10 +21,9 @@ from run_outputs import read_losses, read_predictions
 
 from energon_bridge.integrations.context_parallel import zigzag_indices
 from energon_bridge.testing import create_captioning_test_dataset
-from energon_bridge.training.megatron.attention import seen_tokens
 from energon_bridge.training.megatron.checkpoints import complete_checkpoints
-from energon_bridge.training.megatron.cpu_backend import cpu_backend
-from energon_bridge.training.megatron.ranks import launched_rank
+from energon_bridge.training.megatron.model import seen_tokens
+from energon_bridge.training.megatron.ranks import cpu_backend, launched_rank
 
 # Sharing out ---------------------------------------------------------------------------------------------------------
 

@@ -16,8 +16,8 @@ import pytest
 from energon_bridge import Blender, WorkerConfig, get_savable_loader, get_train_dataset
 from energon_bridge.errors import DatasetError, DatasetNotFoundError, ShardMissingError
 from energon_bridge.format import dataset as format_dataset
-from energon_bridge.loader.spec import DatasetSpec
-from energon_bridge.mix import index as mix_index
+from energon_bridge.loader.run_plan import DatasetSpec
+from energon_bridge.mix import opener as mix_index
 from energon_bridge.testing import write_shard
 from tests.mixes import many_datasets
 

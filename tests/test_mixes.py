@@ -25,7 +25,7 @@ from energon_bridge import (
     get_val_datasets,
 )
 from energon_bridge.loader.document import read_leaves
-from energon_bridge.loader.spec import DatasetSpec
+from energon_bridge.loader.run_plan import DatasetSpec
 from energon_bridge.mix import Blender
 
 

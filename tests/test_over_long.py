@@ -15,8 +15,7 @@ from mixing import mix_data, mixed
 
 from energon_bridge import Packer, SkipSample, get_val_dataset
 from energon_bridge.loader.document import merge, read_lanes, read_leaves
-from energon_bridge.loader.run_plan import plan_run
-from energon_bridge.loader.spec import DatasetSpec
+from energon_bridge.loader.run_plan import DatasetSpec, plan_run
 from energon_bridge.stream.state import OVER_LONG
 
 LIMIT = 5

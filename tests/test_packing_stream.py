@@ -39,7 +39,7 @@ from energon_bridge import (
     get_val_dataset,
 )
 from energon_bridge.loader.document import read_lanes
-from energon_bridge.loader.spec import DatasetSpec
+from energon_bridge.loader.run_plan import DatasetSpec
 from energon_bridge.stream.state import Stage
 
 

@@ -22,7 +22,7 @@ from workers import loader_of, wait_until, worker_pids
 
 from energon_bridge import DefaultTaskEncoder, EnergonMultiModalDataModule, get_savable_loader, get_train_dataset
 from energon_bridge.errors import StorageError
-from energon_bridge.mix import index as mix_index
+from energon_bridge.mix import opener as mix_index
 from energon_bridge.prepare import parse_patterns, prepare_dataset, render_dataset_yaml
 from energon_bridge.storage import open_store
 from energon_bridge.testing import create_captioning_test_dataset, write_shard

@@ -27,7 +27,7 @@ from energon_bridge import (
 )
 from energon_bridge.errors import ConfigurationError, DuplicateKeyError, NotPreparedError, SourceError
 from energon_bridge.format.nvmeta import read_info
-from energon_bridge.format.tar_scan import scan_tar
+from energon_bridge.format.tar_index import scan_tar
 from energon_bridge.prepare import MediaFilter, prepare_dataset, prepare_media, rebuild_index
 from energon_bridge.prepare.split import parse_patterns
 from energon_bridge.storage import open_store

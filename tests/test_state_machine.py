@@ -17,7 +17,7 @@ from engine import InProcessLoader, digest, is_masked, loaders_of, text_dataset,
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
-from energon_bridge.loader.spec import DatasetSpec
+from energon_bridge.loader.run_plan import DatasetSpec
 from energon_bridge.topology import Ownership
 
 NUM_LANES = 6

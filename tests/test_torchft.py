@@ -15,7 +15,7 @@ from torch.distributed import HashStore, ProcessGroupGloo
 from energon_bridge import get_val_dataset
 from energon_bridge.errors import ConfigurationError, WrongUseError
 from energon_bridge.integrations.torchft import ReplicaDataloader, gather_states
-from energon_bridge.loader.spec import DatasetSpec
+from energon_bridge.loader.run_plan import DatasetSpec
 
 LANES = 6
 

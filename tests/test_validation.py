@@ -27,7 +27,7 @@ from engine import (
 
 from energon_bridge import DefaultTaskEncoder, SavableDataLoader, SkipSample, get_savable_loader, get_val_dataset
 from energon_bridge.errors import ConfigurationError, EmptyDatasetError
-from energon_bridge.loader.spec import DatasetSpec
+from energon_bridge.loader.run_plan import DatasetSpec
 from energon_bridge.stream.finite import num_steps
 from energon_bridge.topology import step_units
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from keyed import BOTH, keyed_dataset, shards, shuffled
 from mixing import metadataset, mixed
 
-from energon_bridge.loader.spec import DatasetSpec
+from energon_bridge.loader.run_plan import DatasetSpec
 from energon_bridge.mix import Blender
 from energon_bridge.mix.subset import SubsetRange
 

@@ -4,8 +4,7 @@
 video packets, `video` and `audio` decode frames and samples; `clips` chooses clips.
 """
 
-from energon_bridge.av.clips import get_clips_uniform, get_single_frames_uniform
-from energon_bridge.av.decoder import AV_EXTENSIONS, AVDecoder
+from energon_bridge.av.decoder import AV_EXTENSIONS, AVDecoder, get_clips_uniform, get_single_frames_uniform
 from energon_bridge.av.media import AVData
 
 __all__ = ["AV_EXTENSIONS", "AVData", "AVDecoder", "get_clips_uniform", "get_single_frames_uniform"]

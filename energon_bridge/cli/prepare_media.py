@@ -11,7 +11,7 @@ import click
 from energon_bridge.cli.engines import engine_options, task_of, task_options, workers_of, workers_option
 from energon_bridge.cli.progress import shard_progress
 from energon_bridge.errors import ConfigurationError
-from energon_bridge.format.media_kinds import MediaFilter
+from energon_bridge.format.media import MediaFilter
 from energon_bridge.prepare.media import IndexedMedia, media_task, prepare_media
 
 Command = TypeVar("Command", bound=Callable[..., Any])

@@ -20,7 +20,7 @@ from energon_bridge.errors import ConfigurationError
 from energon_bridge.samples.showing import counted
 
 if TYPE_CHECKING:
-    from energon_bridge.loader.spec import DatasetSpec
+    from energon_bridge.loader.run_plan import DatasetSpec
     from energon_bridge.preview.batches import ShownBatch
     from energon_bridge.preview.sources import Drawn, SampleSource
 

@@ -14,7 +14,7 @@ from energon_bridge.errors import ConfigurationError
 if TYPE_CHECKING:
     from energon_bridge.forecast.run import Run
     from energon_bridge.loader.document import State
-    from energon_bridge.loader.spec import DatasetSpec
+    from energon_bridge.loader.run_plan import DatasetSpec
 
 
 class _CountOrNone(click.ParamType):
@@ -126,8 +126,7 @@ def is_mix(source: Sequence[str]) -> bool:
 def state_of(files: Sequence[str], world_size: int | None) -> tuple[State, int]:
     """Return the state stored in the files of a run's ranks, and the number of ranks: the given one, or theirs."""
     from energon_bridge.loader.document import merge
-    from energon_bridge.loader.state_files import read_states
-    from energon_bridge.loader.summary import rank_of
+    from energon_bridge.loader.summary import rank_of, read_states
 
     states = read_states(files)
     ranks = {place for state in states if (place := rank_of(state)) is not None}

@@ -19,9 +19,9 @@ from energon_bridge.compat.epath import EPath
 from energon_bridge.compat.preparing import prepare_metadataset
 from energon_bridge.compat.refused import not_provided
 from energon_bridge.errors import ConfigurationError
-from energon_bridge.loader.spec import DatasetSpec
+from energon_bridge.loader.run_plan import DatasetSpec
 from energon_bridge.mix import JoinRef, Mix, MixIndex, load_mix
-from energon_bridge.mix.kind import DatasetKind, kind_of_source
+from energon_bridge.mix.paths import DatasetKind, kind_of_source
 from energon_bridge.stores import FileStore
 from energon_bridge.stream.cooking import StorePool
 

@@ -25,7 +25,7 @@ from energon_bridge.compat.wrapped import (
     Wrapper,
 )
 from energon_bridge.errors import NotProvidedError
-from energon_bridge.loader.spec import DatasetSpec
+from energon_bridge.loader.run_plan import DatasetSpec
 
 
 def get_train_dataset(path: Any, **kwargs: Any) -> DatasetSpec:

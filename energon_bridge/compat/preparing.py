@@ -12,8 +12,8 @@ from typing import Any, Self
 
 from energon_bridge.compat.refused import not_provided
 from energon_bridge.errors import ConfigurationError, ShardMissingError
-from energon_bridge.format.braces import expand_braces
 from energon_bridge.format.jsonl import index_jsonl
+from energon_bridge.format.nvmeta import expand_braces
 from energon_bridge.prepare import MediaFilter, SplitRule, prepare_dataset, prepare_media, rebuild_index
 from energon_bridge.prepare.discover import find_shards
 from energon_bridge.prepare.duplicates import rename_duplicates

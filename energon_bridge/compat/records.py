@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import fields
-from typing import Any, Self
+from dataclasses import dataclass, fields
+from enum import Enum
+from importlib.util import find_spec
+from typing import Any, ClassVar, Self
 
-from energon_bridge.errors import ConfigurationError
+from energon_bridge import av, stores, task_encoder
+from energon_bridge.compat.epath import EPath
+from energon_bridge.compat.refused import not_provided
+from energon_bridge.errors import ConfigurationError, MetadataError
+from energon_bridge.format.documents import parse_document
+from energon_bridge.format.jsonl import open_jsonl
+from energon_bridge.format.nvmeta import INDEX_SQLITE, INFO_JSON, INFO_YAML, META_FOLDER
 from energon_bridge.samples import SourceInfo
 from energon_bridge.samples.base import pin_value
 from energon_bridge.stores.cache import Lazy
@@ -144,3 +154,113 @@ def register_fork_hooks(target: Any) -> None:
     ):
         if hasattr(target, name):
             register(getattr(target, name))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# `FileStoreCachePool` with megatron-energon's `method="pickle"`, which keeps decoded files there.
+
+
+logger = logging.getLogger(__name__)
+
+
+class FileStoreCachePool(stores.FileStoreCachePool):
+    """A cache pool that also takes `method="pickle"`: the values are the same, decoded each time they are got.
+
+    The other arguments are those of `energon_bridge.FileStoreCachePool`.
+    """
+
+    def __init__(self, *, method: str = "raw", **kwargs: Any) -> None:
+        if method == "pickle":
+            logger.warning(
+                "FileStoreCachePool(method='pickle') keeps files as they are, as 'raw' does: no pickles here"
+            )
+            method = "raw"
+        super().__init__(method=method, **kwargs)  # type: ignore[arg-type]  # refuses any other
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a program asks of a dataset's files before it opens them: what kind it is, and how many samples it has.
+
+
+class EnergonDatasetType(Enum):
+    """What a path is."""
+
+    METADATASET = "metadataset"
+    WEBDATASET = "webdataset"
+    JSONL = "jsonl"
+    FILESYSTEM = "filesystem"
+    INVALID = "invalid"
+
+
+def get_dataset_type(path: Any) -> EnergonDatasetType:
+    """Return what a path is, by the names of the files that are there."""
+    path = EPath(path)
+    if path.is_file():
+        kinds = {"jsonl": EnergonDatasetType.JSONL, "yaml": EnergonDatasetType.METADATASET}
+        return kinds.get(path.name.rpartition(".")[2], EnergonDatasetType.INVALID)
+    if check_dataset_info_present(path):
+        return EnergonDatasetType.WEBDATASET
+    is_indexed = (path / META_FOLDER / INDEX_SQLITE).is_file()
+    return EnergonDatasetType.FILESYSTEM if is_indexed else EnergonDatasetType.INVALID
+
+
+def check_dataset_info_present(path: Any) -> bool:
+    """Whether a folder is a prepared dataset."""
+    return any((EPath(path) / META_FOLDER / name).is_file() for name in (INFO_JSON, INFO_YAML))
+
+
+def get_dataset_info(path: Any) -> dict[str, Any]:
+    """Return what the `.info` file of a prepared dataset says, such as `shard_counts`; raises MetadataError."""
+    for name in (INFO_JSON, INFO_YAML):
+        file = EPath(path) / META_FOLDER / name
+        if file.is_file():
+            data = file.read_bytes()
+            found = json.loads(data) if name == INFO_JSON else parse_document(data, where=file.url)
+            if isinstance(found, dict):
+                return found
+            raise MetadataError(f"{file.url}: expected a mapping, found {type(found).__name__}")
+    raise MetadataError(f"{EPath(path).url}: not prepared, there is no {META_FOLDER}/{INFO_JSON}")
+
+
+class IJsonlIndexReader:
+    """The index of a JSONL file, of which only the number of samples can be asked."""
+
+    def __init__(self, jsonl_path: Any) -> None:
+        raise not_provided("IJsonlIndexReader(…)", "open the .jsonl file with get_train_dataset")
+
+    @staticmethod
+    def count_samples(jsonl_path: Any) -> int:
+        """Return the number of samples of a JSONL file."""
+        return open_jsonl(EPath(jsonl_path).url).num_samples
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# `AVDecoder` and `SampleDecoder` as megatron-energon has them.
+#
+# Sound has the file's own type, a range beyond the end gives no clip, and pickles are read: those of plain values.
+
+
+AV_DECODE_AVAILABLE = find_spec("av") is not None
+
+
+class AVDecoder(av.AVDecoder):
+    """A video, or sound, to take clips from; the arguments are those of `energon_bridge.AVDecoder`.
+
+    A range that begins beyond the end gives no clip, so that there are fewer clips than ranges.
+    """
+
+    leaves_out_beyond: ClassVar[bool] = True
+
+    def __init__(self, stream: Any, suppress_warnings: bool = False, **kwargs: Any) -> None:
+        super().__init__(stream, suppress_warnings, **{"audio_format": "native", **kwargs})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleDecoder(task_encoder.SampleDecoder):
+    """Decodes the parts of a sample; the arguments are those of `energon_bridge.SampleDecoder`."""
+
+    read_pickles: bool = True
+    av_class: type[av.AVDecoder] = AVDecoder
+
+
+DEFAULT_DECODER = SampleDecoder()

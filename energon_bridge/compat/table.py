@@ -40,7 +40,7 @@ _ELSEWHERE = {
     "FileStoreDecoder": "energon_bridge.stores.base:Decoder",
     "MediaMetadataBase": "energon_bridge.format.media:MediaMetadata",
     "add_source_info": "energon_bridge.samples:add_source_info",
-    "collapse": "energon_bridge.format.braces:collapse_braces",
+    "collapse": "energon_bridge.format.nvmeta:collapse_braces",
     "main": "energon_bridge.cli.main:main",
 }
 

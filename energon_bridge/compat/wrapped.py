@@ -13,8 +13,8 @@ from typing import Any, NoReturn
 from energon_bridge import datasets
 from energon_bridge.compat.refused import Refusing, not_provided
 from energon_bridge.errors import ConfigurationError, WrongUseError
+from energon_bridge.loader.run_plan import DATASET_IS_NO_LOADER, DatasetSpec
 from energon_bridge.loader.savable import SavableDataLoader
-from energon_bridge.loader.spec import DATASET_IS_NO_LOADER, DatasetSpec
 
 
 class Wrapper:

@@ -19,8 +19,7 @@ from energon_bridge.format.jsonl import is_jsonl
 from energon_bridge.loader.bans import banned_of
 from energon_bridge.loader.document import State, read
 from energon_bridge.loader.fits import check_fits
-from energon_bridge.loader.run_plan import RunPlan, plan_run, without_banned
-from energon_bridge.loader.spec import DatasetSpec
+from energon_bridge.loader.run_plan import DatasetSpec, RunPlan, plan_run, without_banned
 from energon_bridge.mix import Blend, Concat, DatasetOpener, LeafRef, Mix, MixSource, Node, WeightSchedule, flatten
 from energon_bridge.mix.leaves import OpenLeaf, kept_samples
 from energon_bridge.mix.tree import EpochizedBlend as MixedEpochs

@@ -19,7 +19,7 @@ from energon_bridge.errors import ConfigurationError, KeyIndexError, MissingRank
 from energon_bridge.forecast.run import Run
 from energon_bridge.format.dataset import PreparedDataset
 from energon_bridge.format.join import JoinedDataset
-from energon_bridge.format.key_lookup import KeyIndex, keys_at, keys_of_shard, local_key_index
+from energon_bridge.format.key_index import KeyIndex, keys_at, keys_of_shard, local_key_index
 from energon_bridge.format.nvmeta import INDEX_SQLITE, meta_path, read_info
 from energon_bridge.loader.document import read_leaves
 from energon_bridge.loader.run_plan import draws_of_pass

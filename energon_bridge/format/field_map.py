@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from energon_bridge.errors import FieldAccessError, FieldMapError, did_you_mean
-from energon_bridge.format.media_kinds import kind_by_name
+from energon_bridge.format.media import kind_by_name
 from energon_bridge.samples import META_FIELDS
 
 _ACCESS = re.compile(r"([^\[\],]+)((?:\[[^\[\]]+\])*)")

@@ -7,15 +7,32 @@ the line of its split (its shards laid end to end), -1 where it has none.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+import logging
+import os
+import struct
+import tempfile
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from functools import partial
+from itertools import chain, pairwise
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 
+from energon_bridge.errors import EmptyDatasetError, KeyIndexError, StorageError, UnmatchedKeyError
 from energon_bridge.format.dataset import PreparedDataset
+from energon_bridge.format.key_index import KeyIndex, find_keys, key_index_version, keys_at, local_key_index, matches
+from energon_bridge.format.nvmeta import read_info
+from energon_bridge.format.parallel import map_shards
 from energon_bridge.rng import IntArray
 from energon_bridge.samples import CrudeSample
 
@@ -95,3 +112,374 @@ def joined_dataset(
         shard_sizes=np.asarray(shard_counts * mean, dtype=np.int64),
         fingerprint=hashlib.sha256(content.encode()).hexdigest(),
     )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Finding the rows of a join: the samples of a primary, with what the other datasets have under the same keys.
+#
+# The shards of the primary are shared out in runs, to any number of processes; only arrays of whole numbers leave them.
+# Excluded samples and shards outside of the split part give no row in the primary, and count as missing in the others.
+# Rows that a `nonmatch: skip` drops are dropped before a `nonmatch: error` looks at the rest.
+
+
+_NAMED_KEYS = 5
+_RUN_SAMPLES = 1 << 18
+"""Samples of the primary in a piece of work: what a result takes, against what it costs to send out the work."""
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Line:
+    """Where the samples of one dataset lie on the line of its split part.
+
+    Attributes:
+        index: Its key index.
+        nonmatch: What becomes of rows that it has no sample for.
+        numbers: For each shard of the line its number in `.info.json`, which is that of the key index.
+        firsts: For each shard of the line its place on it.
+        starts: For each shard of `.info.json` its place on the line, -1 if it is not in the split part.
+        counts: For each shard of `.info.json` its number of samples.
+        excluded: Places of the excluded samples, sorted.
+    """
+
+    index: KeyIndex
+    nonmatch: Nonmatch
+    numbers: IntArray
+    firsts: IntArray
+    starts: IntArray
+    counts: IntArray
+    excluded: IntArray
+
+    def places(self, shards: IntArray, locals_: IntArray) -> IntArray:
+        """Return the places of samples, -1 for those that are not there (-1, -1), excluded or in another part."""
+        if shards.size and (shards.max() >= self.counts.size or (locals_ >= self.counts[shards]).any()):
+            raise _stale(self.index)
+        found = np.where((shards >= 0) & (self.starts[shards] >= 0), self.starts[shards] + locals_, -1)
+        return np.where(np.isin(found, self.excluded), -1, found) if self.excluded.size else found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    """The rows of some shards of the primary, and for each dataset how many keys it lacks, with some of them."""
+
+    rows: IntArray
+    missing: list[int]
+    keys: list[list[str]]
+
+
+def find_rows(
+    parts: Sequence[JoinPart], *, num_workers: int = 1, progress: Progress = lambda done, total: None
+) -> Iterator[IntArray]:
+    """Yield the rows of a join, in order, shape (some rows, datasets) each.
+
+    `progress` gets the numbers of shards of the primary that are done and in all.
+
+    Raises:
+        KeyIndexError: A key index is damaged or older than its dataset.
+        UnmatchedKeyError: A dataset with `nonmatch: error` lacks keys; some of them are named.
+    """
+    missing = [0] * len(parts)
+    keys: list[list[str]] = [[] for _ in parts]
+    with tempfile.TemporaryDirectory(prefix="energon-join-") as scratch:
+        lines = [_line(part, str(Path(scratch) / f"{number}.sqlite")) for number, part in enumerate(parts)]
+        runs = _runs(parts[0].dataset.shard_counts, num_workers)
+        with closing(map_shards(partial(_join_shards, lines), runs, num_workers=num_workers)) as results:
+            for run, found in zip(runs, results, strict=True):
+                for place, count in enumerate(found.missing):
+                    missing[place] += count
+                    keys[place] += found.keys[place][: _NAMED_KEYS - len(keys[place])]
+                yield found.rows
+                progress(run.stop, runs[-1].stop)
+    for part, count, some in zip(parts, missing, keys, strict=True):
+        if count:
+            named = ", ".join(map(repr, some)) + (", …" if count > len(some) else "")
+            raise UnmatchedKeyError(
+                f"{part.dataset.path}, {part.dataset.split_part!r}: {count:,} samples of {parts[0].dataset.path} have "
+                f"no match in it: {named}. Write `nonmatch: skip` at this dataset of the join to leave such samples "
+                f"out, or `nonmatch: none` to give the joiner None in its place."
+            )
+
+
+def _runs(counts: IntArray, num_workers: int) -> list[range]:
+    """Cut shards into runs of about equal numbers of samples, several for each process."""
+    ends = np.cumsum(counts)
+    pieces = max(4 * num_workers, int(ends[-1]) // _RUN_SAMPLES)
+    cuts = np.searchsorted(ends, ends[-1] * np.arange(1, pieces) / pieces, side="left") + 1
+    edges = np.unique([0, *cuts.tolist(), ends.size])
+    return [range(low, high) for low, high in pairwise(edges.tolist())]
+
+
+def _line(part: JoinPart, scratch: str) -> _Line:
+    dataset = part.dataset
+    info = read_info(dataset.store).shard_counts
+    number_of = {shard: number for number, shard in enumerate(info)}
+    numbers = np.array([number_of[shard] for shard in dataset.shard_names], dtype=np.int64)
+    firsts = np.cumsum(dataset.shard_counts) - dataset.shard_counts
+    starts = np.full(len(info), -1, dtype=np.int64)
+    starts[numbers[::-1]] = firsts[::-1]  # backwards, so that of a shard that is listed twice the first place counts
+    index = local_key_index(dataset.store, scratch)
+    return _Line(
+        index=index,
+        nonmatch=part.nonmatch,
+        numbers=numbers,
+        firsts=firsts,
+        starts=starts,
+        counts=np.array(list(info.values()), dtype=np.int64),
+        excluded=_excluded(dataset, index, numbers, firsts),
+    )
+
+
+def _excluded(dataset: PreparedDataset, index: KeyIndex, numbers: IntArray, firsts: IntArray) -> IntArray:
+    if not dataset.excluded:
+        return np.empty(0, dtype=np.int64)
+    excluded = sorted(dataset.excluded)
+    places: list[int] = []
+    for (shard, _), found in zip(excluded, find_keys(index, [key for _, key in excluded]), strict=True):
+        if found is None:
+            continue
+        for position in np.flatnonzero(numbers == found[0]).tolist():  # several only if the split lists a shard twice
+            if dataset.shard_names[position] == shard:
+                places.append(int(firsts[position]) + found[1])
+    return np.array(sorted(places), dtype=np.int64)
+
+
+def _join_shards(lines: Sequence[_Line], shards: range) -> _Found:
+    """Find the rows of some shards of the primary's line; runs in any process."""
+    found = [_join_shard(lines, shard) for shard in shards]
+    return _Found(
+        rows=np.concatenate([one.rows for one in found]),
+        missing=[sum(counts) for counts in zip(*(one.missing for one in found), strict=True)],
+        keys=[list(chain.from_iterable(keys)) for keys in zip(*(one.keys for one in found), strict=True)],
+    )
+
+
+def _join_shard(lines: Sequence[_Line], shard: int) -> _Found:
+    primary = lines[0]
+    number = int(primary.numbers[shard])
+    count = int(primary.counts[number])
+    start = int(primary.firsts[shard])
+    rows = np.empty((count, len(lines)), dtype=np.int64)
+    rows[:, 0] = np.arange(start, start + count)
+    for place, line in enumerate(lines[1:], start=1):
+        found = matches(primary.index, line.index, number)
+        if not np.array_equal(found[:, 0], np.arange(count)):
+            raise _stale(primary.index)
+        rows[:, place] = line.places(found[:, 1], found[:, 2])
+    kept = ~np.isin(rows[:, 0], primary.excluded)
+    for place, line in enumerate(lines):
+        if line.nonmatch == "skip":
+            kept &= rows[:, place] >= 0
+    missing = [0] * len(lines)
+    keys: list[list[str]] = [[] for _ in lines]
+    for place, line in enumerate(lines):
+        if line.nonmatch == "error":
+            bad = np.flatnonzero(kept & (rows[:, place] < 0))
+            missing[place] = bad.size
+            if bad.size:
+                keys[place] = keys_at(primary.index, number, bad[:_NAMED_KEYS].tolist())
+    return _Found(rows=rows[kept], missing=missing, keys=keys)
+
+
+def _stale(index: KeyIndex) -> KeyIndexError:
+    return KeyIndexError(
+        f"{index.dataset}: the key index has other samples than `.info.json` counts. Write both again: "
+        f"`energon prepare --tar-index-only {index.dataset}`."
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The file that keeps the rows of a join, so that they are looked up once.
+#
+# Format, little-endian: a header of 64 bytes (magic `EBJOIN01`, the 32 bytes of the key, then as int64 the number of
+# datasets, the number of rows and the CRC-32 of what follows), then the rows, int64, shape (rows, datasets): what
+# `rows` in `format.join` is. The name of the file has the key: a hash over everything that the rows depend on
+# (content, split part and key index of each dataset in turn, and its nonmatch). So a join in another split, or of
+# data that changed, has a file of its own.
+#
+# Invariant: a file has its final name only when it is whole, and it is checked before it is used; one that is damaged
+# is written again. Processes that need the same one wait for the first where the file system has locks, and otherwise
+# do the work twice. It is mapped, not read: the processes of a machine share its pages.
+
+
+_MAGIC = b"EBJOIN01"
+_HEADER = struct.Struct("<8s32sqqq")
+_ROW = np.dtype("<i8")
+_CHUNK = 1 << 20
+_PREFIX = "join_rows_"
+_OLD_SECONDS = 86400
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinIndex:
+    """The rows of a join, how many of them each shard of the primary has, and the checksum of the rows.
+
+    `path` is the file that holds them, None if no folder could be written to.
+    """
+
+    rows: IntArray
+    shard_counts: IntArray
+    checksum: int
+    path: str | None
+
+
+def open_index(
+    parts: Sequence[JoinPart],
+    folders: Sequence[str],
+    *,
+    num_workers: int = 1,
+    progress: Progress = lambda done, total: None,
+) -> JoinIndex:
+    """Return the rows of a join, from a file in one of the folders, or looked up and written to the first that can be.
+
+    Raises:
+        EmptyDatasetError: No row is left.
+        KeyIndexError, UnmatchedKeyError: The rows cannot be found.
+    """
+    key = _key(parts)
+    name = f"{_PREFIX}{key.hex()[:32]}.bin"
+    for folder in folders:
+        found = _load(os.path.join(folder, name), key, parts)
+        if found is not None:
+            return found
+    for folder in folders:
+        path = os.path.join(folder, name)
+        with contextlib.ExitStack() as stack:
+            try:
+                os.makedirs(folder, exist_ok=True)
+                stack.enter_context(_locked(f"{path}.lock"))
+                temporary = f"{path}.{os.getpid()}.{threading.get_ident()}.tmp"
+                file = stack.enter_context(open(temporary, "w+b"))
+            except OSError as error:
+                _log.info("%s: cannot write here (%s)", folder, error)
+                continue
+            stack.callback(_unlink, temporary)
+            found = _load(path, key, parts)
+            if found is not None:
+                return found
+            _write(file, key, parts, num_workers=num_workers, progress=progress)
+            os.replace(temporary, path)
+            found = _load(path, key, parts)
+            if found is None:
+                raise StorageError(f"{path}: was written just now and is damaged already. Check the disk.")
+            return found
+    _log.warning(
+        "the rows of a join cannot be kept in any of %s, and are looked up by every process. Make one of them writable",
+        ", ".join(folders),
+    )
+    with tempfile.TemporaryFile() as file:
+        _write(file, key, parts, num_workers=num_workers, progress=progress)
+        found = _mapped(file, key, parts, path=None)
+    if found is None:
+        raise StorageError("the rows of a join were damaged in a temporary file. Check the disk.")
+    return found
+
+
+def remove_others(folder: str, keep: set[str]) -> list[str]:
+    """Remove the files of joins in a folder but those to `keep`, and what killed processes left; return their names."""
+    if not os.path.isdir(folder):
+        return []
+    kept = {os.path.basename(path) for path in keep}
+    gone = []
+    for name in sorted(os.listdir(folder)):
+        path = os.path.join(folder, name)
+        if name.startswith(_PREFIX) and name not in kept and (name.endswith(".bin") or _is_old(path)):
+            _unlink(path)
+            gone.append(name)
+    return gone
+
+
+def _key(parts: Sequence[JoinPart]) -> bytes:
+    content = [
+        [part.dataset.fingerprint, part.dataset.split_part, part.nonmatch, *key_index_version(part.dataset.store)]
+        for part in parts
+    ]
+    return hashlib.sha256(_MAGIC + json.dumps(content, separators=(",", ":")).encode()).digest()
+
+
+def _write(file: BinaryIO, key: bytes, parts: Sequence[JoinPart], *, num_workers: int, progress: Progress) -> None:
+    file.write(bytes(_HEADER.size))
+    checksum = count = 0
+    for rows in find_rows(parts, num_workers=num_workers, progress=progress):
+        data = np.ascontiguousarray(rows, dtype=_ROW).tobytes()
+        checksum = zlib.crc32(data, checksum)
+        count += len(rows)
+        _append(file, data)
+    if not count:
+        names = " and ".join(f"{part.dataset.path} ({part.dataset.split_part})" for part in parts)
+        raise EmptyDatasetError(f"the join of {names} has no rows: no key is in all of them. Check the keys.")
+    file.seek(0)
+    _append(file, _HEADER.pack(_MAGIC, key, len(parts), count, checksum))
+    file.flush()
+
+
+def _append(file: BinaryIO, data: bytes) -> None:
+    try:
+        file.write(data)
+    except OSError as error:
+        raise StorageError(f"{file.name}: cannot write the rows of a join: {error}") from error
+
+
+def _load(path: str, key: bytes, parts: Sequence[JoinPart]) -> JoinIndex | None:
+    """Return the rows in a file, None if it is not there or damaged."""
+    try:
+        with open(path, "rb") as file:
+            found = _mapped(file, key, parts, path=path)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        _log.warning("%s: cannot be read (%s); the rows of the join are looked up again", path, error)
+        return None
+    if found is None:
+        _log.warning("%s: damaged; the rows of the join are looked up again", path)
+    return found
+
+
+def _mapped(file: BinaryIO, key: bytes, parts: Sequence[JoinPart], *, path: str | None) -> JoinIndex | None:
+    size = os.fstat(file.fileno()).st_size
+    file.seek(0)
+    header = file.read(_HEADER.size)
+    if len(header) != _HEADER.size:
+        return None
+    magic, its_key, width, count, checksum = _HEADER.unpack(header)
+    if (magic, its_key, width) != (_MAGIC, key, len(parts)):
+        return None
+    if count < 1 or size != _HEADER.size + count * width * _ROW.itemsize:
+        return None
+    mapped = np.memmap(file, dtype=_ROW, mode="r", offset=_HEADER.size, shape=(count, width))
+    rows = mapped.view(np.ndarray)
+    ends = np.cumsum(parts[0].dataset.shard_counts)
+    counts = np.zeros(ends.size, dtype=np.int64)
+    found = 0
+    for start in range(0, count, _CHUNK):  # one pass, without a copy of the whole
+        chunk = rows[start : start + _CHUNK]
+        found = zlib.crc32(chunk.data, found)
+        counts += np.bincount(np.searchsorted(ends, chunk[:, 0], side="right"), minlength=ends.size)[: ends.size]
+    return JoinIndex(rows=rows, shard_counts=counts, checksum=checksum, path=path) if found == checksum else None
+
+
+@contextlib.contextmanager
+def _locked(path: str) -> Iterator[None]:
+    """Hold a lock on a file of its own; where the file system has none, hold nothing."""
+    with open(path, "wb") as file:
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            _unlink(path)
+
+
+def _is_old(path: str) -> bool:
+    """Tell whether nobody can be writing a file any more."""
+    try:
+        return time.time() - os.stat(path).st_mtime > _OLD_SECONDS
+    except OSError:
+        return False
+
+
+def _unlink(path: str) -> None:
+    with contextlib.suppress(OSError):
+        os.unlink(path)

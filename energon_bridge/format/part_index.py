@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from energon_bridge.errors import KeyIndexError, MediaMetadataError, ShardMissingError
-from energon_bridge.format.key_lookup import check_table, copy_key_index, limit_time, sqlite_uri
+from energon_bridge.format.key_index import check_table, copy_key_index, limit_time, sqlite_uri
 from energon_bridge.format.media import MediaMetadata, read_metadata
 from energon_bridge.format.nvmeta import INDEX_SQLITE, meta_path
 from energon_bridge.storage import LocalStore, Store

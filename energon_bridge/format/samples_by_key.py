@@ -12,9 +12,9 @@ import numpy as np
 from energon_bridge.errors import KeyIndexError
 from energon_bridge.format.dataset import PreparedDataset
 from energon_bridge.format.join import JoinedDataset
-from energon_bridge.format.key_lookup import find_keys, local_key_index
+from energon_bridge.format.key_index import find_keys, local_key_index
 from energon_bridge.format.nvmeta import INDEX_SQLITE, meta_path, read_info
-from energon_bridge.format.tar_scan import scan_tar
+from energon_bridge.format.tar_index import scan_tar
 from energon_bridge.rng import IntArray
 
 logger = logging.getLogger(__name__)

@@ -13,10 +13,43 @@ do not fit, and raises CorruptShardError.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from typing import NamedTuple
 
 from energon_bridge.errors import CorruptShardError
-from energon_bridge.format.names import split_member_name
+from energon_bridge.storage.ranges import ByteRange
+
+# ---------------------------------------------------------------------------------------------------------------------
+# How a tar member's name becomes a sample key and a part name.
+#
+# The key is the folder plus the base name up to its first dot, the part is the rest: `a/b.c/x.seg.png` has key
+# `a/b.c/x` and part `seg.png`. Names without a dot in the base name belong to no sample, and neither do names that
+# start with a component like `__meta__`. Same rules as Megatron Energon 7.4 (reference section 1.2); its pattern is
+# the format.
+
+
+_MEMBER = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")
+_IGNORED = re.compile(r"__[^/]*__($|/)")
+
+
+def split_member_name(name: str) -> tuple[str, str] | None:
+    """Split a member name into (key, part); None if the member belongs to no sample."""
+    if name.startswith("__") and _IGNORED.match(name):
+        return None
+    folder_end = name.rfind("/") + 1
+    dot = name.find(".", folder_end)
+    if dot < 0:
+        return None
+    if dot > folder_end and "\n" not in name:
+        return name[:dot], name[dot + 1 :]
+    match = _MEMBER.match(name)  # hidden files in folders and line ends: only the pattern itself says
+    return (match.group(1), match.group(2)) if match else None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Parts of one sample from the bytes of its range in a tar: the hot path of reading.
+
 
 try:
     from energon_bridge.format import _tar
@@ -218,3 +251,59 @@ def _pax_size(text: str, *, where: str, offset: int) -> int:
     if not (text.isascii() and text.isdigit()):
         raise CorruptShardError(f"{where}: PAX header before byte {offset} has the size {text!r}, expected a number.")
     return int(text)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Parts of one large sample in a tar without reading them all: headers and small parts are read, large ones are named.
+#
+# The counterpart of `parse_sample` for samples of which most bytes may never be needed, such as videos.
+
+
+def open_sample(
+    sample: ByteRange, *, parts: frozenset[str] | None = None, keep: Callable[[str], bool]
+) -> tuple[str, dict[str, bytes | ByteRange]]:
+    """Return the key of a sample and its parts, in the order of the tar: bytes, or a range where `keep(name)` says so.
+
+    `parts` limits what is returned to these part names. Raises CorruptShardError if the range holds no tar members of
+    one sample, StorageError.
+    """
+    found: dict[str, bytes | ByteRange] = {}
+    key: str | None = None
+    position = 0
+    while position + BLOCK <= sample.size:
+        member = _member_at(sample, position)
+        if member is None:
+            break
+        content, position = position + member.content, position + member.end
+        names = split_member_name(member.name) if member.regular else None
+        if names is None:
+            continue
+        key = names[0] if key is None else key
+        if names[0] != key or content + member.size > sample.size:
+            raise CorruptShardError(
+                f"{sample.url}: the range of sample {key!r} at byte {sample.offset} has {sample.size} bytes and does "
+                f"not fit its member {member.name!r}. Rebuild the index with `energon prepare --tar-index-only`."
+            )
+        if parts is None or names[1] in parts:
+            part = ByteRange(store=sample.store, rel=sample.rel, offset=sample.offset + content, size=member.size)
+            found[names[1]] = part if keep(names[1]) else part.read()
+    if key is None:
+        raise CorruptShardError(
+            f"{sample.url}: no member of a sample in the {sample.size} bytes from {sample.offset}: the index does not "
+            f"fit the tar. Rebuild it with `energon prepare --tar-index-only`."
+        )
+    return key, found
+
+
+def _member_at(sample: ByteRange, position: int) -> Member | None:
+    """Return the member whose headers begin at a position, with offsets from there; None at a zero block."""
+    length = BLOCK
+    while True:
+        length = min(length, sample.size - position)
+        head = memoryview(sample.store.read_range(sample.rel, sample.offset + position, length))
+        try:
+            return next_member(head, 0, where=sample.url, base=sample.offset + position)
+        except NeedMoreBytes as more:
+            if more.needed > sample.size - position:
+                raise
+            length = more.needed

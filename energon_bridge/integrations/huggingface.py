@@ -33,7 +33,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from energon_bridge.dataloader import EnergonDataloader
 from energon_bridge.datasets import get_savable_loader
 from energon_bridge.errors import ConfigurationError, MaskedMicrobatchesError, StateFormatError
-from energon_bridge.loader.spec import DatasetSpec
+from energon_bridge.loader.run_plan import DatasetSpec
 from energon_bridge.samples.devices import normalise_on_device
 
 STATE_FILE = "energon_bridge_data.json"

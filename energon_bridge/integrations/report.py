@@ -24,7 +24,7 @@ from energon_bridge.dataloader import EnergonDataloader
 from energon_bridge.errors import EnergonError
 from energon_bridge.loader.document import State, read
 from energon_bridge.loader.metrics import dataset_names
-from energon_bridge.loader.spec import DatasetSpec
+from energon_bridge.loader.run_plan import DatasetSpec
 from energon_bridge.stream.state import COUNTERS
 
 MOST_POINTS = 1000

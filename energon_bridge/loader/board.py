@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from multiprocessing.reduction import DupFd
 from typing import Any
 
-from energon_bridge.stream.activity import HOOK, HOOKS, INDEX, LEAF, SAMPLE_HOOKS, WORDS
+from energon_bridge.stream.watchdog import HOOK, HOOKS, INDEX, LEAF, SAMPLE_HOOKS, WORDS
 
 _BEGUN, _SINCE, _MADE, _SENT, _SAID = range(5)
 _FACTS = 5

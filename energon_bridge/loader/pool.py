@@ -50,10 +50,9 @@ from energon_bridge.loader.workers import (
     raised_by_worker,
     run_worker,
 )
-from energon_bridge.stream.activity import Activity
 from energon_bridge.stream.leaf import Leaf, user_key_of
 from energon_bridge.stream.state import LaneBatch
-from energon_bridge.stream.watchdog import EXIT_CODE, GRACE_SECONDS, WatchdogSettings
+from energon_bridge.stream.watchdog import EXIT_CODE, GRACE_SECONDS, Activity, WatchdogSettings
 
 logger = logging.getLogger(__name__)
 

@@ -28,9 +28,8 @@ from energon_bridge.loader.bans import (
 )
 from energon_bridge.loader.description import Description
 from energon_bridge.loader.fits import check_fits, check_lanes
-from energon_bridge.loader.listing import listing_of_pass
 from energon_bridge.loader.run_plan import deal_of_pass, draws_of_pass, plan_run, without_banned
-from energon_bridge.loader.streams import Start, Stream, WorkerFacts, open_stream
+from energon_bridge.loader.streams import Start, Stream, WorkerFacts, listing_of_pass, open_stream
 from energon_bridge.loader.summary import leaf_rows
 from energon_bridge.mix import parse_weight
 from energon_bridge.plan.bans import Ban, LeafBans, new_keys, with_ban

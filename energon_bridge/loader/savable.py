@@ -26,11 +26,10 @@ import torch.utils.data
 from energon_bridge.errors import ConfigurationError, ForkedLoaderError, LoaderError, WrongUseError
 from energon_bridge.format.parallel import available_cores
 from energon_bridge.loader import document as doc
-from energon_bridge.loader.error_rates import AT_ANY_TIME, AT_END, AT_EPOCH, check_rates, name_losses
-from energon_bridge.loader.metrics import flat_metrics
+from energon_bridge.loader.metrics import AT_ANY_TIME, AT_END, AT_EPOCH, check_rates, flat_metrics, name_losses
 from energon_bridge.loader.pool import WorkerPool
 from energon_bridge.loader.position import OnMismatch, Position
-from energon_bridge.loader.spec import DATASET_IS_NO_LOADER, DatasetSpec
+from energon_bridge.loader.run_plan import DATASET_IS_NO_LOADER, DatasetSpec
 from energon_bridge.loader.streams import open_pipeline
 from energon_bridge.loader.workers import Work, keep_freed_memory, produced, schedule
 from energon_bridge.samples.base import pin_value

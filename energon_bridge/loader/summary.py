@@ -6,12 +6,108 @@ that the document holds, counters those of the ranks that it holds.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import os
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from energon_bridge.loader.document import SavedRun, State, read
+from energon_bridge.errors import StateError, StateFormatError
+from energon_bridge.loader.document import FORMAT, SavedRun, State, read
 from energon_bridge.loader.fits import diff_leaves
 from energon_bridge.stream.state import COUNTERS
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reading states from files: JSON, `torch.save`, checkpoints that hold a state somewhere inside.
+#
+# Understood are a state itself, a list of states of several ranks, Megatron's `{"dataloader_state_dict": state}`,
+# a Lightning checkpoint with the state of our data module, and any other nesting of dicts and lists. Tensors of a
+# checkpoint are not read. Nothing in a file is ever run: JSON, or `torch.load` with `weights_only=True`.
+
+
+_MAX_DEPTH = 8
+_USUAL = "dataloader_state_dict"
+_OF_MODULE = {"global_step", "train"}
+
+
+def read_states(paths: Sequence[str | os.PathLike[str]]) -> list[State]:
+    """Return the states in some files, in the order of the files; a state that is there twice comes once.
+
+    Raises:
+        StateFormatError: A file cannot be read, is damaged, or holds no state; its message names the file.
+        StateVersionError, OrderVersionError: A state was written by another version.
+    """
+    states: list[State] = []
+    for path in paths:
+        found = list(_states_in(_load(os.fspath(path)), _MAX_DEPTH))
+        if not found:
+            raise StateFormatError(
+                f"{os.fspath(path)}: no state of energon_bridge in it (nothing with format {FORMAT!r}). Give a file "
+                "written from save_state_rank, save_state_global or state_dict, or a checkpoint that contains it"
+            )
+        for state in found:
+            try:
+                read(state)
+            except StateError as error:
+                raise type(error)(f"{os.fspath(path)}: {error}") from error
+            if state not in states:
+                states.append(state)
+    return states
+
+
+def _load(path: str) -> Any:
+    """Return what a file holds."""
+    try:
+        with open(path, "rb") as file:
+            start = file.read(64).lstrip()
+    except OSError as error:
+        reason = "a folder; give the files in it" if os.path.isdir(path) else error.strerror
+        raise StateFormatError(f"{path}: cannot be read as a state: {reason}") from error
+    if start[:1] in (b"{", b"["):
+        try:
+            with open(path, encoding="utf-8") as text:
+                return json.load(text)
+        except ValueError as error:
+            raise StateFormatError(f"{path}: damaged: it begins like JSON and is none ({error})") from error
+    import torch  # only here: JSON is read without
+
+    try:
+        # On the meta device the tensors of a checkpoint have shapes and no content: they are not read.
+        return torch.load(path, map_location="meta", weights_only=True)
+    except Exception as error:  # torch raises whatever foreign bytes make of it
+        raise StateFormatError(
+            f"{path}: neither JSON nor a file of torch.save that can be loaded with weights_only=True: it is damaged, "
+            f"something else, or holds objects that would run code ({type(error).__name__}: {_first_line(error)}). "
+            "States of energon_bridge are plain values; save them in a file of their own"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "")[:200]
+
+
+def _states_in(value: Any, depth: int) -> Iterator[State]:
+    """Yield the states inside of dicts and lists; what Megatron and our data module write is looked for first."""
+    if depth == 0:
+        return
+    if isinstance(value, dict):
+        if value.get("format") == FORMAT:
+            yield value
+            return
+        # Lightning keeps the state of an iterator a second time, among its loops.
+        of_module = [item["train"] for item in value.values() if isinstance(item, dict) and item.keys() == _OF_MODULE]
+        inside = of_module or ([value[_USUAL]] if _USUAL in value else list(value.values()))
+    elif isinstance(value, (list, tuple)):
+        inside = list(value)
+    else:
+        return
+    for item in inside:
+        if isinstance(item, (dict, list, tuple)):
+            yield from _states_in(item, depth - 1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What states say, for people and programs: counters per leaf, where a run stands, how two states differ.
+
 
 _RUN_SETTINGS = ("kind", "num_lanes")
 

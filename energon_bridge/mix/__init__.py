@@ -9,13 +9,11 @@ files are read. `opener` opens the datasets, with the help of the `index` that a
 from __future__ import annotations
 
 from energon_bridge.mix.blender import Blender
-from energon_bridge.mix.describe import describe
-from energon_bridge.mix.flatten import Mix, MixLeaf, MixMode, flatten
-from energon_bridge.mix.index import MixIndex
-from energon_bridge.mix.joiners import register_joiner, resolve_joiner
+from energon_bridge.mix.flatten import Mix, MixLeaf, MixMode, describe, flatten
+from energon_bridge.mix.joins import register_joiner, resolve_joiner
 from energon_bridge.mix.load import MixSource, index_of_datasets, load_mix, load_tree, open_mix_index
 from energon_bridge.mix.metadataset import metadataset_splits
-from energon_bridge.mix.opener import DatasetOpener
+from energon_bridge.mix.opener import DatasetOpener, MixIndex
 from energon_bridge.mix.paths import resolve_path, user_cache
 from energon_bridge.mix.schedule import WeightSchedule, parse_weight
 from energon_bridge.mix.subset import SubsetRange, evaluate_subset, merge_subsets

@@ -3,20 +3,143 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, overload
 
-from energon_bridge.errors import MetadataError
+from energon_bridge.errors import ConfigurationError, EnergonError, MetadataError, UntrustedCodeError
+from energon_bridge.format.code import import_class
 from energon_bridge.format.dataset import PreparedDataset
-from energon_bridge.format.join import JoinedDataset, JoinPart, joined_dataset
-from energon_bridge.format.join_index import open_index
+from energon_bridge.format.dataset_config import OWN_PACKAGES
+from energon_bridge.format.join import JoinedDataset, JoinPart, joined_dataset, open_index
 from energon_bridge.format.parallel import available_cores
-from energon_bridge.mix.joiners import resolve_joiner
 from energon_bridge.mix.paths import user_cache
-from energon_bridge.mix.tree import AuxRef, JoinRef, LeafRef
+from energon_bridge.mix.tree import AuxRef, Joiner, JoinRef, LeafRef
 from energon_bridge.rows.dataset import TableDataset
+from energon_bridge.samples import CrudeSample, Sample, sample_type_by_name
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What makes one sample of the several that a join has: `from_joined` of a sample type, or a function.
+#
+# A file only names it. Names of `megatron.energon` and `energon_bridge` are sample types of this package; other names
+# are looked up among what user code registered (`register_joiner`), and imported only with `trust_remote_code=True`.
+
+
+JoinerT = TypeVar("JoinerT", bound=Callable[..., Any])
+
+# Filled while user modules are imported and only read afterwards: the one table of the package that code may add to.
+_REGISTERED: dict[str, Callable[..., Any]] = {}
+
+
+@overload
+def register_joiner(joiner: JoinerT) -> JoinerT: ...
+@overload
+def register_joiner(joiner: str) -> Callable[[JoinerT], JoinerT]: ...
+def register_joiner(joiner: str | Callable[..., Any]) -> Callable[..., Any]:
+    """Let metadatasets name a function (or a sample type with `from_joined`) as the `joiner` of a join.
+
+    Use it as `@register_joiner`: a file names it by `__module__` and `__function__` (or `__class__`) as for an import.
+    Use it as `@register_joiner("some.module.name")` to choose that name, for files written for code that moved.
+
+    Raises:
+        ConfigurationError: Something else has that name.
+    """
+    if isinstance(joiner, str):
+        return lambda found: _register(joiner, found)
+    return _register(f"{joiner.__module__}.{joiner.__qualname__}", joiner)
+
+
+def _register(name: str, joiner: JoinerT) -> JoinerT:
+    other = _REGISTERED.get(name)
+    # A module that is loaded again, as notebooks do, brings the same function anew.
+    if other is not None and (other.__module__, other.__qualname__) != (joiner.__module__, joiner.__qualname__):
+        raise ConfigurationError(f"the joiner {name!r} is registered already, as {other!r}. Choose another name.")
+    _REGISTERED[name] = joiner
+    return joiner
+
+
+def resolve_joiner(join: JoinRef, sample_types: list[type], *, trust: bool) -> Callable[..., Any]:
+    """Return what a join calls with its samples, by position or, in a join with names, by name.
+
+    `sample_types` are those of the datasets. Raises UntrustedCodeError for a name that only an import can find, and
+    MetadataError for one that cannot be found or called like that.
+    """
+    joiner, where = join.joiner, f"{join.where}, field `joiner`"
+    found = joiner.target or _find(joiner, where=where, trust=trust)
+    function = found
+    if isinstance(found, type):
+        function = getattr(found, "from_joined", None)
+        if function is None:
+            raise MetadataError(
+                f"{where}: {joiner.module}.{joiner.name} has no `from_joined`. Name a sample type that has one, or a "
+                f"function."
+            )
+        if getattr(function, "__func__", None) is vars(Sample)["from_joined"].__func__:
+            _check_plain(join, sample_types, where=where)
+    elif not callable(found):
+        raise MetadataError(f"{where}: {joiner.module}.{joiner.name} is {found!r}, expected a function.")
+    _check_call(join, function, where=where)
+    return function
+
+
+def _find(joiner: Joiner, *, where: str, trust: bool) -> Any:
+    name = f"{joiner.module}.{joiner.name}"
+    if name in _REGISTERED:
+        return _REGISTERED[name]
+    if any(joiner.module == package or joiner.module.startswith(f"{package}.") for package in OWN_PACKAGES):
+        try:
+            return sample_type_by_name(joiner.name)
+        except EnergonError as error:
+            raise MetadataError(f"{where}: {error}") from error
+    if not trust:
+        raise UntrustedCodeError(
+            f"{where}: {name} is code that this mix wants to run. Import the module that has it in your program and "
+            f"register it there with @energon_bridge.register_joiner; or pass trust_remote_code=True to have it "
+            f"imported by its name, if you trust the mix."
+        )
+    return import_class(joiner.module, joiner.name, root=where, where=where, trust=trust)
+
+
+def _check_plain(join: JoinRef, sample_types: list[type], *, where: str) -> None:
+    """Refuse what `Sample.from_joined` itself cannot take."""
+    if join.is_named:
+        raise MetadataError(
+            f"{where}: `from_joined` of {join.joiner.name} takes its samples in order, but the join gives them names. "
+            f"Write the join as a list, or give {join.joiner.name} a `from_joined` that takes these names."
+        )
+    for entry, sample_type in zip(join.entries, sample_types, strict=True):
+        if issubclass(sample_type, CrudeSample):
+            raise MetadataError(
+                f"{where}: {entry.leaf.path} is a crude dataset, whose samples have no fields for `from_joined` to "
+                f"take. Use a function as the joiner."
+            )
+
+
+def _check_call(join: JoinRef, function: Callable[..., Any], *, where: str) -> None:
+    """Refuse a function that cannot take the samples of a join."""
+    names = [entry.name for entry in join.entries if entry.name is not None]
+    try:
+        signature = inspect.signature(function)
+    except (ValueError, TypeError):  # of something compiled
+        return
+    try:
+        if names:
+            signature.bind(**dict.fromkeys(names))
+        else:
+            signature.bind(*join.entries)
+    except TypeError as error:
+        given = f"by the names {', '.join(names)}" if names else f"as {len(join.entries)} positional arguments"
+        raise MetadataError(
+            f"{where}: {join.joiner.name}{signature} cannot take the samples of the join, which come {given}: {error}."
+        ) from error
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Opening the joins of a mix: their datasets, the index of their rows, and what makes one sample of several.
+
 
 _PARALLEL_SAMPLES = 50_000
 _MAX_WORKERS = 16

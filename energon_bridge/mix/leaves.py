@@ -18,7 +18,7 @@ from energon_bridge.format.columns import column_of, read_columns
 from energon_bridge.format.dataset import PreparedDataset
 from energon_bridge.format.join import JoinedDataset
 from energon_bridge.format.jsonl import JsonlDataset, is_jsonl, open_jsonl
-from energon_bridge.format.key_lookup import key_index_version
+from energon_bridge.format.key_index import key_index_version
 from energon_bridge.format.nvmeta import read_info
 from energon_bridge.mix.expression import all_of, column_names, evaluate
 from energon_bridge.mix.flatten import Mix

@@ -11,10 +11,9 @@ from energon_bridge.format.nvmeta import DEFAULT_DATASET_CONFIG, DEFAULT_SPLIT_C
 from energon_bridge.mix.blender import Blender, blender_from_sequence
 from energon_bridge.mix.expression import column_names
 from energon_bridge.mix.flatten import Mix, flatten
-from energon_bridge.mix.index import MIN_DATASETS, MixIndex, index_folders
-from energon_bridge.mix.kind import DatasetKind, kind_of_reference, kind_of_source
 from energon_bridge.mix.metadataset import read_metadataset_dict, read_metadataset_file
-from energon_bridge.mix.paths import resolve_path
+from energon_bridge.mix.opener import MIN_DATASETS, MixIndex, index_folders
+from energon_bridge.mix.paths import DatasetKind, kind_of_reference, kind_of_source, resolve_path
 from energon_bridge.mix.tree import Blend, Concat, LeafRef, Node, filtered
 
 MixSource = str | os.PathLike[str] | Mapping[str, Any] | Blender | Sequence[Any]

@@ -6,19 +6,276 @@ Invariant: the datasets of one opener share one pool of open files, so that it d
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import itertools
 import json
-from collections.abc import Sequence
+import logging
+import os
+import secrets
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
 
-from energon_bridge.errors import NotPreparedError
-from energon_bridge.format.dataset import PreparedDataset, check_counts, prepared, read_prepared
+from energon_bridge.errors import MetadataError, NotPreparedError
+from energon_bridge.format.dataset import FINGERPRINT_VERSION, PreparedDataset, check_counts, prepared, read_prepared
 from energon_bridge.format.dataset_config import DatasetConfig, DatasetConfigs
+from energon_bridge.format.documents import parse_document
 from energon_bridge.format.jsonl import open_jsonl
-from energon_bridge.format.nvmeta import DEFAULT_DATASET_CONFIG, DEFAULT_SPLIT_CONFIG, NOTHING, meta_path
-from energon_bridge.mix.index import Known, MixIndex, Place, stamps_of
+from energon_bridge.format.nvmeta import (
+    DEFAULT_DATASET_CONFIG,
+    DEFAULT_SPLIT_CONFIG,
+    INFO_JSON,
+    INFO_YAML,
+    NOTHING,
+    SPLIT_JSON,
+    meta_path,
+)
+from energon_bridge.mix.paths import split_path, user_cache
 from energon_bridge.mix.tree import LeafRef
 from energon_bridge.rows.dataset import has_tables, is_table, open_tables
 from energon_bridge.storage import READ_TIMEOUT_SECONDS, LocalStore, OpenFiles, Stalls, Store, as_far, open_store
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The index of a mix: what opening its datasets found, kept in a file so that the next start need not read it again.
+#
+# A mix of many datasets has a file `opened_<hash of the request>.json` in `<name of the mix>.cache/` beside it. Where
+# nothing can be written there, and for mixes that are no local file, it lies in `$XDG_CACHE_HOME/energon_bridge/<hash
+# of the mix>/` (default `~/.cache`). Lines of JSON::
+#
+#     {"format": "energon_bridge.mix_index", "version": [1, 1], "checksum": <blake2b of the lines below>}
+#     {<hash>: <content of a dataset.yaml>, ...}
+#     [path of a YAML file of the mix, <hash of its bytes>]       <its content>
+#     [path, split part, dataset config, split config]
+#         [stamps, shards, counts, sizes, excluded, <hash of its config>, fingerprint]       (a line for each dataset)
+#
+# The *stamps* of a dataset are `[name, bytes, mtime ns, ctime ns, inode]` of its files in `.nv-meta`, `[name]` for one
+# that is not there. The version is that of the format and that of the fingerprint.
+#
+# Invariant: the index changes how fast a mix opens, never what is read. A document is used if the bytes of its file
+# have the hash; a dataset if its stamps and the sizes of all its shards are what they were, and else it is opened
+# anew. What has code of its own, does not lie in a local folder, or was changed within the last two seconds (a file
+# system may give a later change the same time) is not kept. A file that is damaged or of another version is as good
+# as none. Writing replaces the whole file at once, so it does not matter how many processes start together; a failure
+# to write is logged.
+
+
+logger = logging.getLogger(__name__)
+
+FORMAT = "energon_bridge.mix_index"
+VERSION = [1, FINGERPRINT_VERSION]
+MIN_DATASETS = 32
+"""Fewer are opened in less time than a file in somebody's folder is worth (a few milliseconds)."""
+_SETTLED_NS = 2_000_000_000
+_ENCODER = json.JSONEncoder(separators=(",", ":"))
+
+Place = tuple[str, str, str, str]
+"""Path of a dataset, split part, and names of its dataset config and split config."""
+
+Stamp = list[Any]
+
+
+class Known(NamedTuple):
+    """What is known of a place; `config` is the content of its dataset.yaml as JSON."""
+
+    stamps: list[Stamp]
+    shards: list[str]
+    counts: list[int]
+    sizes: list[int]
+    excluded: list[list[str]]
+    config: str
+    fingerprint: str
+
+
+class MixIndex:
+    """What is known of a mix from an earlier start, and what this one finds.
+
+    Lines stay as they are in the file until they are asked for, so that there is never more than one in parts.
+
+    Args:
+        folders: Where the file may lie; the first one that takes it gets it. None: nothing is kept.
+        request: What is opened, besides the mix itself; each request has a file of its own.
+    """
+
+    def __init__(self, folders: Sequence[str] = (), *, request: str = "") -> None:
+        self._folders = tuple(folders)
+        self._name = f"opened_{_hash(request.encode())}.json"
+        self._known: dict[bytes, list[bytes]] = {}
+        self._documents: dict[str, tuple[bytes, bytes]] = {}
+        self._configs: dict[str, str] = {}
+        self._found: dict[bytes, tuple[bytes, str]] = {}
+        self._changed = False
+        for folder in self._folders:
+            self._read(os.path.join(folder, self._name))
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether there is a place for the file."""
+        return bool(self._folders)
+
+    def document(self, path: str) -> Any:
+        """Return the parsed content of the YAML file of a mix at a path or URL.
+
+        Raises DatasetNotFoundError, ShardMissingError or StorageError, and MetadataError if it cannot be parsed.
+        """
+        if path in self._documents:
+            return json.loads(self._documents[path][1])
+        folder, name = split_path(path)
+        data = open_store(folder).read(name)
+        key = _line([path, _hash(data)])
+        if key in self._known:
+            line = self._known[key][0]
+            value = json.loads(line)
+        else:
+            if not data.strip():
+                raise MetadataError(f"{path}: the file is empty. Expected a metadataset with `splits`.")
+            value = parse_document(data, where=path)
+            line = _line(value)
+            self._changed = True
+        self._documents[path] = (key, line)
+        return value
+
+    def find(self, place: Place) -> Known | None:
+        """Return what is known of a place, if it is still so."""
+        key = _line(place)
+        for line in self._known.get(key, ()):
+            stamps, shards, counts, sizes, excluded, config, fingerprint = json.loads(line)
+            known = Known(stamps, shards, counts, sizes, excluded, self._configs[config], fingerprint)
+            if _is_current(place[0], known):
+                self._found[key] = (line, config)
+                return known
+        return None
+
+    def record(self, place: Place, known: Known) -> None:
+        """Keep what a place has, if nothing of it was changed so recently that a later change might look the same."""
+        newest = max((time for stamp in known.stamps for time in stamp[2:4]), default=0)
+        if newest < time.time_ns() - _SETTLED_NS:
+            config = _hash(known.config.encode())
+            self._configs[config] = known.config
+            self._found[_line(place)] = (_line(known._replace(config=config)), config)
+            self._changed = True
+
+    def save(self) -> None:
+        """Write the file if this start found anything that it does not hold."""
+        if not self._changed or len(self._found) < MIN_DATASETS:
+            return
+        head = _line({"format": FORMAT, "version": VERSION, "checksum": _hash_of(self._payload())}) + b"\n"
+        for folder in self._folders:
+            try:
+                _write(folder, self._name, itertools.chain((head,), self._payload()))
+            except OSError as error:
+                logger.info("%s: the index of the mix cannot be kept here: %s", folder, error)
+            else:
+                logger.info("%s: index of %d datasets written", folder, len(self._found))
+                return
+
+    def _payload(self) -> Iterator[bytes]:
+        """Yield the lines below the first one in pieces; as a whole they would take half of what opening takes."""
+        yield _line({config: json.loads(self._configs[config]) for _, config in self._found.values()})
+        for key, line in self._documents.values():
+            yield b"\n%b\t%b" % (key, line)
+        for key, (line, _) in self._found.items():
+            yield b"\n%b\t%b" % (key, line)
+
+    def _read(self, path: str) -> None:
+        """Read the file, line by line: whole copies of it would be most of what a later start takes."""
+        known: dict[bytes, list[bytes]] = {}
+        digest = hashlib.blake2b(digest_size=16)
+        try:
+            with open(path, "rb") as file:
+                head, first = json.loads(file.readline()), file.readline()
+                digest.update(first)
+                configs = {config: _line(value).decode() for config, value in json.loads(first).items()}
+                for line in file:
+                    digest.update(line)
+                    key, _, facts = line.rstrip(b"\n").partition(b"\t")
+                    known.setdefault(key, []).append(facts)
+            if head != {"format": FORMAT, "version": VERSION, "checksum": digest.hexdigest()}:
+                raise ValueError("damaged, or of another version")
+        except OSError:
+            return  # not there, as on the first start
+        except (ValueError, AttributeError) as error:
+            logger.info("%s: the index of the mix is made anew: %s", path, error)
+            return
+        self._configs |= configs
+        for key, lines in known.items():
+            self._known.setdefault(key, []).extend(lines)
+
+
+def index_folders(mix: str) -> tuple[str, ...]:
+    """Return where the index of a mix may lie; `mix` is the path or URL of its file, or anything that stands for it."""
+    node = os.path.join(user_cache(), "energon_bridge", _hash(mix.encode()))
+    folders = (f"{mix}.cache", node) if mix.startswith("/") else (node,)
+    return tuple(folder for folder in folders if os.path.isabs(folder))  # not all processes have a home
+
+
+def stamps_of(place: Place) -> list[Stamp]:
+    """Return the stamps of the files that say what is at a place. Take them before the files are read."""
+    path, _, dataset_config, split_config = place
+    splits = [split_config, SPLIT_JSON] if split_config == DEFAULT_SPLIT_CONFIG else [split_config]
+    stamps = []
+    for names in ([INFO_JSON, INFO_YAML], splits, [dataset_config]):
+        for name in names:
+            stamps.append(_stamp(path, name))
+            if len(stamps[-1]) > 1:
+                break  # the others are read only where this one is missing
+    return stamps
+
+
+def _stamp(path: str, name: str) -> Stamp:
+    try:
+        status = os.stat(f"{path}/{meta_path(name)}")
+    except OSError:
+        return [name]
+    return [name, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
+
+
+def _is_current(path: str, known: Known) -> bool:
+    for stamp in known.stamps:
+        if _stamp(path, stamp[0]) != stamp:
+            return False
+    try:
+        for shard, size in zip(known.shards, known.sizes, strict=True):
+            if os.stat(f"{path}/{shard}").st_size != size:
+                return False
+    except OSError:
+        return False
+    return True
+
+
+def _line(value: Any) -> bytes:
+    return _ENCODER.encode(value).encode()
+
+
+def _hash(data: bytes) -> str:
+    return _hash_of((data,))
+
+
+def _hash_of(pieces: Iterable[bytes]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for piece in pieces:
+        digest.update(piece)
+    return digest.hexdigest()
+
+
+def _write(folder: str, name: str, pieces: Iterable[bytes]) -> None:
+    """Write a file as a whole; raises OSError."""
+    os.makedirs(folder, exist_ok=True)
+    # A name of its own even where processes of several machines, whose numbers may be equal, write at the same time.
+    temporary = os.path.join(folder, f".{name}.{secrets.token_hex(8)}")
+    try:
+        with open(temporary, "xb") as file:
+            file.writelines(pieces)
+        os.replace(temporary, os.path.join(folder, name))
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Opening the datasets of a mix: each place once, and from the index where that is current.
+
 
 _AT_ONCE = 16
 

@@ -45,7 +45,7 @@ from energon_bridge.rng import IntArray, Permutation, below, draws, fold, shuffl
 ORDER_VERSION = 5
 """Raised with every change of a rule, here or in `stream/packing.py`, that changes which sample comes when.
 
-2: the lanes of a weighted mix stand apart by a step chosen for their number (`plan/lane_step.py`).
+2: the lanes of a weighted mix stand apart by a step chosen for their number (`plan/blend.py`).
 3: many whole shards are shuffled in groups; weights that move keep the global order even too (`plan/scheduled.py`).
 4: the buffers from which lanes select packs grow to their size over several selections (`stream/packing.py`).
 5: the length of slices follows from the number of samples and lanes, so that small data is mixed too; slices of one

@@ -35,7 +35,7 @@ from typing import Protocol
 
 import numpy as np
 
-from energon_bridge.plan.lane_step import DRAW_STEP, lane_step
+from energon_bridge.plan.blend import DRAW_STEP, lane_step
 from energon_bridge.rng import MASK64, FloatArray, IntArray, UIntArray, draws, fold
 
 _LANE_PHASE = 0x6A09E667F3BCC908  # sqrt2 - 1: what is settled must not go with the order of the lanes

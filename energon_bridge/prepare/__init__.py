@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from energon_bridge.format.media_kinds import MediaFilter
+from energon_bridge.format.media import MediaFilter
 from energon_bridge.prepare.dataset_yaml import render_dataset_yaml
 from energon_bridge.prepare.lint import lint_dataset, lint_parts
 from energon_bridge.prepare.media import IndexedMedia, prepare_media

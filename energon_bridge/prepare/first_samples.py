@@ -11,7 +11,7 @@ from itertools import pairwise
 from energon_bridge.errors import FieldAccessError, FieldMapError
 from energon_bridge.format.field_map import FieldMap, parse_access
 from energon_bridge.format.tar import parse_sample
-from energon_bridge.format.tar_scan import scan_tar
+from energon_bridge.format.tar_index import scan_tar
 from energon_bridge.storage import Store
 
 _MAX_SAMPLES = 50

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from energon_bridge.format.join_index import open_index, remove_others
-from energon_bridge.format.join_rows import Progress
+from energon_bridge.format.join import Progress, open_index, remove_others
 from energon_bridge.mix import DatasetOpener, JoinRef, load_mix, metadataset_splits, resolve_path
 from energon_bridge.mix.joins import index_folders, join_parts
 

@@ -119,7 +119,7 @@ def lint_mix(
     Returns each split part of a dataset once, whole, without the subsets and filters of the mix, and the joins that
     fail. Raises the errors of `open_dataset` and of metadatasets.
     """
-    from energon_bridge.format.join_rows import find_rows
+    from energon_bridge.format.join import find_rows
     from energon_bridge.mix import DatasetOpener, JoinRef, LeafRef, load_mix, metadataset_splits, resolve_path
     from energon_bridge.mix.joins import join_parts
 
@@ -166,8 +166,8 @@ def lint_encoded(
     Raises the errors of `get_val_dataset`.
     """
     from energon_bridge.datasets import get_savable_loader, get_val_dataset  # import torch
+    from energon_bridge.stream.failure_log import read_quarantine
     from energon_bridge.stream.policy import ErrorPolicy
-    from energon_bridge.stream.quarantine import read_quarantine
     from energon_bridge.topology import WorkerConfig
 
     with tempfile.TemporaryDirectory(prefix="energon-lint-") as folder:

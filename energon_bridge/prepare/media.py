@@ -33,16 +33,18 @@ from energon_bridge.errors import (
     ShardMissingError,
     StorageError,
 )
-from energon_bridge.format.key_lookup import copy_key_index, sqlite_uri
+from energon_bridge.format.key_index import copy_key_index, sqlite_uri
 from energon_bridge.format.media import (
+    HEAD_BYTES,
     ImageMetadata,
+    MediaFilter,
+    MediaKind,
     MediaMetadata,
     create_media_tables,
     metadata_row,
     note_filter,
     write_media_rows,
 )
-from energon_bridge.format.media_kinds import HEAD_BYTES, MediaFilter, MediaKind
 from energon_bridge.format.nvmeta import INDEX_SQLITE, INFO_JSON, INFO_YAML, META_FOLDER, meta_path, read_info
 from energon_bridge.format.parallel import Workers, map_shards
 from energon_bridge.prepare.engines import Task

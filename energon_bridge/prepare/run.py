@@ -28,7 +28,7 @@ from functools import partial
 from energon_bridge.errors import ConfigurationError, EnergonError, MetadataError
 from energon_bridge.format.documents import dump_yaml, read_document
 from energon_bridge.format.key_index import KeyIndexWriter
-from energon_bridge.format.media_kinds import MediaFilter
+from energon_bridge.format.media import MediaFilter
 from energon_bridge.format.nvmeta import (
     DEFAULT_DATASET_CONFIG,
     DEFAULT_SPLIT_CONFIG,
@@ -43,8 +43,7 @@ from energon_bridge.format.nvmeta import (
     render_splits,
 )
 from energon_bridge.format.parallel import Workers, map_shards
-from energon_bridge.format.tar_index import encode_index, index_name
-from energon_bridge.format.tar_scan import scan_tar
+from energon_bridge.format.tar_index import encode_index, index_name, scan_tar
 from energon_bridge.prepare.discover import find_shards
 from energon_bridge.prepare.engines import Task
 from energon_bridge.prepare.media import IndexedMedia, index_dataset_media

@@ -24,7 +24,7 @@ import numpy as np
 
 from energon_bridge.errors import ConfigurationError, SourceError, did_you_mean
 from energon_bridge.format.field_map import describe_fields
-from energon_bridge.format.media_kinds import HEAD_BYTES, extension_by_head
+from energon_bridge.format.media import HEAD_BYTES, extension_by_head
 from energon_bridge.format.nvmeta import INFO_JSON, INFO_YAML, meta_path
 from energon_bridge.prepare.shards import END_BYTES, PartsFolder, ShardFile, ShardRecord, member_size, publish
 from energon_bridge.samples import META_FIELDS, CrudeSample, Sample, field_names, sample_type_by_name

@@ -33,9 +33,7 @@ import numpy as np
 
 from energon_bridge.errors import ConfigurationError, DecodeError, SourceError, StorageError
 from energon_bridge.format.key_index import KeyIndexWriter
-from energon_bridge.format.media import metadata_row
-from energon_bridge.format.media_kinds import HEAD_BYTES, MediaFilter
-from energon_bridge.format.names import split_member_name
+from energon_bridge.format.media import HEAD_BYTES, MediaFilter, metadata_row
 from energon_bridge.format.nvmeta import (
     DEFAULT_DATASET_CONFIG,
     DEFAULT_SPLIT_CONFIG,
@@ -46,8 +44,8 @@ from energon_bridge.format.nvmeta import (
     render_info,
     render_splits,
 )
-from energon_bridge.format.tar_index import encode_index, index_name
-from energon_bridge.format.tar_scan import ShardScan
+from energon_bridge.format.tar import split_member_name
+from energon_bridge.format.tar_index import ShardScan, encode_index, index_name
 from energon_bridge.prepare.dataset_yaml import render_dataset_yaml
 from energon_bridge.prepare.media import read_media
 from energon_bridge.prepare.staging import Staging

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from energon_bridge.errors import ConfigurationError
-from energon_bridge.format.braces import expand_braces
+from energon_bridge.format.nvmeta import expand_braces
 from energon_bridge.prepare.discover import compile_pattern
 
 _SHUFFLE_SEED = 42  # energon's: the same shards give the same split

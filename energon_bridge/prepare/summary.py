@@ -14,7 +14,7 @@ from energon_bridge.errors import EnergonError, ShardMissingError
 from energon_bridge.format.columns import Column, read_columns, read_numbers
 from energon_bridge.format.documents import expect_mapping, read_document
 from energon_bridge.format.jsonl import is_jsonl, open_jsonl
-from energon_bridge.format.key_lookup import sqlite_uri
+from energon_bridge.format.key_index import sqlite_uri
 from energon_bridge.format.nvmeta import (
     DEFAULT_DATASET_CONFIG,
     DEFAULT_SPLIT_CONFIG,

@@ -15,8 +15,7 @@ from typing import Any
 from energon_bridge.datasets import get_savable_loader
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.loader.document import State, read
-from energon_bridge.loader.run_plan import plan_run
-from energon_bridge.loader.spec import DatasetSpec
+from energon_bridge.loader.run_plan import DatasetSpec, plan_run
 from energon_bridge.preview.records import Item, Picture, items_of, picture_of
 from energon_bridge.preview.sources import Drawn
 from energon_bridge.samples import Segment, field_names

@@ -23,7 +23,7 @@ from typing import Any, TypeAlias
 
 from energon_bridge.errors import ConfigurationError, EnergonError
 from energon_bridge.format.nvmeta import read_info
-from energon_bridge.format.tar_scan import scan_tar
+from energon_bridge.format.tar_index import scan_tar
 from energon_bridge.storage import Store
 
 _SHARDS = 32

@@ -31,8 +31,8 @@ from torch import Tensor
 from energon_bridge.errors import BalanceError, ConfigurationError, StepMismatchError, WrongUseError
 from energon_bridge.loader.document import State, read
 from energon_bridge.loader.metrics import flat_metrics
+from energon_bridge.loader.run_plan import DatasetSpec
 from energon_bridge.loader.savable import SavableDataLoader, merged_state
-from energon_bridge.loader.spec import DatasetSpec
 from energon_bridge.loader.summary import leaf_rows
 from energon_bridge.plan.balance import assign_microbatches, imbalance
 from energon_bridge.replica.groups import Replica, gathered

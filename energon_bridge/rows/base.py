@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 from energon_bridge.errors import ConfigurationError, FieldMapError, SourceError
 from energon_bridge.format.field_map import FieldMap, describe_fields, parse_access
-from energon_bridge.format.media_kinds import kind_by_name
+from energon_bridge.format.media import kind_by_name
 from energon_bridge.samples import CrudeSample, sample_type_by_name
 
 SPLIT_NAMES = {"train": "train", "val": "val", "valid": "val", "validation": "val", "dev": "val", "test": "test"}

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from energon_bridge.errors import SourceError
-from energon_bridge.format.media_kinds import HEAD_BYTES, extension_by_head, kind_by_name
+from energon_bridge.format.media import HEAD_BYTES, extension_by_head, kind_by_name
 from energon_bridge.rows.base import (
     Blob,
     Content,

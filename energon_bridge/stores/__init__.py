@@ -7,10 +7,8 @@ that need them are delivered.
 from __future__ import annotations
 
 from energon_bridge.stores.base import DecodeFileStore, FileStore, PrimaryFileStore
-from energon_bridge.stores.cache import CachePool, Lazy, NoCachePool
-from energon_bridge.stores.cache_pool import FileStoreCachePool
-from energon_bridge.stores.folder import JsonlFileStore, SystemFileStore
-from energon_bridge.stores.webdataset import WebdatasetFileStore
+from energon_bridge.stores.cache import CachePool, FileStoreCachePool, Lazy, NoCachePool
+from energon_bridge.stores.webdataset import JsonlFileStore, SystemFileStore, WebdatasetFileStore
 
 __all__ = [
     "CachePool",

@@ -7,12 +7,22 @@ change what a lazy returns, only when and from where it is read.
 
 from __future__ import annotations
 
+import io
+import logging
+import os
+import tempfile
+import threading
+from multiprocessing.util import Finalize
 from types import GenericAlias
-from typing import Any, ClassVar, NoReturn, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal, NoReturn, Protocol, runtime_checkable
 
-from energon_bridge.errors import ConfigurationError
+import numpy as np
+import torch
+
+from energon_bridge.errors import ConfigurationError, LoaderError
 from energon_bridge.samples import SourceInfo
 from energon_bridge.stores.base import FileStore, note_source
+from energon_bridge.stores.disk_cache import DiskCache, KeptFile, own_files
 
 
 class Lazy:
@@ -122,3 +132,221 @@ class NoCachePool(CachePool):
 
     def close(self) -> None:
         """Do nothing."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# `FileStoreCachePool`: copies files that are needed later to a local folder, in the background.
+#
+# Each process has its own folder below the pool's (`disk_cache`). Processes share no files, so what a killed process
+# leaves is never read; the next process to start removes it. The folder holds the store's bytes, which are decoded on
+# `get`. Limits hold for all processes of the host together.
+
+
+_log = logging.getLogger(__name__)
+
+
+class FileStoreCachePool(CachePool):
+    """Keeps files in a folder until the samples that need them are gone.
+
+    You may create it before the worker processes start; each of them then keeps its own files.
+
+    Args:
+        parent_cache_dir: Folder below which each process makes its own; default: the folder for temporary files.
+        num_workers: Threads that copy, in each process.
+        max_cache_size_gbytes: Limit in 10^9 bytes, shared by all processes of the user on this host that cache below
+            the folder. A file that does not fit is read on `get`.
+        max_cache_count: Limit on the number of files, shared in the same way.
+        method: "raw", the bytes as they are stored. (megatron-energon's "pickle" is refused: reading a pickle runs the
+            code in it.)
+
+    Raises:
+        ConfigurationError: An argument is wrong.
+    """
+
+    def __init__(
+        self,
+        *,
+        parent_cache_dir: str | os.PathLike[str] | None = None,
+        num_workers: int = 8,
+        max_cache_size_gbytes: float = 1024,
+        max_cache_count: int = 10_000_000,
+        method: Literal["raw"] = "raw",
+    ) -> None:
+        if method != "raw":
+            raise ConfigurationError(
+                f"FileStoreCachePool: method={method!r}: only 'raw' is there, which keeps the bytes of files and "
+                "decodes them when they are got; no pickle is ever read from a disk"
+            )
+        for name, value in (("num_workers", num_workers), ("max_cache_count", max_cache_count)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigurationError(f"FileStoreCachePool: {name} must be an integer of at least 1, got {value!r}")
+        if not max_cache_size_gbytes > 0:
+            raise ConfigurationError(
+                f"FileStoreCachePool: max_cache_size_gbytes must be above 0, got {max_cache_size_gbytes!r}"
+            )
+        self._parent = os.path.abspath(os.fspath(parent_cache_dir or tempfile.gettempdir()))
+        self._limits = {
+            "num_workers": num_workers,
+            "max_bytes": int(max_cache_size_gbytes * 1e9),
+            "max_count": max_cache_count,
+        }
+        self._plain = NoCachePool()
+        self._pid = -1
+        self._files: DiskCache | None = None
+        self._lock = threading.Lock()
+        self._said: set[str] = set()
+
+    def get(self, ds: FileStore, fname: str, sample: Any = None) -> Any:
+        """Return the value of a file now; it is not cached."""
+        return self._plain.get(ds, fname, sample)
+
+    def get_lazy(self, ds: FileStore, fname: str) -> Lazy:
+        """Return a lazy for a file, and start copying the file if there is room."""
+        files = self._here()
+        if files is None:
+            return self._plain.get_lazy(ds, fname)
+        return _FileLazy(self, files, files.ask(ds, fname), ds, fname)
+
+    def to_cache(self, data: Any, name: str) -> Lazy:
+        """Write data to disk and return a lazy for it; without room, the data stays in memory.
+
+        Numbers, strings, bytes, tensors, arrays, lists, tuples and dicts of these, and deferred images are written.
+        Anything else stays in memory, with one warning per type.
+        """
+        files = self._here()
+        try:
+            plain = data.data if isinstance(data, Encoded) else to_bytes(data)
+            entry = None if files is None else files.put(plain, name)
+        except TypeError as error:
+            entry = None
+            if str(error) not in self._said:
+                self._said.add(str(error))
+                _log.warning(
+                    "to_cache(%r): %s cannot be written without pickle and stays in memory; give bytes, texts, "
+                    "numbers, tensors or arrays",
+                    name,
+                    error,
+                )
+        if files is None or entry is None:
+            return HeldLazy(data)
+        return _DataLazy(self, files, entry, data.with_data(b"") if isinstance(data, Encoded) else None)
+
+    def close(self) -> None:
+        """Delete this process's files; later requests are cached again."""
+        files = self._files if self._pid == os.getpid() else None
+        self._files, self._pid = None, -1
+        if files is not None:
+            files.close()
+
+    def _here(self) -> DiskCache | None:
+        """Return this process's cache, or None if it cannot have one."""
+        if self._pid == os.getpid():
+            return self._files
+        if self._pid != -1:  # a fork copied the lock, perhaps held by a thread that is not here
+            self._lock = threading.Lock()
+        with self._lock:
+            if self._pid != os.getpid():
+                if self._files is not None:
+                    self._files.quota.leave()
+                self._files = files = own_files(self._parent, **self._limits)
+                self._pid = os.getpid()
+                if files is not None:
+                    # Worker processes end without running `atexit` functions, but they do run this.
+                    Finalize(self, files.close, exitpriority=10)
+        return self._files
+
+
+class _KeptLazy(Lazy):
+    """A lazy with a kept file, which it releases when it is collected."""
+
+    def __init__(self, pool: FileStoreCachePool, files: DiskCache, entry: KeptFile) -> None:
+        self._pool = pool  # which closes when nothing needs it any more
+        self._files = files
+        self._entry = entry
+
+    def __del__(self) -> None:
+        if self._files.pid == os.getpid():
+            self._files.release(self._entry)
+
+
+class _FileLazy(_KeptLazy):
+    """A file of a store, from its copy if there is one."""
+
+    def __init__(self, pool: FileStoreCachePool, files: DiskCache, entry: KeptFile, ds: FileStore, fname: str) -> None:
+        super().__init__(pool, files, entry)
+        self._ds = ds
+        self._fname = fname
+
+    def read(self) -> tuple[Any, SourceInfo | None]:
+        data = self._files.read(self._entry) if self._files.pid == os.getpid() else None
+        if data is None:
+            return self._ds[self._fname]
+        return self._ds.decode(self._fname, data), self._entry.source
+
+
+class _DataLazy(_KeptLazy):
+    """Data written to disk; `shell` is the encoded object without its bytes, if it was one."""
+
+    def __init__(self, pool: FileStoreCachePool, files: DiskCache, entry: KeptFile, shell: Encoded | None) -> None:
+        super().__init__(pool, files, entry)
+        self._shell = shell
+
+    def read(self) -> tuple[Any, SourceInfo | None]:
+        data = self._files.read(self._entry) if self._files.pid == os.getpid() else None
+        if data is None:
+            raise LoaderError(
+                f"{self._entry.name}: data given to to_cache is gone: the pool was closed, or its folder "
+                f"{self._files.quota.folder.path} deleted, or this is another process"
+            )
+        return from_bytes(data) if self._shell is None else self._shell.with_data(data).when_got(), None
+
+
+# Data as bytes --------------------------------------------------------------------------------------------------------
+#
+# What `to_cache` writes: numbers, strings, bytes, tensors, arrays, and lists, tuples and dicts of them. No pickle that
+# could run code. Format: torch's file format, read with `weights_only=True`; a container is a list that begins with a
+# letter (`l`, `t`, `d`), an array is `["a", npy bytes]`.
+
+
+_PLAIN = (type(None), bool, int, float, str, bytes)
+
+
+def to_bytes(data: Any) -> bytes:
+    """Return data as bytes; raises TypeError, naming the type, for what cannot be written like this."""
+    file = io.BytesIO()
+    torch.save(_tagged(data), file)
+    return file.getvalue()
+
+
+def from_bytes(data: bytes) -> Any:
+    """Return a new copy of what `to_bytes` was given."""
+    return _untagged(torch.load(io.BytesIO(data), weights_only=True))
+
+
+def _tagged(data: Any) -> Any:
+    kind = type(data)
+    if kind in _PLAIN:
+        return data
+    if kind is torch.Tensor and data.device.type == "cpu" and not data.requires_grad:
+        return data if data.untyped_storage().nbytes() == data.nbytes else data.clone()
+    if kind is np.ndarray and not data.dtype.hasobject:
+        file = io.BytesIO()
+        np.lib.format.write_array(file, data, allow_pickle=False)
+        return ["a", file.getvalue()]
+    if kind is dict:
+        return ["d", [[_tagged(key), _tagged(value)] for key, value in data.items()]]
+    if kind is list or kind is tuple:
+        return ["l" if kind is list else "t", *(_tagged(item) for item in data)]
+    raise TypeError(f"{kind.__module__}.{kind.__qualname__}")
+
+
+def _untagged(data: Any) -> Any:
+    if type(data) is not list:
+        return data
+    tag, *items = data
+    if tag == "a":
+        return np.lib.format.read_array(io.BytesIO(items[0]), allow_pickle=False)
+    if tag == "d":
+        return {_untagged(key): _untagged(value) for key, value in items[0]}
+    untagged = [_untagged(item) for item in items]
+    return untagged if tag == "l" else tuple(untagged)

@@ -22,10 +22,10 @@ from energon_bridge.format.tar import parse_sample
 from energon_bridge.rng import key_of
 from energon_bridge.samples import ChatMLSample, SourceInfo
 from energon_bridge.samples.slabs import Slab
-from energon_bridge.stream.activity import INDEX, Activities
 from energon_bridge.stream.reader import Unreadable
 from energon_bridge.stream.report import Place
 from energon_bridge.stream.values import EXCLUDED, NO_PARTS, FailedSample, RestoreKey, Rows, SampleParser
+from energon_bridge.stream.watchdog import INDEX, Activities
 from energon_bridge.task_encoder.decoder import SampleDecoder
 from energon_bridge.task_encoder.pickled import ChatMLDecoder
 

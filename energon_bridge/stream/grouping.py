@@ -2,9 +2,9 @@
 
 In the state of a lane there are the rows that wait, in the order in which they came. Their groups are found by asking
 the encoder again, when the first row is drawn after a restore. A pass that ends is grouped before it begins
-(`loader/listing.py`); what waits at its end becomes smaller batches.
+(`loader/streams.py`); what waits at its end becomes smaller batches.
 
-The contents of waiting rows share the process's budget of bytes (`stream/budget.py`): what is let go, the newest rows
+The contents of waiting rows share the process's budget of bytes (`stream/pipeline.py`): what is let go, the newest rows
 first, is made again when its group is full.
 """
 
@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from energon_bridge.errors import EmptyDatasetError, FatalSampleError
+from energon_bridge.stream.draws import Row
 from energon_bridge.stream.pipeline import Pipeline
-from energon_bridge.stream.rows import Row
 from energon_bridge.stream.state import BufferedRefs, Counts, Stage
 
 T = TypeVar("T")

@@ -11,11 +11,10 @@ from collections import deque
 from typing import Any
 
 from energon_bridge.plan.blend import Blend
-from energon_bridge.stream.draws import Draws
+from energon_bridge.stream.draws import Draws, Row, reencode, rows_of
 from energon_bridge.stream.grouping import Grouping
 from energon_bridge.stream.packing import Packing
 from energon_bridge.stream.pipeline import Pipeline
-from energon_bridge.stream.rows import Row, reencode, rows_of
 from energon_bridge.stream.state import BufferedRefs, Counts, LaneBatch, LaneState, SampleRef, Stage
 
 _BARREN = 1000

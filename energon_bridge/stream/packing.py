@@ -14,8 +14,8 @@ one and a half times what it delivers meanwhile.
 In the state there are references: those of the packs in turn, then those of the buffer. A restored lane encodes a pack
 when it is its turn, and the buffer in shares, too, after each microbatch but the first.
 
-The lanes of a process share a budget of bytes for contents (`stream/budget.py`). A lane that must let go drops what it
-needs last, the newest of the buffer first and then the packs from the last one on, and makes it again when it is
+The lanes of a process share a budget of bytes for contents (`stream/pipeline.py`). A lane that must let go drops what
+it needs last, the newest of the buffer first and then the packs from the last one on, and makes it again when it is
 needed. The encoder sees a buffer with all its contents, so while one lane selects, its buffer is held beside the
 budget.
 """
@@ -34,9 +34,8 @@ import numpy as np
 
 from energon_bridge.errors import FatalSampleError
 from energon_bridge.rng import IntArray
-from energon_bridge.stream.draws import Draws
+from energon_bridge.stream.draws import SAMPLE, Draws, Row, reencode, rows_of
 from energon_bridge.stream.pipeline import Pipeline
-from energon_bridge.stream.rows import SAMPLE, Row, reencode, rows_of
 from energon_bridge.stream.state import COUNTERS, BufferedRefs, Counts, SampleRef, Stage, as_members
 from energon_bridge.task_encoder.deferred import decode_deferred
 from energon_bridge.task_encoder.packing import LONGEST_WAIT

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections import OrderedDict, deque
@@ -11,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -21,8 +22,6 @@ from energon_bridge.errors import DecodeError, FatalSampleError, SkipSample
 from energon_bridge.samples import SourceInfo
 from energon_bridge.samples.slabs import LENDER, SLABS, Lender, Slab, SlabPool
 from energon_bridge.storage.network import MADE
-from energon_bridge.stream.activity import Activities
-from energon_bridge.stream.budget import Budget
 from energon_bridge.stream.cooking import StorePool, cook_of, cooker_of
 from energon_bridge.stream.dataset_code import PendingSample, has_code
 from energon_bridge.stream.leaf import Cursor, Leaf, LeafSource
@@ -33,9 +32,84 @@ from energon_bridge.stream.settings import StreamSettings
 from energon_bridge.stream.state import COUNTERS, Counts
 from energon_bridge.stream.user_code import HookRunner, running_hooks
 from energon_bridge.stream.values import BANNED, Columns, FailedSample, RestoreKey
-from energon_bridge.stream.watchdog import Watchdog, WatchdogSettings
+from energon_bridge.stream.watchdog import Activities, Watchdog, WatchdogSettings
 from energon_bridge.task_encoder.current import BATCH, FAILED, NUMBER, UNKNOWN
 from energon_bridge.task_encoder.deferred import decode_deferred
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The bytes that the contents of waiting samples may take in one process, shared by its lanes.
+#
+# Where they are exceeded, lanes that hold more than their share let go of what they need last, the lane that was served
+# last before the others. What was let go is encoded again when it is needed; the budget decides nothing else.
+
+
+logger = logging.getLogger(__name__)
+
+
+class Holder(Protocol):
+    """A stage of a lane that holds contents.
+
+    Attributes:
+        held: Their bytes.
+    """
+
+    held: int
+
+    def let_go(self, size: int) -> None:
+        """Let go of contents of at least so many bytes, if there are as many, and say so by `Budget.hold`."""
+        ...
+
+
+class Budget:
+    """The budget of one process.
+
+    Args:
+        most: Its bytes.
+        lanes: The lanes that share it.
+
+    Attributes:
+        held: Bytes held by all lanes.
+    """
+
+    def __init__(self, most: int, lanes: int) -> None:
+        self._most = most
+        self._lanes = lanes
+        self._holders: list[Holder] = []
+        self._said = False
+        self.held = 0
+
+    def join(self, holder: Holder) -> None:
+        """Share the budget with a further lane."""
+        self._holders.append(holder)
+
+    def hold(self, holder: Holder, size: int) -> None:
+        """Count bytes that a lane holds from now on, or, negative, no longer."""
+        holder.held += size
+        self.held += size
+
+    def keep(self, served: Holder) -> None:
+        """Let lanes beyond their shares let go of what is beyond the budget; `served` is the lane served last."""
+        if self.held <= self._most:
+            return
+        share = self._most // max(self._lanes, len(self._holders))
+        for holder in (served, *sorted(self._holders, key=lambda one: -one.held)):
+            beyond = min(holder.held - share, self.held - self._most)
+            if beyond > 0:
+                holder.let_go(beyond)
+        if not self._said:
+            self._said = True
+            logger.warning(
+                "samples that wait to be packed or grouped take more than held_bytes=%d in this process (%d lanes): "
+                "what is beyond is encoded again when it is needed (`encoded_again` in loader.counters()). Raise "
+                "WorkerConfig(held_bytes=…), lower packing_buffer_size, or add what is large in postencode_sample",
+                self._most,
+                max(self._lanes, len(self._holders)),
+            )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What all streams of one process share: how draws are loaded, encoded and made into microbatches.
+
 
 _THREADS = "energon"
 _OPEN_ROUNDS = 4096

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from energon_bridge.errors import CorruptShardError, ShardMissingError, ShortReadError
 from energon_bridge.format.dataset import PreparedDataset, read_index
-from energon_bridge.format.tar_ranges import open_sample
+from energon_bridge.format.tar import open_sample
 from energon_bridge.plan.leaf import Round
 from energon_bridge.rng import IntArray, UIntArray
 from energon_bridge.storage import as_far

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from energon_bridge.stores import CachePool, NoCachePool
-from energon_bridge.stream.activity import Words
 from energon_bridge.stream.failure_log import FailureLog
 from energon_bridge.stream.policy import ErrorPolicy
+from energon_bridge.stream.watchdog import Words
 
 
 @dataclass(frozen=True, kw_only=True)

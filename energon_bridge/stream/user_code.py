@@ -31,8 +31,8 @@ import torch
 from energon_bridge.errors import ConfigurationError, FatalSampleError
 from energon_bridge.rng import fold
 from energon_bridge.stores import CachePool
-from energon_bridge.stream.activity import Activity, Words
 from energon_bridge.stream.dataset_code import PendingSample
+from energon_bridge.stream.watchdog import Activity, Words
 from energon_bridge.task_encoder.current import (
     BATCH,
     CACHE,

@@ -19,9 +19,9 @@ from energon_bridge.errors import (
 from energon_bridge.format.tar import parse_sample
 from energon_bridge.samples import CrudeSample, SourceInfo
 from energon_bridge.samples.slabs import Slab
-from energon_bridge.stream.activity import INDEX, Activities
 from energon_bridge.stream.reader import RoundBuffer, Unread, Unreadable
 from energon_bridge.stream.report import Place
+from energon_bridge.stream.watchdog import INDEX, Activities
 
 RestoreKey = tuple[str, int, int, int]
 """Identity of the leaf, index of the sample, epoch, and number of the output among those of its draw."""

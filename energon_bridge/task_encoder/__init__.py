@@ -10,10 +10,23 @@ texts: `sample_encoders` say what a sample has to say, `conversation` how that i
 
 from __future__ import annotations
 
-from energon_bridge.task_encoder.augment import AugmentTaskEncoder
-from energon_bridge.task_encoder.base import DefaultTaskEncoder, TaskEncoder, default_hook, stateless
-from energon_bridge.task_encoder.collate import batch_list, batch_pad_stack, batch_samples, batch_stack, generic_batch
-from energon_bridge.task_encoder.concat import concat_pad, generic_concat, homogeneous_concat_mix
+from energon_bridge.task_encoder.base import (
+    AugmentTaskEncoder,
+    DefaultTaskEncoder,
+    TaskEncoder,
+    default_hook,
+    stateless,
+)
+from energon_bridge.task_encoder.collate import (
+    batch_list,
+    batch_pad_stack,
+    batch_samples,
+    batch_stack,
+    concat_pad,
+    generic_batch,
+    generic_concat,
+    homogeneous_concat_mix,
+)
 from energon_bridge.task_encoder.conversation import (
     Conversation,
     ConversationTemplateConfig,

@@ -9,14 +9,20 @@ runs there; a hook of the user's has no mark.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from types import MethodType
-from typing import Any, Generic, TypeVar, cast, overload
+from types import GenericAlias, MethodType
+from typing import Any, ClassVar, Generic, TypeVar, cast, overload
 
 from energon_bridge.samples import CrudeSample
 from energon_bridge.stores import CachePool, FileStore
 from energon_bridge.task_encoder import current
-from energon_bridge.task_encoder.collate import Action, batch_samples, generic_batch
-from energon_bridge.task_encoder.convert import convert_record, is_record_type, target_fields
+from energon_bridge.task_encoder.collate import (
+    Action,
+    batch_samples,
+    convert_record,
+    generic_batch,
+    is_record_type,
+    target_fields,
+)
 from energon_bridge.task_encoder.cooking import Cooker, cook_sample
 from energon_bridge.task_encoder.decoder import SampleDecoder
 
@@ -224,3 +230,44 @@ class DefaultTaskEncoder(TaskEncoder[SampleT, EncodedT, RawBatchT, BatchT]):
     ) -> Any:
         """Collate samples field by field: the helper that encoders written for megatron-energon call."""
         return batch_samples(samples, result_type, actions=actions, default_action=default_action)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# An encoder around another encoder: every hook is the inner one's unless it is overridden.
+
+
+class _Inner:
+    """An attribute of the encoder inside. A hook that it did not override keeps its mark, and costs nothing here."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, encoder: Any, owner: type | None = None) -> Any:
+        return self if encoder is None else getattr(encoder.task_encoder, self._name)
+
+
+class AugmentTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
+    """Wraps a task encoder; override the hooks that should do more, and call `super()` for what it does.
+
+    Args:
+        task_encoder: The encoder inside.
+    """
+
+    __class_getitem__: ClassVar[Any] = classmethod(GenericAlias)  # annotations of energon users give it type arguments
+
+    def __init__(self, task_encoder: Any) -> None:
+        self.task_encoder = task_encoder
+
+    cookers: Any = _Inner()
+    decoder: Any = _Inner()
+    pixel_settings: Any = _Inner()
+    __default_failure_tolerance__: Any = _Inner()
+    cook_crude_sample: Any = _Inner()
+    encode_sample: Any = _Inner()
+    preencode_sample: Any = _Inner()
+    postencode_sample: Any = _Inner()
+    select_samples_to_pack: Any = _Inner()
+    pack_selected_samples: Any = _Inner()
+    batch_group_criterion: Any = _Inner()
+    batch: Any = _Inner()
+    encode_batch: Any = _Inner()

@@ -13,7 +13,7 @@ from types import CodeType, FunctionType, MappingProxyType
 from typing import Any
 
 from energon_bridge.errors import ConfigurationError
-from energon_bridge.task_encoder.augment import AugmentTaskEncoder
+from energon_bridge.task_encoder.base import AugmentTaskEncoder
 from energon_bridge.task_encoder.cooking import Cooker
 from energon_bridge.task_encoder.decoder import SampleDecoder
 

@@ -9,12 +9,93 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import is_dataclass
-from typing import Any
+from itertools import chain
+from typing import Any, TypeVar, cast
+
+import torch
 
 from energon_bridge.errors import ConfigurationError, UnfitSampleError
-from energon_bridge.samples import META_FIELDS, batch_meta, field_names
-from energon_bridge.samples.stacking import batch_pad_stack, batch_stack, is_tensor_column
-from energon_bridge.task_encoder.convert import is_record_type, make_record, read_fields, target_fields
+from energon_bridge.samples import META_FIELDS, Batch, batch_meta, field_names, init_field_names, required_field_names
+from energon_bridge.samples.base import once_per_class
+from energon_bridge.samples.stacking import batch_pad_stack, batch_stack, concat_pad, is_tensor_column
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Records of one kind as records of another, by the names of their fields.
+#
+# A record is a dataclass (a sample, a batch), a named tuple or a dict. What the target does not have is left behind;
+# what it requires and the source lacks is an error.
+
+
+def is_record_type(cls: type) -> bool:
+    """Tell whether objects of a class are records: dict, dataclass or named tuple."""
+    return issubclass(cls, dict) or is_dataclass(cls) or _is_named_tuple(cls)
+
+
+def read_fields(record: Any) -> dict[str, Any]:
+    """Return the fields of a record by name. Raises ConfigurationError if it is none."""
+    cls = type(record)
+    if issubclass(cls, dict):
+        return dict(record)
+    if is_dataclass(cls):
+        return {name: getattr(record, name) for name in field_names(cls)}
+    if _is_named_tuple(cls):
+        return record._asdict()
+    raise ConfigurationError(f"a {cls.__name__} has no fields to convert; use a dataclass, a named tuple or a dict")
+
+
+@once_per_class
+def target_fields(target: type) -> frozenset[str] | None:
+    """Return the names that a record type can take, or None if it takes any (a dict)."""
+    if issubclass(target, dict):
+        return None
+    if is_dataclass(target):
+        return frozenset(init_field_names(target))
+    if _is_named_tuple(target):
+        return frozenset(target._fields)  # type: ignore[attr-defined]
+    raise ConfigurationError(
+        f"cannot make a {target.__name__} by field names; use a dataclass, a named tuple or a dict"
+    )
+
+
+def make_record(fields: Mapping[str, Any], target: type, wrong: type[ConfigurationError] = ConfigurationError) -> Any:
+    """Make a record of type `target`. Raises an error of type `wrong` if the fields lack one that it requires."""
+    known = target_fields(target)
+    if known is None:
+        # The mask is there for whoever sets it, and None says nothing.
+        return target({name: value for name, value in fields.items() if name != "__valid__" or value is not None})
+    taken = fields if fields.keys() <= known else {name: value for name, value in fields.items() if name in known}
+    if not (required := _required_fields(target)) <= taken.keys():
+        missing = sorted(required - taken.keys())
+        raise wrong(
+            f"cannot make a {target.__name__} without {', '.join(missing)}, of the fields {', '.join(fields)}; give "
+            f"the missing fields a default in {target.__name__}, or convert in the hook"
+        )
+    return target(**taken)
+
+
+def convert_record(record: Any, target: type) -> Any:
+    """Return a record as one of type `target`, the record itself if it is one already."""
+    if isinstance(record, target):
+        return record
+    # What a dict lacks, others of the dataset may have.
+    wrong = UnfitSampleError if isinstance(record, dict) else ConfigurationError
+    return make_record(read_fields(record), target, wrong)
+
+
+@once_per_class
+def _required_fields(target: Any) -> frozenset[str]:
+    if is_dataclass(target):
+        return required_field_names(cast(type, target))
+    return frozenset(target._fields) - target._field_defaults.keys()
+
+
+def _is_named_tuple(cls: type) -> bool:
+    return issubclass(cls, tuple) and hasattr(cls, "_fields")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Collating: what becomes of the rows of a batch.
+
 
 __all__ = [
     "REMEDY_FOR_TYPES",
@@ -119,3 +200,69 @@ def _check_same_fields(samples: Sequence[Any], rows: list[dict[str, Any]], resul
             f"the rows of a batch have different fields: {names} is not in all of them (row 0 is a "
             f"{kinds[0].__name__}, row {number} a {kinds[1].__name__}); {REMEDY_FOR_TYPES}"
         )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Joining batches: several of one type as one batch with the rows of all.
+#
+# Tensors are joined along dimension 0 and zero-padded in the others, lists are joined; dicts, dataclasses and named
+# tuples are joined field by field; anything else stays a list with one entry for each batch. The meta fields of a batch
+# keep their meaning: one key, restore key and mask entry for each row.
+
+
+__all__ = ["concat_pad", "generic_concat", "homogeneous_concat_mix"]
+
+BatchT = TypeVar("BatchT")
+
+
+def generic_concat(values: Sequence[Any]) -> Any:
+    """Join the values of one field of several batches by what they are (see the module).
+
+    Raises ConfigurationError if tensors differ in rank or dicts in their keys.
+    """
+    if is_tensor_column(values):
+        return concat_pad(values)
+    kinds = {type(value) for value in values}
+    kind = kinds.pop() if len(kinds) == 1 else object
+    if issubclass(kind, list):
+        return list(chain.from_iterable(values))
+    if kind is type(None):
+        return None
+    if not is_record_type(kind):
+        return list(values)
+    records = [read_fields(value) for value in values]
+    if any(record.keys() != records[0].keys() for record in records):
+        names = sorted(set().union(*records) - set(records[0]).intersection(*records))
+        raise ConfigurationError(f"batches can be joined only if all have the same fields; not all have {names}")
+    joined = {name: generic_concat([record[name] for record in records]) for name in records[0]}
+    if issubclass(kind, Batch):
+        joined |= _joined_meta(values)
+    return make_record(joined, kind)
+
+
+def homogeneous_concat_mix(samples: Sequence[BatchT]) -> BatchT:
+    """Join batches of one type into one batch. Raises ConfigurationError if they differ in type or there are none."""
+    kinds = sorted({type(sample).__name__ for sample in samples})
+    if len(kinds) != 1:
+        raise ConfigurationError(f"batches of one type can be joined, not of {', '.join(kinds) or 'none'}")
+    joined: BatchT = generic_concat(samples)
+    return joined
+
+
+def _joined_meta(batches: Sequence[Batch]) -> dict[str, Any]:
+    sources = [batch.__sources__ for batch in batches if batch.__sources__ is not None]
+    # A batch without a mask has only real rows; one without subflavors has none in any row.
+    rows = [len(batch.__key__) for batch in batches]
+    masked = any(batch.__valid__ is not None for batch in batches)
+    labelled = any(batch.__subflavors__ is not None for batch in batches)
+    masks = [
+        torch.ones(count, dtype=torch.bool) if batch.__valid__ is None else batch.__valid__
+        for batch, count in zip(batches, rows, strict=True)
+    ]
+    labels = [batch.__subflavors__ or [None] * count for batch, count in zip(batches, rows, strict=True)]
+    return {
+        "__restore_key__": tuple(chain.from_iterable(batch.__restore_key__ for batch in batches)),
+        "__sources__": tuple(chain.from_iterable(sources)) if sources else None,
+        "__subflavors__": list(chain.from_iterable(labels)) if labelled else None,
+        "__valid__": torch.cat(masks) if masked else None,
+    }

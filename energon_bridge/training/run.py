@@ -36,7 +36,7 @@ from energon_bridge.datamodule import EnergonMultiModalDataModule, Feeding
 from energon_bridge.datasets import get_loader, get_train_dataset, get_val_dataset
 from energon_bridge.errors import ConfigurationError, EnergonError, did_you_mean
 from energon_bridge.integrations.lightning import RunReport
-from energon_bridge.loader.spec import DatasetSpec
+from energon_bridge.loader.run_plan import DatasetSpec
 from energon_bridge.rng import key_of
 from energon_bridge.task_encoder.base import TaskEncoder
 from energon_bridge.task_encoder.costs import BatchCost

@@ -10,7 +10,7 @@ from collections import Counter
 from pathlib import Path
 
 from energon_bridge.errors import SourceError
-from energon_bridge.format.media_kinds import kind_by_name
+from energon_bridge.format.media import kind_by_name
 from energon_bridge.rows.base import (
     SPLIT_NAMES,
     SPLIT_ORDER,

@@ -15,7 +15,7 @@ import numpy as np
 
 from energon_bridge.errors import SourceError
 from energon_bridge.format.dataset import PreparedDataset
-from energon_bridge.format.tar_scan import ShardScan, scan_tar
+from energon_bridge.format.tar_index import ShardScan, scan_tar
 from energon_bridge.mix import MixIndex, load_mix
 from energon_bridge.mix.leaves import OpenLeaf, open_leaves
 from energon_bridge.mix.opener import DatasetOpener

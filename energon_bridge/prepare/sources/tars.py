@@ -23,7 +23,7 @@ from energon_bridge.format.nvmeta import (
 )
 from energon_bridge.format.parallel import map_shards
 from energon_bridge.format.tar import parse_sample
-from energon_bridge.format.tar_scan import ShardScan, scan_tar
+from energon_bridge.format.tar_index import ShardScan, scan_tar
 from energon_bridge.prepare.discover import find_shards
 from energon_bridge.rng import key_of
 from energon_bridge.rows.base import Layout, Row

@@ -40,17 +40,19 @@ from energon_bridge.training.generation import (
     write_predictions,
 )
 from energon_bridge.training.megatron.checkpoints import complete_checkpoints, load_checkpoint, save_checkpoint
-from energon_bridge.training.megatron.inputs import Inputs, own_tokens, writing_inputs
 from energon_bridge.training.megatron.model import build_model
 from energon_bridge.training.megatron.ranks import Ranks, connected_ranks
 from energon_bridge.training.megatron.step import (
+    Inputs,
     Training,
     learning_rate,
     over_replicas,
+    own_tokens,
     prepare_training,
     run_schedule,
     run_stages,
     train_step,
+    writing_inputs,
 )
 from energon_bridge.training.presets import ModelBundle
 from energon_bridge.training.progress import append_metrics, read_losses
