@@ -24,7 +24,7 @@ from energon_bridge.loader.board import Board
 from energon_bridge.loader.document import read_leaves
 from energon_bridge.loader.run_plan import DatasetSpec
 from energon_bridge.loader.savable import SavableDataLoader
-from energon_bridge.loader.transport import Arena, Message, Outbox, unpack
+from energon_bridge.loader.transport import Arena, BatchMessage, Outbox, unpack
 from energon_bridge.loader.workers import Work, outgoing
 from energon_bridge.prepare import parse_patterns, prepare_dataset, render_dataset_yaml
 from energon_bridge.stream.state import LaneBatch
@@ -276,7 +276,7 @@ class InProcessPool:
         self._workers = []
 
 
-def _messages(work: Work, arena: Arena) -> Iterator[Message]:
+def _messages(work: Work, arena: Arena) -> Iterator[BatchMessage]:
     """Yield what a worker sends."""
     outbox = Outbox(arena, kept=0)
     for item in work.items(arena, Board(), again=False):

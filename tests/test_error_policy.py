@@ -24,7 +24,7 @@ from energon_bridge import (
 )
 from energon_bridge.errors import ConfigurationError, ErrorRateError, FatalSampleError, StorageError
 from energon_bridge.loader.savable import SavableDataLoader
-from energon_bridge.stream.report import Place, named
+from energon_bridge.stream.report import SamplePlace, named
 
 SAMPLES = 40
 
@@ -256,7 +256,7 @@ def test_a_bad_dataset_cannot_flood_the_log(workers: int, data: Path, caplog: py
 
 
 def test_what_samples_share_is_named_once() -> None:
-    a, b = (partial(Place, dataset, parts=("jpg", "txt")) for dataset in ("/a", "/b"))
+    a, b = (partial(SamplePlace, dataset, parts=("jpg", "txt")) for dataset in ("/a", "/b"))
     places = [a("0.tar", 3, "k3"), a("0.tar", 4, "k4"), a("1.tar", 4, ""), b("1.tar", 4, "k4"), b("1.tar", 5, "k5")]
     other = places[-1]._replace(parts=("png",)), places[-1]._replace(note="joined")
     assert named([*places, *other], 9) == (

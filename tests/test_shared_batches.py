@@ -24,7 +24,7 @@ from energon_bridge import (
     get_savable_loader,
     get_train_dataset,
 )
-from energon_bridge.loader.transport import Arena, MemoryFile, Message, Outbox, unpack
+from energon_bridge.loader.transport import Arena, BatchMessage, MemoryFile, Outbox, unpack
 from energon_bridge.samples import streaming
 from energon_bridge.samples.slabs import LENDER
 from energon_bridge.samples.stacking import batch_pad_stack, batch_stack, concat_pad
@@ -191,7 +191,7 @@ def crossed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Note of each message of a worker how many bytes crossed without a copy."""
     seen: list[int] = []
 
-    def spy(message: Message, arena: Arena | None) -> Any:
+    def spy(message: BatchMessage, arena: Arena | None) -> Any:
         seen.append(sum(place[-1] for _, place in message.elsewhere))
         return unpack(message, arena)
 

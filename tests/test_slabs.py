@@ -26,7 +26,7 @@ from energon_bridge import (
     get_savable_loader,
     get_train_dataset,
 )
-from energon_bridge.loader.transport import Arena, Message, Outbox, unpack
+from energon_bridge.loader.transport import Arena, BatchMessage, Outbox, unpack
 from energon_bridge.prepare import parse_patterns, prepare_dataset, render_dataset_yaml
 from energon_bridge.samples.slabs import SLABS, Slab, SlabPool, block_over
 from energon_bridge.samples.stacking import batch_stack
@@ -302,7 +302,7 @@ def crossed(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Note for each message of a worker whether something of it crossed without a copy."""
     seen: list[bool] = []
 
-    def spy(message: Message, arena: Arena | None) -> Any:
+    def spy(message: BatchMessage, arena: Arena | None) -> Any:
         seen.append(bool(message.elsewhere))
         return unpack(message, arena)
 

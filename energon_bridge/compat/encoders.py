@@ -37,11 +37,11 @@ class DatasetBlendMode(Enum):
     SAMPLE_REPETITIONS = "sample_repetitions"
 
 
-class Encoded(Wrapper):
+class EncodedDataset(Wrapper):
     """Samples that went through `encode_sample`."""
 
 
-class Batched(Wrapper):
+class BatchedDataset(Wrapper):
     """Samples that were packed, if asked for, and batched."""
 
     def __init__(
@@ -60,7 +60,7 @@ class DefaultTaskEncoder(task_encoder.DefaultTaskEncoder[SampleT, EncodedT, RawB
 
     def build_encode_sample(self, dataset: Any, *, worker_config: Any) -> Any:
         """Encode the samples of a dataset."""
-        return Encoded(dataset)
+        return EncodedDataset(dataset)
 
     def build_batch(
         self,
@@ -72,7 +72,7 @@ class DefaultTaskEncoder(task_encoder.DefaultTaskEncoder[SampleT, EncodedT, RawB
         worker_config: Any,
     ) -> Any:
         """Pack and batch the samples of a dataset."""
-        return Batched(
+        return BatchedDataset(
             dataset, batch_size=batch_size, drop_last=batch_drop_last, packing_buffer_size=packing_buffer_size
         )
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from energon_bridge.compat import factories, loading
-from energon_bridge.compat.encoders import HOOKS, Batched, DefaultTaskEncoder, Encoded
+from energon_bridge.compat.encoders import HOOKS, BatchedDataset, DefaultTaskEncoder, EncodedDataset
 from energon_bridge.compat.factories import OpenedDataset
 from energon_bridge.compat.wrapped import (
     BlendDataset,
@@ -98,10 +98,10 @@ def _read(made: Any, spec: DatasetSpec, encoder: Any) -> _Built:
     while isinstance(made, EpochizeDataset | LimitDataset):
         settings["virtual_epoch_length" if isinstance(made, EpochizeDataset) else "limit"] = made.length
         made = made.dataset
-    batched = _expect(made, Batched, encoder)
+    batched = _expect(made, BatchedDataset, encoder)
     settings |= {"batch_size": batched.batch_size, "batch_drop_last": batched.drop_last}
     settings["packing_buffer_size"] = batched.packing_buffer_size
-    made = _expect(batched.dataset, Encoded, encoder).dataset
+    made = _expect(batched.dataset, EncodedDataset, encoder).dataset
     if isinstance(made, ShuffleBufferDataset):
         settings["shuffle_buffer_size"], made = made.size, made.dataset
     cycled = isinstance(made, RepeatDataset) and isinstance(made.dataset, BlendDataset | RepeatDataset)
@@ -131,7 +131,7 @@ def _place(part: Any, spec: DatasetSpec) -> int | None:
 
 def _expect(made: Any, kind: type[Wrapper], encoder: Any) -> Any:
     if not isinstance(made, kind):
-        verb = "batched by build_batch" if kind is Batched else "encoded by build_encode_sample"
+        verb = "batched by build_batch" if kind is BatchedDataset else "encoded by build_encode_sample"
         raise _refused(encoder, f"it put {type(made).__name__} in a place where samples {verb} are expected")
     return made
 

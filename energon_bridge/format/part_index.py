@@ -35,7 +35,7 @@ _INHERITED: list[sqlite3.Connection] = []
 """Connections of the process that forked this one: sqlite wants them neither used nor closed here."""
 
 
-class Place(NamedTuple):
+class PartLocation(NamedTuple):
     """Where a part lies: shard number in `.info.json`, and bytes of the shard.
 
     `is_sample` says that the bytes are those of the whole sample, from an index that does not know its parts.
@@ -63,7 +63,7 @@ class PartIndex:
     def __del__(self) -> None:
         self._let_go()
 
-    def find(self, key: str, part: str) -> Place | None:
+    def find(self, key: str, part: str) -> PartLocation | None:
         """Return where a part of a sample lies, None if there is no such part.
 
         (Of an index that does not know parts, where the sample lies.) Raises KeyIndexError if there is no index, or a
@@ -77,7 +77,7 @@ class PartIndex:
             return None
         if not all(type(value) is int and 0 <= value < 1 << 62 for value in rows[0]):
             raise self._damaged(f"it says that {key!r} is in shard, at byte, of size {str(rows[0])[:200]}")
-        return Place._make((*rows[0], not by_part))
+        return PartLocation._make((*rows[0], not by_part))
 
     def media(self, key: str) -> MediaMetadata | None:
         """Return what is known of a media file, None if nothing is.

@@ -40,7 +40,7 @@ from torch.autograd.profiler import record_function
 from energon_bridge.errors import HookTimeoutError, LoaderError, WorkerDiedError
 from energon_bridge.loader.board import Board, StackFile
 from energon_bridge.loader.starting import StartMethod, start_process
-from energon_bridge.loader.transport import Arena, Message, unpack
+from energon_bridge.loader.transport import Arena, BatchMessage, unpack
 from energon_bridge.loader.workers import (
     AGAIN,
     CREDIT,
@@ -262,7 +262,7 @@ class WorkerPool:
             if current != worker.current:
                 continue  # of a pass that was broken off
             try:
-                value = unpack(Message(*message), worker.arena)
+                value = unpack(BatchMessage(*message), worker.arena)
             except OSError:
                 if not worker.ends_within(_LOOK_SECONDS):
                     raise

@@ -198,7 +198,7 @@ class Outbox:
         self._kept = kept
         self._files: deque[list[int]] = deque()  # of each of the last messages
 
-    def pack(self, item: Any) -> Message:
+    def pack(self, item: Any) -> BatchMessage:
         """Pickle an item into a block of the arena or into a memory file; return the message that finds it."""
         self._files.append([])
         buffers: list[memoryview] = []
@@ -226,19 +226,19 @@ class Outbox:
         chunks: list[memoryview | bytes] = [header, *parts]
         total = sum(_aligned(len(chunk)) for chunk in chunks)
         place = None if self._arena is None else self._arena.write(chunks, total)
-        message = Message(place or self._file(chunks, total), tuple(elsewhere))
+        message = BatchMessage(place or self._file(chunks, total), tuple(elsewhere))
         if len(self._files) > self._kept:
             self._close_oldest()
         return message
 
-    def unshared(self, message: Message) -> Message:
+    def unshared(self, message: BatchMessage) -> BatchMessage:
         """Return a message with copies of the blocks that the worker kept, which it must not see anybody write into.
 
         To be called when the worker has let go of the item as far as it knows, and before the message is sent.
         """
         if self._arena is None or not any(self._arena.is_kept(slot) for _, (slot, *_) in message.elsewhere):
             return message
-        return Message(message.place, tuple(map(self._alone, message.elsewhere)))
+        return BatchMessage(message.place, tuple(map(self._alone, message.elsewhere)))
 
     def _alone(self, buffer: tuple[int, Place]) -> tuple[int, Place]:
         number, place = buffer
@@ -287,14 +287,14 @@ Place = tuple[int, int, int] | MemoryFile
 """Where bytes are: (slot, offset, length) in the arena, or a file."""
 
 
-class Message(NamedTuple):
+class BatchMessage(NamedTuple):
     """Where a packed item is; `elsewhere` has number and place of each buffer that lies in a block of its own."""
 
     place: Place
     elsewhere: tuple[tuple[int, Place], ...] = ()
 
 
-def unpack(message: Message, arena: Arena | None) -> Any:
+def unpack(message: BatchMessage, arena: Arena | None) -> Any:
     """Return the item that a message of an outbox stands for; its tensors are views of shared memory."""
     view = _opened(message.place, arena)
     (count,) = struct.unpack_from("<Q", view, 0)

@@ -37,7 +37,7 @@ from energon_bridge.loader.board import Board, StackFile
 from energon_bridge.loader.description import Description
 from energon_bridge.loader.position import Position
 from energon_bridge.loader.streams import Stream, WorkerFacts
-from energon_bridge.loader.transport import Arena, Message, Outbox
+from energon_bridge.loader.transport import Arena, BatchMessage, Outbox
 from energon_bridge.rng import key_of
 from energon_bridge.stream.state import LaneBatch
 from energon_bridge.stream.watchdog import WatchdogSettings
@@ -80,7 +80,7 @@ def produced(stream: Stream, units: Iterator[int], ahead: int) -> Generator[Lane
         stream.close()
 
 
-def outgoing(item: LaneBatch, outbox: Outbox) -> Message:
+def outgoing(item: LaneBatch, outbox: Outbox) -> BatchMessage:
     """Return the message for an item: of plain values, which pickle fastest.
 
     Raises:
@@ -199,7 +199,7 @@ def _one_pass(
 ) -> bytes | None:
     """Send a pass, as far as it is asked for; return the command that ends it."""
 
-    def send(failed: bool, message: Message) -> None:
+    def send(failed: bool, message: BatchMessage) -> None:
         data = pickle.dumps((number, failed, message), pickle.HIGHEST_PROTOCOL)
         try:
             link.send(data)

@@ -23,7 +23,7 @@ from energon_bridge.preview.records import Record, fields_of
 from energon_bridge.stream.dataset_code import PendingSample, has_code
 from energon_bridge.stream.pipeline import Pipeline
 from energon_bridge.stream.reencode import load_again
-from energon_bridge.stream.report import Place
+from energon_bridge.stream.report import SamplePlace
 from energon_bridge.stream.state import SampleRef
 from energon_bridge.stream.values import FailedSample
 from energon_bridge.task_encoder.base import DefaultTaskEncoder
@@ -120,7 +120,7 @@ class SampleSource:
                 half = len(keys) // 2
                 return self._loaded(keys[:half]) + self._loaded(keys[half:])
             ((_, index, _, _),) = keys
-            return [(FailedSample(error, "read", Place("", "", index)), 0)]
+            return [(FailedSample(error, "read", SamplePlace("", "", index)), 0)]
 
     def _load(self, keys: Sequence[tuple[str, int, int, int]]) -> list[tuple[Any, int]]:
         pipeline = self._pipeline

@@ -58,12 +58,12 @@ class Lazy:
 
 
 @runtime_checkable
-class Encoded(Protocol):
+class EncodedFile(Protocol):
     """Encoded data that knows what to decode to, such as a deferred image."""
 
     data: bytes
 
-    def with_data(self, data: bytes) -> Encoded:
+    def with_data(self, data: bytes) -> EncodedFile:
         """Return a copy with other bytes."""
         ...
 
@@ -112,7 +112,7 @@ class HeldLazy(Lazy):
 
     def read(self) -> tuple[Any, SourceInfo | None]:
         """Return the data."""
-        return self._data.when_got() if isinstance(self._data, Encoded) else self._data, None
+        return self._data.when_got() if isinstance(self._data, EncodedFile) else self._data, None
 
 
 class NoCachePool(CachePool):
@@ -215,7 +215,7 @@ class FileStoreCachePool(CachePool):
         """
         files = self._here()
         try:
-            plain = data.data if isinstance(data, Encoded) else to_bytes(data)
+            plain = data.data if isinstance(data, EncodedFile) else to_bytes(data)
             entry = None if files is None else files.put(plain, name)
         except TypeError as error:
             entry = None
@@ -229,7 +229,7 @@ class FileStoreCachePool(CachePool):
                 )
         if files is None or entry is None:
             return HeldLazy(data)
-        return _DataLazy(self, files, entry, data.with_data(b"") if isinstance(data, Encoded) else None)
+        return _DataLazy(self, files, entry, data.with_data(b"") if isinstance(data, EncodedFile) else None)
 
     def close(self) -> None:
         """Delete this process's files; later requests are cached again."""
@@ -287,7 +287,7 @@ class _FileLazy(_KeptLazy):
 class _DataLazy(_KeptLazy):
     """Data written to disk; `shell` is the encoded object without its bytes, if it was one."""
 
-    def __init__(self, pool: FileStoreCachePool, files: DiskCache, entry: KeptFile, shell: Encoded | None) -> None:
+    def __init__(self, pool: FileStoreCachePool, files: DiskCache, entry: KeptFile, shell: EncodedFile | None) -> None:
         super().__init__(pool, files, entry)
         self._shell = shell
 

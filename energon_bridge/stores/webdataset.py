@@ -9,7 +9,7 @@ from energon_bridge.errors import FileNotInStoreError, KeyIndexError, ShardMissi
 from energon_bridge.format.jsonl import PART, JsonlDataset, open_jsonl
 from energon_bridge.format.media import MediaMetadata
 from energon_bridge.format.nvmeta import read_info
-from energon_bridge.format.part_index import PartIndex, Place
+from energon_bridge.format.part_index import PartIndex, PartLocation
 from energon_bridge.format.tar import parse_sample, split_member_name
 from energon_bridge.format.tar_index import index_name
 from energon_bridge.samples import SourceInfo
@@ -147,7 +147,7 @@ class WebdatasetFileStore(FileStore):
         found = ByteRange(store=self._store, rel=shard, offset=place.offset, size=place.size)
         return found, SourceInfo(self._store.root, key, shard, (key,))
 
-    def _find(self, key: str) -> tuple[tuple[str, str], Place]:
+    def _find(self, key: str) -> tuple[tuple[str, str], PartLocation]:
         names = split_member_name(key)
         if names is None:
             raise FileNotInStoreError(

@@ -23,7 +23,7 @@ from energon_bridge.rng import key_of
 from energon_bridge.samples import ChatMLSample, SourceInfo
 from energon_bridge.samples.slabs import Slab
 from energon_bridge.stream.reader import Unreadable
-from energon_bridge.stream.report import Place
+from energon_bridge.stream.report import SamplePlace
 from energon_bridge.stream.values import EXCLUDED, NO_PARTS, FailedSample, RestoreKey, Rows, SampleParser
 from energon_bridge.stream.watchdog import INDEX, Activities
 from energon_bridge.task_encoder.decoder import SampleDecoder
@@ -116,7 +116,7 @@ class CodeValues(SampleParser):
             raise
         except Exception as error:  # the policy of the stream decides what becomes of it
             error = raw.error if type(raw) is Unreadable else self._located(error, raw, name, index)
-            return FailedSample(error, hook, Place(dataset.path, name, index, key, tuple(parts)))
+            return FailedSample(error, hook, SamplePlace(dataset.path, name, index, key, tuple(parts)))
         load = partial(self._load, key, index, restore_key, source, values)
         return PendingSample(load) if begin is None else load(begin)
 
@@ -143,7 +143,7 @@ class CodeValues(SampleParser):
         except FatalSampleError:
             raise
         except Exception as error:  # the policy of the stream decides what becomes of it
-            place = Place(dataset.path, source.shard_name, index, key, tuple(values))
+            place = SamplePlace(dataset.path, source.shard_name, index, key, tuple(values))
             return FailedSample(error, "sample_loader", place)
 
     def _ask(self, parts: Iterable[str], begin: Begin, index: int, key: str) -> Mapping[str, bool]:

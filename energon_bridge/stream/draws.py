@@ -18,20 +18,20 @@ from PIL import Image
 from energon_bridge.errors import EmptyDatasetError
 from energon_bridge.plan.blend import Blend
 from energon_bridge.samples.slabs import Slab
-from energon_bridge.stream.pipeline import Loaded, PendingLoads, Pipeline, Segment, without_banned
+from energon_bridge.stream.pipeline import DrawRange, LoadedDraws, PendingLoads, Pipeline, without_banned
 from energon_bridge.stream.reencode import encode_again
 from energon_bridge.stream.state import COUNTERS, Counts, LaneState, SampleRef
 from energon_bridge.stream.values import FailedSample, RestoreKey
 from energon_bridge.task_encoder.deferred import DeferredImage, sample_parser
 
-_NOTHING = Loaded([], [], [], [])
+_NOTHING = LoadedDraws([], [], [], [])
 _BYTES = COUNTERS.index("bytes")
 _BARREN = 1000
 """Fewer draws without a result than this are no sign of anything."""
 
 
 @dataclass(slots=True)
-class Encoded:
+class EncodedSamples:
     """Encoded samples with their restore keys, their leaves and about their bytes."""
 
     samples: list[Any] = field(default_factory=list)
@@ -80,9 +80,9 @@ class Draws:
         """Start loading the next draws."""
         self._schedule_up_to(self.draw + draws)
 
-    def collect(self, wanted: int, counts: Counts) -> Encoded:
+    def collect(self, wanted: int, counts: Counts) -> EncodedSamples:
         """Return the next encoded samples; count the draws that give none."""
-        out = Encoded()
+        out = EncodedSamples()
         first = self.draw
         while len(out.samples) < wanted:
             if self._outputs:
@@ -144,7 +144,7 @@ class Draws:
         self.draw, self.taken = self.draw + 1, 0
         self.leaf_draws[leaf] += 1
 
-    def _take(self, wanted: int, out: Encoded, counts: Counts) -> None:
+    def _take(self, wanted: int, out: EncodedSamples, counts: Counts) -> None:
         """Take up to `wanted` draws as they are: no code of the user's sees single samples."""
         loaded, low, judge = self._loaded, self._at, self._pipeline.judge
         high = min(low + wanted, len(loaded.keys))
@@ -181,16 +181,16 @@ class Draws:
             if into is not None:
                 count = min(count, self._pipeline.rows - into[1])
             first = self._scheduled
-            segments = self._segments(count) if self._blend is None else self._mixed_segments(count)
-            wanted = self._without_banned(segments, first) if self._banned else segments
+            ranges = self._ranges(count) if self._blend is None else self._mixed_ranges(count)
+            wanted = self._without_banned(ranges, first) if self._banned else ranges
             if (self._scheduled - self._first) % self._pipeline.rows == 0:
                 self._slab = None  # full; only its images keep it
             rounds = self.ahead and self._pipeline.settings.reads_rounds
             self._loading.schedule(wanted, ahead=rounds, into=into)
             if rounds:
-                self._read_ahead(segments)
+                self._read_ahead(ranges)
             elif self.ahead and self._pipeline.settings.draws_ahead:
-                self._read_some_ahead(segments)
+                self._read_some_ahead(ranges)
 
     def _slab_row(self) -> tuple[Slab, int] | None:
         """Return the slab of the microbatch that the next draw is likely to be in, and its row there."""
@@ -199,15 +199,15 @@ class Draws:
             self._slab = self._pipeline.slabs.slab(self._pipeline.rows)
         return None if self._slab is None else (self._slab, row)
 
-    def _segments(self, count: int) -> list[Segment]:
+    def _ranges(self, count: int) -> list[DrawRange]:
         """Return up to `count` next draws of the only leaf, as far as one round goes."""
         buffer, low = self._pipeline.cursor(self.number, 0).at(self._leaf_scheduled[0])
         high = min(len(buffer), low + count)
         self._scheduled += high - low
         self._leaf_scheduled[0] += high - low
-        return [Segment(0, buffer, low, high, range(high - low))]
+        return [DrawRange(0, buffer, low, high, range(high - low))]
 
-    def _mixed_segments(self, count: int) -> list[Segment]:
+    def _mixed_ranges(self, count: int) -> list[DrawRange]:
         """Return the `count` next draws of a mix."""
         assert self._blend is not None
         first = self._scheduled - self.origin
@@ -215,7 +215,7 @@ class Draws:
         while leaves.size < count:  # where weights change or a mix epoch ends
             more = self._blend.leaves(self.number, first + leaves.size, count - leaves.size)
             leaves = np.concatenate((leaves, more))
-        segments = []
+        ranges = []
         # np.unique would import numpy.ma, into every worker.
         for leaf in np.flatnonzero(np.bincount(leaves)).tolist():
             places = np.flatnonzero(leaves == leaf).tolist()
@@ -223,35 +223,35 @@ class Draws:
             while places:
                 buffer, low = cursor.at(self._leaf_scheduled[leaf])
                 high = min(len(buffer), low + len(places))
-                segments.append(Segment(leaf, buffer, low, high, places[: high - low]))
+                ranges.append(DrawRange(leaf, buffer, low, high, places[: high - low]))
                 self._leaf_scheduled[leaf] += high - low
                 places = places[high - low :]
         self._scheduled += leaves.size
-        return segments
+        return ranges
 
-    def _without_banned(self, segments: list[Segment], first: int) -> list[Segment]:
-        """Cut segments around the draws that are banned; `first` is the draw at their place 0."""
+    def _without_banned(self, ranges: list[DrawRange], first: int) -> list[DrawRange]:
+        """Cut ranges around the draws that are banned; `first` is the draw at their place 0."""
         wanted = []
-        for segment in segments:
-            leaf = self._pipeline.leaves[segment.leaf]
-            if leaf.bans is None or not segment.buffer.withholds(segment.low, segment.high):
-                wanted.append(segment)
+        for span in ranges:
+            leaf = self._pipeline.leaves[span.leaf]
+            if leaf.bans is None or not span.buffer.withholds(span.low, span.high):
+                wanted.append(span)
                 continue
-            draws = (first + np.asarray(segment.places, dtype=np.int64)) * leaf.order.num_lanes + self.number
-            wanted += without_banned(segment, leaf.bans.at(segment.buffer.indices[segment.low : segment.high], draws))
+            draws = (first + np.asarray(span.places, dtype=np.int64)) * leaf.order.num_lanes + self.number
+            wanted += without_banned(span, leaf.bans.at(span.buffer.indices[span.low : span.high], draws))
         return wanted
 
-    def _read_ahead(self, segments: list[Segment]) -> None:
-        for segment in segments:
-            cursor = self._pipeline.cursor(self.number, segment.leaf)
-            current = cursor.buffer is segment.buffer and cursor.next_buffer is None
-            if current and 2 * segment.high > len(segment.buffer):
+    def _read_ahead(self, ranges: list[DrawRange]) -> None:
+        for span in ranges:
+            cursor = self._pipeline.cursor(self.number, span.leaf)
+            current = cursor.buffer is span.buffer and cursor.next_buffer is None
+            if current and 2 * span.high > len(span.buffer):
                 self._pipeline.read_ahead(cursor.following())
 
-    def _read_some_ahead(self, segments: list[Segment]) -> None:
-        for segment in segments:
-            cursor = self._pipeline.cursor(self.number, segment.leaf)
-            if cursor.buffer is segment.buffer and self._pipeline.read_some_ahead(segment.buffer, segment.high):
+    def _read_some_ahead(self, ranges: list[DrawRange]) -> None:
+        for span in ranges:
+            cursor = self._pipeline.cursor(self.number, span.leaf)
+            if cursor.buffer is span.buffer and self._pipeline.read_some_ahead(span.buffer, span.high):
                 self._pipeline.read_some_ahead(cursor.next_buffer or cursor.following(), 0)
 
 
@@ -268,7 +268,7 @@ SAMPLE = -1
 
 
 @dataclass(slots=True)
-class Row:
+class BatchRow:
     """One row.
 
     Attributes:
@@ -294,11 +294,11 @@ def restore_key(pipeline: Pipeline, ref: SampleRef) -> RestoreKey:
     return (pipeline.leaves[ref.leaf].identity, ref.sample, ref.epoch, ref.output)
 
 
-def rows_of(encoded: Encoded) -> list[Row]:
+def rows_of(encoded: EncodedSamples) -> list[BatchRow]:
     """Return encoded samples as rows."""
     columns = zip(encoded.samples, encoded.keys, encoded.leaves, encoded.sizes, strict=True)
     return [
-        Row((SampleRef(leaf, index, epoch, output),), SAMPLE, sample, size_of(sample, size))
+        BatchRow((SampleRef(leaf, index, epoch, output),), SAMPLE, sample, size_of(sample, size))
         for sample, (_, index, epoch, output), leaf, size in columns
     ]
 
@@ -330,7 +330,9 @@ def _bytes_in(value: Any) -> int:
     return sum(_bytes_in(one) for _, one in sample_parser(value)) if is_dataclass(value) else 0
 
 
-def reencode(pipeline: Pipeline, rows: Sequence[Row], counts: Counts, loading: PendingLoads | None = None) -> list[Row]:
+def reencode(
+    pipeline: Pipeline, rows: Sequence[BatchRow], counts: Counts, loading: PendingLoads | None = None
+) -> list[BatchRow]:
     """Encode the samples of rows whose content is gone; return the rows without those that no longer encode.
 
     A sample that no longer encodes is named in the log and counted for its leaf. `loading` is what was started for

@@ -19,7 +19,7 @@ from typing import Any
 
 from energon_bridge.errors import MetadataError, StorageError
 from energon_bridge.stream.policy import ErrorPolicy
-from energon_bridge.stream.report import Place, Report
+from energon_bridge.stream.report import Report, SamplePlace
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class QuarantinedSample:
     hook: str
     error: str
     message: str
-    members: tuple[Place, ...] = ()
+    members: tuple[SamplePlace, ...] = ()
     size: int = 1
 
 
@@ -159,7 +159,7 @@ def _parsed(line: Any) -> QuarantinedSample:
         hook=line["hook"],
         error=line["error"],
         message=line["message"],
-        members=tuple(Place(*member) for member in line.get("members", ())),
+        members=tuple(SamplePlace(*member) for member in line.get("members", ())),
         size=int(line.get("size", 1)),
     )
 

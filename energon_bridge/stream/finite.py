@@ -22,11 +22,11 @@ from energon_bridge.plan.blend import EpochizedBlend
 from energon_bridge.plan.leaf import Round
 from energon_bridge.rng import IntArray
 from energon_bridge.stream.dealt import Dealt
-from energon_bridge.stream.draws import SAMPLE, Row, reencode
+from energon_bridge.stream.draws import SAMPLE, BatchRow, reencode
 from energon_bridge.stream.grouping import group_of
 from energon_bridge.stream.leaf import Leaf
 from energon_bridge.stream.packing import pack_rows, select_packs
-from energon_bridge.stream.pipeline import PendingLoads, Pipeline, Segment, attach, without_banned
+from energon_bridge.stream.pipeline import DrawRange, PendingLoads, Pipeline, attach, without_banned
 from energon_bridge.stream.reader import RoundBuffer
 from energon_bridge.stream.reencode import load_again
 from energon_bridge.stream.state import COUNTERS, Counts, LaneBatch, NoBatch, SampleRef
@@ -186,7 +186,7 @@ class PassRows(Protocol):
         """Start loading rows [start, stop)."""
         ...
 
-    def take(self, start: int, stop: int, counts: Counts) -> list[Row]:
+    def take(self, start: int, stop: int, counts: Counts) -> list[BatchRow]:
         """Return rows [start, stop) without those that hooks leave out, which are counted."""
         ...
 
@@ -216,19 +216,19 @@ class DrawnRows:
             banned = None if bans is None else bans.at(draws.indices, self._plan.first + start + places)
             runs.append((leaf, RoundBuffer(self._pipeline.source(leaf).reader, draws, banned), places, banned))
         for low in range(0, stop - start, self._pipeline.chunk):
-            segments = []
+            ranges = []
             for leaf, buffer, places, banned in runs:
                 begin, end = np.searchsorted(places, (low, low + self._pipeline.chunk)).tolist()
                 if begin < end:
-                    segment = Segment(leaf, buffer, begin, end, (places[begin:end] - low).tolist())
-                    segments += [segment] if banned is None else without_banned(segment, banned[begin:end])
-            ahead.schedule(segments, ahead=True)
+                    span = DrawRange(leaf, buffer, begin, end, (places[begin:end] - low).tolist())
+                    ranges += [span] if banned is None else without_banned(span, banned[begin:end])
+            ahead.schedule(ranges, ahead=True)
 
-    def take(self, start: int, stop: int, counts: Counts) -> list[Row]:
+    def take(self, start: int, stop: int, counts: Counts) -> list[BatchRow]:
         """Return the encoded samples of draws [start, stop)."""
         self.prepare(start, stop)
         ahead = self._ahead.pop(start)
-        rows: list[Row] = []
+        rows: list[BatchRow] = []
         draw = start - 1
         while len(ahead):
             loaded = ahead.take()
@@ -239,7 +239,7 @@ class DrawnRows:
                 if self._number_of is not None:
                     NUMBER.set(self._number_of(draw))
                 for (_, index, epoch, output), encoded in self._pipeline.encode(leaf, sample, key, counts):
-                    rows.append(Row((SampleRef(leaf, index, epoch, output),), SAMPLE, encoded, 0))
+                    rows.append(BatchRow((SampleRef(leaf, index, epoch, output),), SAMPLE, encoded, 0))
         return rows
 
 
@@ -261,10 +261,12 @@ class ListedRows:
             refs = [ref for refs, _ in self._rows[start:stop] for ref in refs]
             self._ahead[start] = load_again(self._pipeline, refs)
 
-    def take(self, start: int, stop: int, counts: Counts) -> list[Row]:
+    def take(self, start: int, stop: int, counts: Counts) -> list[BatchRow]:
         """Return rows [start, stop); of a pack that is listed as a whole, all that the encoder makes of it."""
         self.prepare(start, stop)
-        listed = [([Row((ref,), SAMPLE, None, 0) for ref in refs], output) for refs, output in self._rows[start:stop]]
+        listed = [
+            ([BatchRow((ref,), SAMPLE, None, 0) for ref in refs], output) for refs, output in self._rows[start:stop]
+        ]
         members = [row for rows, _ in listed for row in rows]
         reencode(self._pipeline, members, counts, self._ahead.pop(start))
         out = []
@@ -393,7 +395,7 @@ class FiniteStream:
             mask_loss(batches[0])
         return LaneBatch(batches[0], len(rows) if exists else 0, None, counts)
 
-    def _batched(self, rows: list[Row], number: int, counts: Counts) -> list[Any]:
+    def _batched(self, rows: list[BatchRow], number: int, counts: Counts) -> list[Any]:
         samples = [row.content for row in rows]
         keys = [row.key(self._pipeline) for row in rows]
         leaves = [ref.leaf for row in rows for ref in row.members]

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from energon_bridge.errors import EmptyDatasetError, FatalSampleError
-from energon_bridge.stream.draws import Row
+from energon_bridge.stream.draws import BatchRow
 from energon_bridge.stream.pipeline import Pipeline
 from energon_bridge.stream.state import BufferedRefs, Counts, Stage
 
@@ -86,7 +86,7 @@ class Groups(Generic[T]):
         return size
 
 
-def group_of(pipeline: Pipeline, row: Row, counts: Counts) -> tuple[Any, Any] | None:
+def group_of(pipeline: Pipeline, row: BatchRow, counts: Counts) -> tuple[Any, Any] | None:
     """Return the group of a row and the batch size that the encoder gives it; None for a row that is left out."""
     try:
         key, size = pipeline.code.group(row.content, *pipeline.seed_of(row))
@@ -110,10 +110,10 @@ class Grouping:
         held: Bytes of the contents that wait here.
     """
 
-    def __init__(self, pipeline: Pipeline, batch_size: int | None, waiting: list[Row]) -> None:
+    def __init__(self, pipeline: Pipeline, batch_size: int | None, waiting: list[BatchRow]) -> None:
         self._pipeline = pipeline
         self._waiting = waiting
-        self._groups: Groups[Row] = Groups(batch_size)
+        self._groups: Groups[BatchRow] = Groups(batch_size)
         self._refused = 0  # rows in a row
         self.held = 0
         pipeline.budget.join(self)
@@ -124,7 +124,9 @@ class Grouping:
             (Stage.GROUP, row.members, row.output) for row in (*self._waiting, *self._groups.waiting)
         )
 
-    def take(self, next_row: Callable[[], Row], remake: Callable[[list[Row]], list[Row]], counts: Counts) -> list[Row]:
+    def take(
+        self, next_row: Callable[[], BatchRow], remake: Callable[[list[BatchRow]], list[BatchRow]], counts: Counts
+    ) -> list[BatchRow]:
         """Return the rows of the next full group."""
         if self._waiting:
             waiting, self._waiting = remake(self._waiting), []
@@ -149,14 +151,16 @@ class Grouping:
                 row.content = None
                 self._pipeline.budget.hold(self, -row.size)
 
-    def _with_contents(self, rows: list[Row], remake: Callable[[list[Row]], list[Row]]) -> list[Row]:
+    def _with_contents(
+        self, rows: list[BatchRow], remake: Callable[[list[BatchRow]], list[BatchRow]]
+    ) -> list[BatchRow]:
         """Return the rows of a group that is no longer held, without those that cannot be made again."""
-        made: list[Row] = []
+        made: list[BatchRow] = []
         for row in rows:
             made += [row] if row.content is not None else remake([row])
         return made
 
-    def _add(self, row: Row, counts: Counts) -> list[Row]:
+    def _add(self, row: BatchRow, counts: Counts) -> list[BatchRow]:
         """Put a row into its group; return the rows of the group if that makes it full."""
         found = group_of(self._pipeline, row, counts)
         if found is None:

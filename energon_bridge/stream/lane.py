@@ -11,7 +11,7 @@ from collections import deque
 from typing import Any
 
 from energon_bridge.plan.blend import Blend
-from energon_bridge.stream.draws import Draws, Row, reencode, rows_of
+from energon_bridge.stream.draws import BatchRow, Draws, reencode, rows_of
 from energon_bridge.stream.grouping import Grouping
 from energon_bridge.stream.packing import Packing
 from energon_bridge.stream.pipeline import Pipeline
@@ -125,17 +125,17 @@ class Lane:
         for row in rows:
             row.content = None
 
-    def _next_row(self, counts: Counts) -> Row:
+    def _next_row(self, counts: Counts) -> BatchRow:
         if self._packing is not None:
             return self._packing.take(counts)
         return rows_of(self._draws.collect(1, counts))[0]
 
-    def _made_again(self, rows: list[Row], counts: Counts) -> list[Row]:
+    def _made_again(self, rows: list[BatchRow], counts: Counts) -> list[BatchRow]:
         """Return rows of a state with their contents."""
         if self._packing is None:
             return reencode(self._pipeline, rows, counts)
         return self._packing.made_again(rows, counts)
 
 
-def _row(refs: list[SampleRef], output: int) -> Row:
-    return Row(tuple(refs), output, None, 0)
+def _row(refs: list[SampleRef], output: int) -> BatchRow:
+    return BatchRow(tuple(refs), output, None, 0)

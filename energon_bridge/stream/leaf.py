@@ -24,7 +24,7 @@ from energon_bridge.samples import META_FIELDS, CrudeSample, SourceInfo
 from energon_bridge.stream.cooking import Cook
 from energon_bridge.stream.dataset_code import JOINER, Begin, PendingSample, sample_parser
 from energon_bridge.stream.reader import LeafReader, Reader, RoundBuffer, Unreadable
-from energon_bridge.stream.report import Place
+from energon_bridge.stream.report import SamplePlace
 from energon_bridge.stream.values import EXCLUDED, Barred, Columns, FailedSample, RestoreKey, Rows, SampleParser
 from energon_bridge.stream.watchdog import Activities
 
@@ -89,14 +89,14 @@ class LeafSource:
         shard, local = self.reader.place_of(index)
         return f"{self.leaf.dataset.path}: shard {shard}, sample {index} (number {local} of the shard)"
 
-    def place(self, index: int) -> Place:
+    def place(self, index: int) -> SamplePlace:
         """Name a sample with its key and parts, which are read again for it."""
         shard, _ = self.reader.place_of(index)
         key, parts = "", _NO_PARTS
         with contextlib.suppress(Exception):  # there is an error to report already
             (raw,) = self.reader.read(np.array([index], dtype=np.int64))
             key, parts = self.values.name_of(raw, index)
-        return Place(self.leaf.dataset.path, shard, index, key, parts)
+        return SamplePlace(self.leaf.dataset.path, shard, index, key, parts)
 
 
 class Cursor:
@@ -175,7 +175,7 @@ class LineValues(SampleParser):
                 value = parse_line(raw)
             except (DecodeError, TypeError) as error:
                 lost = type(raw) is Unreadable
-                place = Place(path, shard_name, index, key, (PART,))
+                place = SamplePlace(path, shard_name, index, key, (PART,))
                 out.append(FailedSample(raw.error if lost else error, "read" if lost else "decode", place))
                 continue
             sample: dict[str, Any] = {
@@ -315,7 +315,9 @@ class JoinValues:
             first: SourceInfo = parts[0]["__sources__"][0]
             of_key = str(parts[0]["__key__"])
             note = f"row {row}, joining {of}"
-            return FailedSample(error, "joiner", Place(self._dataset.path, first.shard_name, row, of_key, (), note))
+            return FailedSample(
+                error, "joiner", SamplePlace(self._dataset.path, first.shard_name, row, of_key, (), note)
+            )
 
     def name_of(self, raw: RawRow, index: int) -> tuple[str, tuple[str, ...]]:
         """Return key and parts of a row's sample in the primary."""

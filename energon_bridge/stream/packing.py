@@ -34,7 +34,7 @@ import numpy as np
 
 from energon_bridge.errors import FatalSampleError
 from energon_bridge.rng import IntArray
-from energon_bridge.stream.draws import SAMPLE, Draws, Row, reencode, rows_of
+from energon_bridge.stream.draws import SAMPLE, BatchRow, Draws, reencode, rows_of
 from energon_bridge.stream.pipeline import Pipeline
 from energon_bridge.stream.state import COUNTERS, BufferedRefs, Counts, SampleRef, Stage, as_members
 from energon_bridge.task_encoder.deferred import decode_deferred
@@ -51,11 +51,11 @@ _SKIPPED = COUNTERS.index("skipped")
 
 @dataclass(slots=True)
 class _Pack:
-    members: list[Row]
+    members: list[BatchRow]
     taken: int = 0
 
 
-def _refs_of(rows: Iterable[Row]) -> IntArray:
+def _refs_of(rows: Iterable[BatchRow]) -> IntArray:
     return as_members([row.members[0] for row in rows])
 
 
@@ -107,13 +107,13 @@ class Packing:
         self._draws = draws
         self._pipeline = pipeline
         self._size = size
-        self._outputs: deque[Row] = deque()
+        self._outputs: deque[BatchRow] = deque()
         self.held = 0
         pipeline.budget.join(self)
         # As drop-in every buffer is full: code for megatron-energon may count on it.
         late = 0.0 if pipeline.settings.energon_ranks else draws.number * _GOLDEN % 1.0
         self.target = target or size - int(size / 2 * late)
-        rows = [(stage, [Row((ref,), SAMPLE, None, 0) for ref in refs], number) for stage, refs, number in held]
+        rows = [(stage, [BatchRow((ref,), SAMPLE, None, 0) for ref in refs], number) for stage, refs, number in held]
         self._packs = _Packs(_Pack(members, taken) for stage, members, taken in rows if stage is Stage.PACK)
         self._keep([(members[0], wait) for stage, members, wait in rows if stage is Stage.BUFFER])
         self._to_restore = deque(self._buffer)
@@ -125,13 +125,13 @@ class Packing:
         rows[:, 0], rows[:, 1], rows[:, 2] = Stage.BUFFER, 1, self._waits
         return BufferedRefs.joined((self._packs.waiting(), BufferedRefs(rows, self._refs)))
 
-    def _keep(self, waiting: Sequence[tuple[Row, int]]) -> None:
+    def _keep(self, waiting: Sequence[tuple[BatchRow, int]]) -> None:
         """Make the buffer of these rows, each with the number of selections that left it over."""
         self._buffer = [row for row, _ in waiting]
         self._waits = np.array([wait for _, wait in waiting], dtype=np.int64)
         self._refs = _refs_of(self._buffer)
 
-    def take(self, counts: Counts) -> Row:
+    def take(self, counts: Counts) -> BatchRow:
         """Return the next row; selects where no pack is left."""
         first, selections = self._draws.draw, 0
         while not self._outputs:
@@ -218,7 +218,7 @@ class Packing:
             f"{len(self._buffer)} samples, {_EMPTY_SELECTIONS} times in a row: return lists of the samples it is given"
         )
 
-    def _is_given_up(self, row: Row, wait: int, counts: Counts) -> bool:
+    def _is_given_up(self, row: BatchRow, wait: int, counts: Counts) -> bool:
         """Give a row up that so many selections have left over, if they are too many."""
         if wait <= LONGEST_WAIT:
             return False
@@ -229,24 +229,24 @@ class Packing:
         logger.warning("%s: left over by %d selections and given up; is it too long for a pack?", where, wait)
         return True
 
-    def _packed(self, pack: _Pack, counts: Counts) -> list[Row]:
+    def _packed(self, pack: _Pack, counts: Counts) -> list[BatchRow]:
         """Return the rows of a pack, none where the encoder makes none of it."""
         rows = self._with_contents(pack.members, counts)
         self._hold(-sum(row.size for row in rows))
         counts = Counts() if pack.taken else counts  # of a state: what it skips has been counted
         return pack_rows(self._pipeline, rows, counts)
 
-    def made_again(self, rows: list[Row], counts: Counts) -> list[Row]:
+    def made_again(self, rows: list[BatchRow], counts: Counts) -> list[BatchRow]:
         """Return the rows of a state with their contents, without those that the encoder no longer makes."""
         out = []
         for row in rows:
-            members = reencode(self._pipeline, [Row((ref,), SAMPLE, None, 0) for ref in row.members], counts)
+            members = reencode(self._pipeline, [BatchRow((ref,), SAMPLE, None, 0) for ref in row.members], counts)
             packed = pack_rows(self._pipeline, members, counts, again=True)
             if row.output < len(packed):
                 out.append(packed[row.output])
         return out
 
-    def _with_contents(self, rows: list[Row], counts: Counts) -> list[Row]:
+    def _with_contents(self, rows: list[BatchRow], counts: Counts) -> list[BatchRow]:
         gone = [row for row in rows if row.content is None]
         made = reencode(self._pipeline, rows, counts)
         self._hold(sum(row.size for row in gone if row.content is not None))
@@ -263,7 +263,7 @@ class Packing:
                 self._hold(-row.size)
 
 
-def select_packs(pipeline: Pipeline, rows: list[Row], *, last: bool = False) -> list[list[Row]]:
+def select_packs(pipeline: Pipeline, rows: list[BatchRow], *, last: bool = False) -> list[list[BatchRow]]:
     """Return the packs that the encoder selects from some rows; `last` says that nothing will join the others."""
     groups = pipeline.code.select([row.content for row in rows], *pipeline.seed_of(rows[0]), last=last)
     if pipeline.judge.alert:
@@ -271,13 +271,13 @@ def select_packs(pipeline: Pipeline, rows: list[Row], *, last: bool = False) -> 
     return _as_rows(groups, rows, type(pipeline.code.encoder).__name__)
 
 
-def pack_rows(pipeline: Pipeline, rows: list[Row], counts: Counts, *, again: bool = False) -> list[Row]:
+def pack_rows(pipeline: Pipeline, rows: list[BatchRow], counts: Counts, *, again: bool = False) -> list[BatchRow]:
     """Return the rows that the encoder makes of a pack, none where it makes none; takes the contents of the members.
 
     With `again`, what the hooks themselves count has been counted before.
     """
     code = pipeline.code
-    members: list[Row] = []
+    members: list[BatchRow] = []
     samples: list[Any] = []
     pipeline.decode_deferred([row.content for row in rows])
     for row in rows:
@@ -308,12 +308,12 @@ def pack_rows(pipeline: Pipeline, rows: list[Row], counts: Counts, *, again: boo
     if pipeline.judge.alert:
         pipeline.judge.succeeded(("pack_selected_samples",), {ref.leaf for ref in refs})
     size = sum(row.size for row in members)
-    return [Row(refs, number, output, size) for number, output in enumerate(outputs)]
+    return [BatchRow(refs, number, output, size) for number, output in enumerate(outputs)]
 
 
-def _as_rows(groups: Any, rows: list[Row], encoder: str) -> list[list[Row]]:
+def _as_rows(groups: Any, rows: list[BatchRow], encoder: str) -> list[list[BatchRow]]:
     """Return the rows whose contents an encoder has put into groups."""
-    places: dict[int, list[Row]] = {}
+    places: dict[int, list[BatchRow]] = {}
     for row in reversed(rows):
         places.setdefault(id(row.content), []).append(row)
     packs = []

@@ -27,7 +27,7 @@ from energon_bridge.stream.dataset_code import PendingSample, has_code
 from energon_bridge.stream.leaf import Cursor, Leaf, LeafSource
 from energon_bridge.stream.policy import FailureTracker
 from energon_bridge.stream.reader import RoundBuffer
-from energon_bridge.stream.report import MAX_MEMBERS, Place, place_in
+from energon_bridge.stream.report import MAX_MEMBERS, SamplePlace, place_in
 from energon_bridge.stream.settings import StreamSettings
 from energon_bridge.stream.state import COUNTERS, Counts
 from energon_bridge.stream.user_code import HookRunner, running_hooks
@@ -120,7 +120,7 @@ _BATCH_HOOKS = ("batch", "encode_batch")
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class DrawRange:
     """Consecutive draws [low, high) of a round of a leaf, and their places among the draws of a load.
 
     If they are banned, all of them are.
@@ -134,20 +134,20 @@ class Segment:
     banned: bool = False
 
 
-def without_banned(segment: Segment, banned: NDArray[np.bool_]) -> list[Segment]:
-    """Cut a segment into the draws that are banned, which are not read, and the others."""
+def without_banned(span: DrawRange, banned: NDArray[np.bool_]) -> list[DrawRange]:
+    """Cut a range into the draws that are banned, which are not read, and the others."""
     if not banned.any():
-        return [segment]
+        return [span]
     edges = [0, *(np.flatnonzero(np.diff(banned)) + 1).tolist(), banned.size]
-    leaf, buffer, low, places = segment.leaf, segment.buffer, segment.low, segment.places
+    leaf, buffer, low, places = span.leaf, span.buffer, span.low, span.places
     return [
-        Segment(leaf, buffer, low + begin, low + end, places[begin:end], bool(banned[begin]))
+        DrawRange(leaf, buffer, low + begin, low + end, places[begin:end], bool(banned[begin]))
         for begin, end in pairwise(edges)
     ]
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedDraws:
     """Consecutive draws of a lane: restore key, sample (or `FailedSample`), size in bytes and leaf of each."""
 
     keys: list[RestoreKey]
@@ -224,25 +224,25 @@ class Pipeline:
             self._cursors.move_to_end((lane, leaf))
         return cursor
 
-    def load(self, segments: Sequence[Segment], *, ahead: bool, into: tuple[Slab, int] | None = None) -> Loaded:
+    def load(self, ranges: Sequence[DrawRange], *, ahead: bool, into: tuple[Slab, int] | None = None) -> LoadedDraws:
         """Load some draws; with `ahead`, read what is left of their rounds as well.
 
         `into` is the slab for their images, and the row of the first.
         """
-        if len(segments) == 1:
-            (one,) = segments
+        if len(ranges) == 1:
+            (one,) = ranges
             keys, samples, sizes = self._columns(one, ahead, into)
-            return Loaded(keys, samples, sizes, [one.leaf] * len(keys))
-        total = sum(segment.high - segment.low for segment in segments)
-        loaded = Loaded([("", 0, 0, 0)] * total, [None] * total, [0] * total, [0] * total)
-        for segment in segments:
-            columns = self._columns(segment, ahead, into)
-            for place, key, sample, size in zip(segment.places, *columns, strict=True):
+            return LoadedDraws(keys, samples, sizes, [one.leaf] * len(keys))
+        total = sum(span.high - span.low for span in ranges)
+        loaded = LoadedDraws([("", 0, 0, 0)] * total, [None] * total, [0] * total, [0] * total)
+        for span in ranges:
+            columns = self._columns(span, ahead, into)
+            for place, key, sample, size in zip(span.places, *columns, strict=True):
                 loaded.keys[place], loaded.samples[place] = key, sample
-                loaded.sizes[place], loaded.leaves[place] = size, segment.leaf
+                loaded.sizes[place], loaded.leaves[place] = size, span.leaf
         return loaded
 
-    def _columns(self, of: Segment, ahead: bool, into: tuple[Slab, int] | None) -> Columns:
+    def _columns(self, of: DrawRange, ahead: bool, into: tuple[Slab, int] | None) -> Columns:
         if of.banned:
             identity, buffer = self.leaves[of.leaf].identity, of.buffer
             drawn = zip(
@@ -254,13 +254,13 @@ class Pipeline:
         return self.source(of.leaf).values.load(of.buffer, of.low, of.high, ahead=ahead, into=rows)
 
     def submit(
-        self, segments: Sequence[Segment], *, ahead: bool, into: tuple[Slab, int] | None
-    ) -> Future[Loaded] | Loaded:
+        self, ranges: Sequence[DrawRange], *, ahead: bool, into: tuple[Slab, int] | None
+    ) -> Future[LoadedDraws] | LoadedDraws:
         """Load some draws on the loading threads, or now where there are none."""
         if self._pool is not None:
-            return self._pool.submit(self.load, segments, ahead=ahead, into=into)
+            return self._pool.submit(self.load, ranges, ahead=ahead, into=into)
         start = time.perf_counter()
-        loaded = self.load(segments, ahead=ahead, into=into)
+        loaded = self.load(ranges, ahead=ahead, into=into)
         self.load_seconds += time.perf_counter() - start
         return loaded
 
@@ -466,7 +466,7 @@ class Pipeline:
         counts: Counts,
         *,
         hook: str = "",
-        place: Place | None = None,
+        place: SamplePlace | None = None,
     ) -> None:
         """Let the error policy decide on samples that a hook failed on, and count what they are then.
 
@@ -539,16 +539,16 @@ class PendingLoads:
 
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
-        self._loads: deque[Future[Loaded] | Loaded] = deque()
+        self._loads: deque[Future[LoadedDraws] | LoadedDraws] = deque()
 
-    def schedule(self, segments: Sequence[Segment], *, ahead: bool, into: tuple[Slab, int] | None = None) -> None:
+    def schedule(self, ranges: Sequence[DrawRange], *, ahead: bool, into: tuple[Slab, int] | None = None) -> None:
         """Load some draws, their images into the rows of a slab from the one given on."""
-        self._loads.append(self._pipeline.submit(segments, ahead=ahead, into=into))
+        self._loads.append(self._pipeline.submit(ranges, ahead=ahead, into=into))
 
-    def take(self) -> Loaded:
+    def take(self) -> LoadedDraws:
         """Return the oldest load."""
         load = self._loads.popleft()
-        if isinstance(load, Loaded):
+        if isinstance(load, LoadedDraws):
             return load
         start = time.perf_counter()
         loaded = load.result()

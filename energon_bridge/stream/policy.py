@@ -37,7 +37,7 @@ from energon_bridge.errors import (
 )
 from energon_bridge.samples import Batch, Sample
 from energon_bridge.storage import READ_TIMEOUT_SECONDS
-from energon_bridge.stream.report import MAX_MEMBERS, Place, Report, code_place, named, text_of, trace_of
+from energon_bridge.stream.report import MAX_MEMBERS, Report, SamplePlace, code_place, named, text_of, trace_of
 
 Handler = Callable[[Exception], bool]
 """Decides on a failed sample in the convention of webdataset: True leaves it out, False (or raising) stops the run."""
@@ -180,7 +180,7 @@ class FailureTracker:
         self,
         error: Exception,
         hook: str,
-        places: Sequence[Place],
+        places: Sequence[SamplePlace],
         members: int = 1,
         leaves: Mapping[int, str] | None = None,
     ) -> str:

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from energon_bridge.plan.leaf import Round
-from energon_bridge.stream.pipeline import PendingLoads, Pipeline, Segment
+from energon_bridge.stream.pipeline import DrawRange, PendingLoads, Pipeline
 from energon_bridge.stream.reader import RoundBuffer
-from energon_bridge.stream.report import MAX_MEMBERS, Place, named
+from energon_bridge.stream.report import MAX_MEMBERS, SamplePlace, named
 from energon_bridge.stream.state import COLUMNS, Counts, SampleRef
 from energon_bridge.stream.values import RestoreKey
 
@@ -27,13 +27,13 @@ def load_again(pipeline: Pipeline, refs: Sequence[SampleRef]) -> PendingLoads:
     chunk = max(pipeline.chunk, -(-len(refs) // threads)) if threads else max(1, len(refs))
     for low in range(0, len(refs), chunk):
         part = refs[low : low + chunk]
-        segments = []
+        ranges = []
         for leaf in sorted({ref.leaf for ref in part}):
             places = [place for place, ref in enumerate(part) if ref.leaf == leaf]
             indices, epochs = np.array([part[place][1:3] for place in places], dtype=np.int64).T
             buffer = RoundBuffer(pipeline.source(leaf).reader, Round(0, np.ascontiguousarray(indices), epochs))
-            segments.append(Segment(leaf, buffer, 0, len(places), places))
-        ahead.schedule(segments, ahead=False)
+            ranges.append(DrawRange(leaf, buffer, 0, len(places), places))
+        ahead.schedule(ranges, ahead=False)
     return ahead
 
 
@@ -94,7 +94,7 @@ def describe(pipeline: Pipeline, key: tuple[Any, ...]) -> str:
     for identity, index, _, _ in members[:MAX_MEMBERS]:
         leaf = _leaf_of(pipeline, identity)
         if leaf is None:
-            places.append(Place(f"another dataset (identity {identity!r})", "unknown", index))
+            places.append(SamplePlace(f"another dataset (identity {identity!r})", "unknown", index))
         else:
             places.append(pipeline.source(leaf).place(index))
     return named(places, len(members))
@@ -143,7 +143,7 @@ def _restore_one(pipeline: Pipeline, key: tuple[Any, ...]) -> tuple[Any, int]:
         )
     one = Round(0, np.array([index], dtype=np.int64), np.array([epoch], dtype=np.int64))
     buffer = RoundBuffer(pipeline.source(leaf).reader, one)
-    loaded = pipeline.load([Segment(leaf, buffer, 0, 1, (0,))], ahead=False)
+    loaded = pipeline.load([DrawRange(leaf, buffer, 0, 1, (0,))], ahead=False)
     encoded = pipeline.encode(leaf, loaded.samples[0], (identity, index, epoch, 0), Counts())
     if output >= len(encoded):
         why = "".join(f": {report}" for report in pipeline.judge.taken())

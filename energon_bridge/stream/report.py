@@ -23,7 +23,7 @@ _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _INSTALLED = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib"))
 
 
-class Place(NamedTuple):
+class SamplePlace(NamedTuple):
     """One sample of a dataset; `note` says what part it plays in a join."""
 
     dataset: str
@@ -38,7 +38,7 @@ class Place(NamedTuple):
         note = f"{self.note}: " if self.note else ""
         return f"{note}{self.dataset}: {self.in_dataset()}"
 
-    def in_dataset(self, after: Place | None = None) -> str:
+    def in_dataset(self, after: SamplePlace | None = None) -> str:
         """Name it within its dataset, without what it shares with a place that was named before."""
         shard = "" if after and after.shard == self.shard else f"shard {self.shard}, "
         key = f"key {self.key!r}" if self.key else "unreadable key"
@@ -62,7 +62,7 @@ class Report:
 
     hook: str
     what: str
-    places: tuple[Place, ...]
+    places: tuple[SamplePlace, ...]
     members: int
     error: str
     message: str
@@ -77,7 +77,7 @@ class Report:
         return f"{named(self.places, self.members)}: {self.error}: {self.message}"
 
 
-def named(places: Sequence[Place], members: int) -> str:
+def named(places: Sequence[SamplePlace], members: int) -> str:
     """Name some samples for people."""
     more = f"; and {members - len(places)} more" if members > len(places) else ""
     texts = list(map(str, places[:1]))
@@ -115,7 +115,7 @@ def code_place(error: BaseException) -> str:
     return f" ({code.co_filename}:{line}, in {code.co_name})"
 
 
-def place_in(sample: Any) -> Place | None:
+def place_in(sample: Any) -> SamplePlace | None:
     """Return where a sample comes from, as far as it says so itself (`__key__`, `__sources__`)."""
     said = sample.get if isinstance(sample, dict) else partial(getattr, sample)
     sources = said("__sources__", None)
@@ -125,4 +125,4 @@ def place_in(sample: Any) -> Place | None:
     parts = tuple(name.removeprefix(f"{key}.") for name in source.file_names)
     more = ", ".join(f"shard {other.shard_name} of {other.dataset_path}" for other in sources[1:3])
     note = f"joined with {more}" if more else ""
-    return Place(str(source.dataset_path), source.shard_name, source.index, key, parts, note)
+    return SamplePlace(str(source.dataset_path), source.shard_name, source.index, key, parts, note)

@@ -20,7 +20,7 @@ from energon_bridge.format.tar import parse_sample
 from energon_bridge.samples import CrudeSample, SourceInfo
 from energon_bridge.samples.slabs import Slab
 from energon_bridge.stream.reader import RoundBuffer, Unread, Unreadable
-from energon_bridge.stream.report import Place
+from energon_bridge.stream.report import SamplePlace
 from energon_bridge.stream.watchdog import INDEX, Activities
 
 RestoreKey = tuple[str, int, int, int]
@@ -44,15 +44,15 @@ class FailedSample:
 
     __slots__ = ("error", "hook", "place")
 
-    def __init__(self, error: Exception | None, hook: str, place: Place) -> None:
+    def __init__(self, error: Exception | None, hook: str, place: SamplePlace) -> None:
         self.error = error
         self.hook = hook
         self.place = place
 
 
-EXCLUDED = FailedSample(None, "", Place("", "", -1))
+EXCLUDED = FailedSample(None, "", SamplePlace("", "", -1))
 """A draw whose sample is listed in `exclude`."""
-BANNED = FailedSample(None, "", Place("", "", -1))
+BANNED = FailedSample(None, "", SamplePlace("", "", -1))
 """A draw whose sample is banned, and has not been read."""
 
 
@@ -140,7 +140,7 @@ class SampleParser:
                 raise
             except Exception as error:  # the policy of the stream decides what becomes of it
                 error = raw.error if type(raw) is Unreadable else self._located(error, raw, names[shard], index)
-                parsed.append(FailedSample(error, "read", Place(path, names[shard], index, "", ())))
+                parsed.append(FailedSample(error, "read", SamplePlace(path, names[shard], index, "", ())))
         now.hook = "decode"
         images: dict[int, tuple[str, Any]] = {}
         rows: Sequence[int] = range(len(parsed))
@@ -172,7 +172,7 @@ class SampleParser:
                     with contextlib.suppress(StorageError):
                         there = self.name_of(raw, index)[1]
                     error = dataset.field_map.missing(values, there) or error
-                out.append(FailedSample(error, hook, Place(path, names[shard], index, key, there)))
+                out.append(FailedSample(error, hook, SamplePlace(path, names[shard], index, key, there)))
         return out
 
     def _located(self, error: Exception, raw: Any, shard: str, index: int) -> Exception:
