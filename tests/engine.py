@@ -20,8 +20,8 @@ import numpy as np
 import torch
 
 from energon_bridge import DefaultTaskEncoder, SkipSample, TextSample, WorkerConfig, get_train_dataset
-from energon_bridge.loader.board import Board
 from energon_bridge.loader.document import read_leaves
+from energon_bridge.loader.processes import Board
 from energon_bridge.loader.run_plan import DatasetSpec
 from energon_bridge.loader.savable import SavableDataLoader
 from energon_bridge.loader.transport import Arena, BatchMessage, Outbox, unpack

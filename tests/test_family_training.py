@@ -20,8 +20,7 @@ from energon_bridge.task_encoder.multimodal import MultiModalTaskEncoder
 from energon_bridge.task_encoder.packed_sequences import unpack_batch
 from energon_bridge.task_encoder.sequences import MultiModalSample, PaddingValues
 from energon_bridge.training.config import RunConfig
-from energon_bridge.training.module import VisionLanguageModule
-from energon_bridge.training.packed import check_packing, sequence_inputs, takes_mrope
+from energon_bridge.training.module import VisionLanguageModule, check_packing, sequence_inputs, takes_mrope
 from energon_bridge.training.presets import ModelBundle
 
 COLORS = ("red", "green", "blue")

@@ -27,8 +27,7 @@ from energon_bridge.training import run as training
 from energon_bridge.training.config import DataConfig, ModelConfig, RunConfig, ValidationConfig
 from energon_bridge.training.config_file import load_config
 from energon_bridge.training.encoder import training_task_encoder
-from energon_bridge.training.module import VisionLanguageModule
-from energon_bridge.training.packed import check_packing
+from energon_bridge.training.module import VisionLanguageModule, check_packing
 from energon_bridge.training.presets import ModelBundle, load_model, write_preset
 
 ROOT = Path(__file__).parent.parent

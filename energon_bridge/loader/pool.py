@@ -38,8 +38,7 @@ from typing import Protocol
 from torch.autograd.profiler import record_function
 
 from energon_bridge.errors import HookTimeoutError, LoaderError, WorkerDiedError
-from energon_bridge.loader.board import Board, StackFile
-from energon_bridge.loader.starting import StartMethod, start_process
+from energon_bridge.loader.processes import Board, StackFile, StartMethod, start_process
 from energon_bridge.loader.transport import Arena, BatchMessage, unpack
 from energon_bridge.loader.workers import (
     AGAIN,

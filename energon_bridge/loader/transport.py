@@ -39,7 +39,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from energon_bridge.loader.board import SharedMemory
+from energon_bridge.loader.processes import SharedMemory
 from energon_bridge.samples import streaming
 from energon_bridge.samples.slabs import Block, block_over
 

@@ -33,9 +33,9 @@ import torch
 import torch.utils.data
 
 from energon_bridge.errors import LoaderError
-from energon_bridge.loader.board import Board, StackFile
 from energon_bridge.loader.description import Description
 from energon_bridge.loader.position import Position
+from energon_bridge.loader.processes import Board, StackFile
 from energon_bridge.loader.streams import Stream, WorkerFacts
 from energon_bridge.loader.transport import Arena, BatchMessage, Outbox
 from energon_bridge.rng import key_of
