@@ -19,17 +19,13 @@ from click.testing import CliRunner
 
 from energon_bridge import AVDecoder, Cooker, NotProvidedError, SystemFileStore, WorkerConfig, get_val_dataset
 from energon_bridge.compat import (
-    av,
-    cache_pool,
     dataset_classes,
     epath,
     factories,
     loading,
-    metadata,
     preview,
-    printing,
+    records,
     table,
-    worker,
     wrapped,
 )
 from energon_bridge.errors import ConfigurationError, DatasetNotFoundError, MetadataError
@@ -171,14 +167,14 @@ def test_a_mix_is_traversed_without_its_datasets(tmp_path: Path, folder: Path) -
 
 def test_what_is_there(folder: Path) -> None:
     kinds = {"data": "webdataset", "mix.yaml": "metadataset", "lines.jsonl": "jsonl", "none": "invalid"}
-    assert {name: metadata.get_dataset_type(folder / name).value for name in kinds} == kinds
-    info = metadata.get_dataset_info(epath.EPath(folder) / "data")
+    assert {name: records.get_dataset_type(folder / name).value for name in kinds} == kinds
+    info = records.get_dataset_info(epath.EPath(folder) / "data")
     assert sum(info["shard_counts"].values()) == 25
-    assert metadata.IJsonlIndexReader.count_samples(folder / "lines.jsonl") == 2
+    assert records.IJsonlIndexReader.count_samples(folder / "lines.jsonl") == 2
     with pytest.raises(MetadataError, match="not prepared"):
-        metadata.get_dataset_info(folder)
+        records.get_dataset_info(folder)
     with pytest.raises(NotProvidedError):
-        metadata.IJsonlIndexReader(folder / "lines.jsonl")
+        records.IJsonlIndexReader(folder / "lines.jsonl")
 
 
 def test_a_dataset_yaml_may_name_its_split(tmp_path: Path) -> None:
@@ -227,24 +223,24 @@ def test_samples_as_yaml() -> None:
         "inner": Inner(3),
         (1, 2): b"xy",
     }
-    lines = printing.format_sample_detailed(sample, indent="  ").splitlines()
+    lines = preview.format_sample_detailed(sample, indent="  ").splitlines()
     assert lines[:3] == ["  text: a", "  many:", "  - 0"]
     assert lines[12] == "  - '... and 2 more items'"
     assert "min=0, max=7, values=[0, 1, 2, ..., 5, 6, 7])" in lines[13]
     assert lines[15] == "  empty: Tensor(shape=torch.Size([0]), dtype=torch.float32, device=cpu)"
     assert lines[16:] == ["  inner:", "    Inner:", "      number: 3", "  (1, 2): b'xy'"]
-    assert printing.format_sample_detailed("x") == "x"
+    assert preview.format_sample_detailed("x") == "x"
 
 
 def test_samples_in_a_line() -> None:
     sample = {"__key__": "a", "deep": [[{"b": (1, 2)}]], "tensor": torch.zeros(2), "inner": Inner(1), "text": "x" * 60}
-    assert printing.format_sample_compact(sample, depth=3) == (
+    assert preview.format_sample_compact(sample, depth=3) == (
         "{__key__: 'a', deep: [[{...}]], tensor: Tensor(shape=torch.Size([2]), dtype=torch.float32, device=cpu), "
         f"inner: Inner(number='1'), text: '{'x' * 50}...'}}"
     )
     for batch in (Keyed(["a"]), [Keyed(["a"])], {"__keys__": ["a"]}, {"keys": ["a"]}):
-        assert printing.default_get_batch_keys(batch) == ["a"]
-    assert printing.default_get_batch_keys({"x": 1}) is None
+        assert preview.default_get_batch_keys(batch) == ["a"]
+    assert preview.default_get_batch_keys({"x": 1}) is None
 
 
 class Keyed:
@@ -284,10 +280,10 @@ def test_sound_is_that_of_the_file(tmp_path: Path) -> None:
     ours = get_val_dataset(tmp_path, batch_size=None, worker_config=CONFIG, task_encoder=Plain())
     (other,) = loading.get_loader(ours)
     assert type(other["wav"]) is AVDecoder
-    made = av.SampleDecoder().decode("x.wav", tone(1.0))
-    assert av.SampleDecoder().decode("x.pkl", pickle.dumps([1])) == sample["pkl"] == [1]
-    for decoder in (sample["wav"], made, av.AVDecoder(io.BytesIO(tone(1.0))), pickle.loads(pickle.dumps(made))):
-        assert isinstance(decoder, av.AVDecoder)
+    made = records.SampleDecoder().decode("x.wav", tone(1.0))
+    assert records.SampleDecoder().decode("x.pkl", pickle.dumps([1])) == sample["pkl"] == [1]
+    for decoder in (sample["wav"], made, records.AVDecoder(io.BytesIO(tone(1.0))), pickle.loads(pickle.dumps(made))):
+        assert isinstance(decoder, records.AVDecoder)
         clips, times = decoder.get_audio_clips([(0.5, 0.50025), (2.0, 3.0), (0.99996, 1.5)])
         assert [clip.tolist() for clip in clips] == [[[8000, 8001, 8002, 8003]], [[15999]]]
         assert clips[0].dtype == torch.int16
@@ -307,7 +303,7 @@ def test_a_video_that_ends_before_a_range_gives_no_clip(tmp_path: Path) -> None:
     pytest.importorskip("av")
     from clips import write_video  # PyAV
 
-    decoder = av.AVDecoder.open(write_video(tmp_path / "film.mp4"))
+    decoder = records.AVDecoder.open(write_video(tmp_path / "film.mp4"))
     clips, times = decoder.get_video_clips([(0.0, 0.1), (100.0, 101.0)])
     assert (len(clips), len(times)) == (1, 1)
     assert len(decoder.get_video_clips([(0, 1), (10_000, 10_001)], video_unit="frames")[0]) == 1
@@ -323,7 +319,7 @@ def test_sources_name_their_dataset_by_an_epath(folder: Path) -> None:
     assert [source.dataset_path for source in batch.__sources__] == [epath.EPath(folder / "data")] * 2
     assert pickle.loads(pickle.dumps(batch.__sources__)) == batch.__sources__
     seen: list[Any] = []
-    handler = worker.WorkerConfig(
+    handler = loading.WorkerConfig(
         rank=0, world_size=1, num_workers=0, global_error_handler=lambda *call: seen.append(call[2])
     )
     dataset = loading.get_val_dataset(folder / "data", batch_size=2, worker_config=handler, task_encoder=Fails())
@@ -364,7 +360,7 @@ def test_datasets_of_a_programs_own_are_declared_and_not_made(folder: Path) -> N
 
 
 def test_what_wrappers_call_of_a_worker_configuration_is_refused() -> None:
-    config = worker.WorkerConfig(rank=0, world_size=1, num_workers=0)
+    config = loading.WorkerConfig(rank=0, world_size=1, num_workers=0)
     with pytest.raises(NotProvidedError, match=r"WorkerConfig\.worker_activate .* loaders run hooks"):
         config.worker_activate(0)
     assert not hasattr(config, "worker_log")
@@ -401,11 +397,11 @@ class Pairs(loading.DefaultTaskEncoder):
 
 def test_a_cache_that_asks_for_pickles_keeps_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "a.txt").write_bytes(b"a")
-    pool = cache_pool.FileStoreCachePool(parent_cache_dir=tmp_path / "cache", method="pickle")
+    pool = records.FileStoreCachePool(parent_cache_dir=tmp_path / "cache", method="pickle")
     try:
         assert pool.get_lazy(SystemFileStore(tmp_path), "a.txt").get() == b"a"
         assert "no pickles here" in caplog.text
     finally:
         pool.close()
     with pytest.raises(ConfigurationError, match="method='zip'"):
-        cache_pool.FileStoreCachePool(method="zip")
+        records.FileStoreCachePool(method="zip")

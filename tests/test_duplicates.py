@@ -174,7 +174,7 @@ def test_killed_at_any_moment(tmp_path: Path) -> None:
             assert process.stdout is not None
             assert process.stdout.readline() == b"go\n"
             try:
-                process.wait(rng.uniform(0, seconds))
+                process.wait(rng.uniform(0, seconds) if turn else seconds / 10)
             except subprocess.TimeoutExpired:
                 process.kill()
                 killed += 1

@@ -1,4 +1,4 @@
-"""Small helpers of megatron-energon without a counterpart here: mixins, hook markers, fork hooks."""
+"""Small parts of megatron-energon: mixins, hook and fork hooks, dataset facts, its decoder and its cache pool."""
 
 from __future__ import annotations
 
