@@ -260,6 +260,7 @@ class WorkerPool:
             current, failed, message = pickle.loads(data)
             if current != worker.current:
                 continue  # of a pass that was broken off
+            worker.send(CREDIT)  # at once: the worker makes its next microbatch while this one is unpacked
             try:
                 value = unpack(BatchMessage(*message), worker.arena)
             except OSError:
@@ -270,7 +271,6 @@ class WorkerPool:
             if failed:
                 raise raised_by_worker(value)
             worker.taken += 1
-            worker.send(CREDIT)
             if self._deaths[number]:
                 self._deaths[number] = 0
                 self._suspects[number].clear()
