@@ -29,7 +29,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import Enum
 from fractions import Fraction
 from pathlib import PurePath
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -41,7 +41,7 @@ from energon_bridge.topology import WorkerConfig
 
 logger = logging.getLogger(__name__)
 
-Loader = SavableDataLoader | EnergonDataloader
+Loader: TypeAlias = SavableDataLoader | EnergonDataloader
 State = Any
 _KEYS = ("__key__", "__restore_key__")
 _RESTORED_SAMPLES = 3

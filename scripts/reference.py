@@ -8,6 +8,7 @@ A test compares the pages with what this gives. `scripts/docs` fills in the docs
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import inspect
 import re
@@ -17,14 +18,14 @@ from typing import Any, get_type_hints
 
 import click
 
-from energon_bridge import _EXPORTS
+import energon_bridge
 from energon_bridge.cli.main import main as energon
 from energon_bridge.training.config import RunConfig
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 NOTE = "<!-- Written by scripts/reference.py: change the code, and run it again. -->"
 
-# The pages of the API, in the order of a first program; each is made of entries of `energon_bridge._EXPORTS`.
+# The pages of the API, in the order of a first program; each is made of modules of `energon_bridge/__init__.pyi`.
 API = {
     "datasets": (
         "Datasets and loaders",
@@ -134,12 +135,19 @@ def arguments_of(described: Any) -> dict[str, str]:
     return {name: " ".join(words.split()) for name, words in zip(entries[::2], entries[1::2], strict=True)}
 
 
+def public_names() -> dict[str, list[str]]:
+    """Return the public names of each module, as the stub lists them."""
+    tree = ast.parse(Path(energon_bridge.__file__).with_suffix(".pyi").read_text())
+    imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
+    return {str(node.module): [alias.name for alias in node.names] for node in imports}
+
+
 def api_pages() -> dict[str, str]:
     """Return the pages of the API by name, the overview among them."""
     overview = ["# Python API", "", NOTE, "", "`from energon_bridge import NAME` imports each of these names.", ""]
-    pages = {}
+    pages, exports = {}, public_names()
     for name, (title, modules) in API.items():
-        exported = [public for module in modules for public in _EXPORTS[module]]
+        exported = [public for module in modules for public in exports[module]]
         overview += [f"## [{title}]({name}.md)", "", ", ".join(f"`{public}`" for public in exported), ""]
         lines = [f"# {title}", "", NOTE, ""]
         for public in exported:
