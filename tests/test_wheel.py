@@ -26,8 +26,7 @@ import sys
 from importlib import metadata
 
 site_packages, dataset = sys.argv[1:]
-import energon_bridge  # from the wheel: nothing else is on the path yet
-sys.path.append(site_packages)
+sys.path.append(site_packages)  # behind the wheel's own
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -64,6 +63,7 @@ class Guard:
 sys.meta_path.insert(0, Guard())
 import torch
 
+import energon_bridge
 from energon_bridge import WorkerConfig, get_loader, get_savable_loader, get_train_dataset, get_val_dataset
 
 config = WorkerConfig(num_workers=0)
