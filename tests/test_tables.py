@@ -343,6 +343,39 @@ def test_a_dataset_yaml_says_type_and_fields(tmp_path: Path) -> None:
         validated(path)
 
 
+def test_two_fields_of_one_column_get_what_each_of_them_needs(tmp_path: Path) -> None:
+    """One of them is a text, the other a list of texts, and rows have the one or the other."""
+    path = write_parquet(tmp_path / "data")
+    (path / ".nv-meta").mkdir()
+    (path / ".nv-meta/dataset.yaml").write_text(
+        "sample_type: {__module__: megatron.energon, __class__: MultiChoiceVQASample}\n"
+        "field_map: {image: image, context: caption, choices: caption, correct_choice_idx: year}\n"
+    )
+    batch = validated(path)[0]
+    assert (batch.context, batch.choices) == (["caption 100"], [["caption 100"]])
+
+
+def test_folders_that_the_datasets_library_wrote(tmp_path: Path) -> None:
+    """Saved, and as parquet with its `Image` feature; PYTHONPATH may add the library where it is not installed."""
+    datasets = pytest.importorskip("datasets")
+    features = datasets.Features(
+        {"image": datasets.Image(), "caption": datasets.Value("string"), "year": datasets.Value("int64")}
+    )
+    splits = {
+        split: datasets.Dataset.from_dict(rows_of(first, count).to_pydict(), features=features)
+        for split, first, count in (("train", 0, 22), ("validation", 100, 9))
+    }
+    datasets.DatasetDict(splits).save_to_disk(tmp_path / "saved")
+    (tmp_path / "parquet").mkdir()
+    for split, rows in splits.items():
+        rows.to_parquet(tmp_path / f"parquet/{split}-00000-of-00001.parquet")
+    saved, files = (validated(tmp_path / name) for name in ("saved", "parquet"))
+    ours = validated(write_parquet(tmp_path / "ours"))
+    assert [batch.caption for batch in saved] == [batch.caption for batch in files] == [batch.caption for batch in ours]
+    assert all(torch.equal(one.image, other.image) for one, other in zip(saved, ours, strict=True))
+    assert all(torch.equal(one.image, other.image) for one, other in zip(files, ours, strict=True))
+
+
 @pytest.mark.parametrize(
     ("source", "error", "text"),
     [
@@ -386,6 +419,7 @@ def test_commands_know_tables(folder: Path, tmp_path: Path) -> None:
     told = run("info", folder)
     assert "49 samples in 3 shards" in told
     assert "CaptioningSample" in told
+    assert "nobody: its tables are read as they are" in told
     assert "All 49 samples load." in run("lint", folder)
     assert "caption 0" in run("preview", folder)
     loader = get_savable_loader(trained(folder))

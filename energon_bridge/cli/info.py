@@ -12,6 +12,7 @@ from rich.table import Table
 from energon_bridge.cli.output import count_of, format_bytes, print_json, print_table
 from energon_bridge.format.nvmeta import prepared_by
 from energon_bridge.prepare.summary import DatasetSummary, summarize_dataset
+from energon_bridge.rows.dataset import is_unprepared_table
 
 _SHOWN = 10
 
@@ -61,7 +62,9 @@ def _rows(summary: DatasetSummary) -> list[tuple[str, str]]:
     ]
     rows += [("field", f"{field} = {access}") for field, access in summary.field_map.items()]
     rows += [("subflavor", f"{name} = {value}") for name, value in summary.subflavors.items()]
-    if summary.parts:
+    if is_unprepared_table(summary.path):
+        rows.append(("prepared by", "nobody: its tables are read as they are"))
+    elif summary.parts:
         rows += [
             ("prepared by", prepared_by(summary.energon_version)),
             ("key index", "yes" if summary.has_key_index else "no"),

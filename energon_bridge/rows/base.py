@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -204,7 +205,7 @@ class located:  # noqa: N801 - used like a function
 def lay_out(row: Row, layout: Layout, number: int) -> RowSample:
     """Make a sample of a row; raises SourceError if a column is missing or does not fit."""
     crude = not layout.fields
-    wanted = {access.partition("[")[0] for access in layout.fields.values()}
+    wanted = Counter(access.partition("[")[0] for access in layout.fields.values())
     parts: list[tuple[str, Content]] = []
     names: dict[str, list[str]] = {}
     for column, contents in row.files.items():
@@ -226,8 +227,13 @@ def lay_out(row: Row, layout: Layout, number: int) -> RowSample:
             fields[name] = _file_access(row, names[column], name, column, bracket + steps)
             continue
         value = _value_at(row, name, access)
-        fitted = _fitted(value, _declared(layout.sample_type)[name][1])
-        if fitted is not value:
+        declared = _declared(layout.sample_type)[name][1]
+        fitted = _fitted(value, declared)
+        if wanted[column] > 1 and not bracket and declared.startswith(_FITTED):
+            # Another field may need the value as it is, in this row or the next: both get their own.
+            column = f"{column}_{name}"
+            values = {**values, column: fitted}
+        elif fitted is not value:
             if bracket:
                 raise SourceError(f"{row.where}: `{access}` is {value!r}, which does not fit the field `{name}`.")
             values = {**values, column: fitted}
@@ -271,12 +277,15 @@ def _compiled(name: str, access: str) -> FieldMap:
     return FieldMap({name: access})
 
 
+_FITTED = ("list[str]", "int")
+
+
 def _fitted(value: Any, declared: str) -> Any:
     """Make a list of one text, and a number of digits, where the field is declared so."""
     if isinstance(value, str):
-        if declared.startswith("list[str]"):
+        if declared.startswith(_FITTED[0]):
             return [value]
-        if declared.startswith("int") and value.strip().lstrip("-").isdigit():
+        if declared.startswith(_FITTED[1]) and value.strip().lstrip("-").isdigit():
             return int(value)
     return value
 

@@ -29,6 +29,7 @@ from energon_bridge.storage.stalls import Stalls, Way, is_in_memory, way_to
 _NONBLOCK = getattr(os, "O_NONBLOCK", 0)  # opening a pipe would block
 _OPEN = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | _NONBLOCK
 _LARGE = 64 << 20
+_FILES = (".arrow", ".csv", ".json", ".jsonl", ".parquet", ".tsv", ".yaml", ".yml")
 _PROBED = 32 << 10
 """Bytes from which a local read is worth the question whether it goes to the disk: it costs a small read 1 us in 10."""
 DEFAULT_OPEN_FILES = 96
@@ -166,7 +167,8 @@ class LocalStore:
     def check_root(self) -> None:
         """Raise DatasetNotFoundError unless the root is a folder."""
         if not os.path.isdir(self.root):
-            found = "is a file, not a folder" if os.path.exists(self.root) else "no such folder"
+            missing = "no such file" if self.root.endswith(_FILES) else "no such folder"
+            found = "is a file, not a folder" if os.path.exists(self.root) else missing
             raise DatasetNotFoundError(f"{self.root}: {found}. Check the path.")
 
     def size(self, rel: str) -> int:
