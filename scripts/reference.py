@@ -99,9 +99,10 @@ def configuration_page() -> str:
     """Return the keys of a run's configuration by section, with defaults and what they mean."""
     lines = ["# Configuration", "", NOTE, ""]
     lines += [
-        "`scripts/pretrain_vlm.py --config FILE.yaml [section.key=value ...]` reads these keys. The command line wins",
-        "over the file, and the file over the defaults. `--dry-run` prints the result. An unknown key is an error that",
-        "names the nearest one. `configs/` has examples; those of real models are [recipes](../how-to/recipes.md).",
+        "`python -m energon_bridge.training --config FILE.yaml [section.key=value ...]` reads these keys. The command",
+        "line wins over the file, and the file over the defaults. `--dry-run` prints the result. An unknown key is an",
+        "error that names the nearest one. The package has examples, `configs/NAME.yaml`; `--copy-configs configs`",
+        "makes copies to edit. Those of real models are [recipes](../how-to/recipes.md).",
     ]
     lines += ["", "## The run", "", *section(RunConfig, "")]
     for name, config in get_type_hints(RunConfig).items():

@@ -95,7 +95,7 @@ def test_the_first_page_works(tmp_path):
         if "preview" in command and "--samples" in command:
             assert "  a red circle\n" in run("python load.py", tmp_path) + output
         for line in shown:
-            if "pretrain_vlm" not in command:
+            if "energon_bridge.training" not in command:
                 assert plain(line.replace("/home/you", str(tmp_path))) in plain(output), command
             elif "step" not in line and line != "Killed":
                 assert plain(line) in plain(output), command

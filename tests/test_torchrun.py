@@ -22,7 +22,7 @@ ROOT = Path(__file__).parent.parent
 @pytest.mark.slow
 def test_two_processes_of_torchrun_train_and_validate_as_one(tmp_path: Path) -> None:
     dataset = create_captioning_test_dataset(tmp_path / "data", num_train=12, num_val=5)
-    script = [str(ROOT / "scripts" / "pretrain_vlm.py"), "--config", str(ROOT / "configs" / "smoke.yaml")]
+    script = ["-m", "energon_bridge.training", "--config", "configs/smoke.yaml"]  # the package's
     script += [f"data.path={dataset}", "train.max_steps=3", "data.num_workers=1"]
     commands = {
         "one": [sys.executable, *script],
@@ -35,6 +35,7 @@ def test_two_processes_of_torchrun_train_and_validate_as_one(tmp_path: Path) -> 
             capture_output=True,
             text=True,
             env=environment,
+            cwd=tmp_path,
             timeout=200,
             check=False,
         )

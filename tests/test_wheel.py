@@ -93,7 +93,8 @@ def wheel(compiled: bool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(REPOSITORY / name, source)
     ignored = shutil.ignore_patterns("__pycache__", "*.so")
-    shutil.copytree(REPOSITORY / "energon_bridge", source / "energon_bridge", ignore=ignored)
+    shutil.copytree(REPOSITORY / "energon_bridge", source / "energon_bridge", ignore=ignored, symlinks=True)
+    shutil.copytree(REPOSITORY / "configs", source / "configs")
     build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(source)]
     environment = os.environ if compiled else {**os.environ, "CC": "/bin/false"}
     result = subprocess.run(build, capture_output=True, text=True, env=environment)
@@ -120,6 +121,8 @@ def test_contents(wheel, compiled):
     assert sources <= set(names)
     assert "energon_bridge/py.typed" in names
     assert {f"energon_bridge/preview/page.{kind}" for kind in ("html", "css", "js")} <= set(names)
+    configs = {f"energon_bridge/{path.relative_to(REPOSITORY)}" for path in (REPOSITORY / "configs").rglob("*.yaml")}
+    assert configs == {name for name in names if name.endswith(".yaml")}
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"energon_bridge"}
     libraries = [name for name in names if name.endswith(".so")]
     parts = [
@@ -143,6 +146,20 @@ def test_base_install_loads_a_dataset(installed, fixtures):
     result = subprocess.run(call, capture_output=True, text=True, cwd=installed)
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout.strip().startswith(str(installed))
+
+
+def test_training_finds_the_configurations_of_the_package(installed, tmp_path):
+    environment = {"PYTHONPATH": sysconfig.get_path("purelib"), "PATH": "/usr/bin:/bin"}
+    call = [str(installed / "bin" / "python"), "-m", "energon_bridge.training"]
+    wrong = [*call, "--config", "configs/tiny/qwen2.5_vl_instruct.yaml", "data.paht=x"]
+    result = subprocess.run(wrong, capture_output=True, text=True, env=environment, cwd=tmp_path)
+    assert result.returncode == 2
+    assert "Did you mean 'data.path'?" in result.stderr
+    subprocess.run([*call, "--copy-configs", "configs"], check=True, env=environment, cwd=tmp_path)
+    names = sorted(path.relative_to(REPOSITORY) for path in (REPOSITORY / "configs").rglob("*.yaml"))
+    assert sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*.yaml")) == names
+    again = subprocess.run([*call, "--copy-configs", "configs"], capture_output=True, env=environment, cwd=tmp_path)
+    assert (again.returncode, b"does not exist yet" in again.stderr) == (2, True)
 
 
 @pytest.mark.parametrize("command", ["energon", "energon-bridge"])

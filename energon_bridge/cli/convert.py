@@ -284,4 +284,4 @@ def _report(out: Path, done: Converted, options: ConvertOptions) -> None:
 def train_line(out: Path) -> str:
     """Return the command that trains a tiny model on a converted dataset."""
     config = "configs/tiny/qwen2.5_vl_instruct.yaml"
-    return f"python scripts/pretrain_vlm.py --config {config} data.path={os.fspath(out)}"
+    return f"python -m energon_bridge.training --config {config} data.path={os.fspath(out)}"

@@ -73,7 +73,7 @@ class _Shown:
 @click.option(
     "--config",
     type=click.Path(),
-    help="A configuration of scripts/pretrain_vlm.py: show batches as its model gets them.",
+    help="A configuration of energon_bridge.training: show batches as its model gets them.",
 )
 @click.option("--batches", type=click.IntRange(min=1), help="Steps to show of it.  [default: 2]")
 @click.option("--encoder", help="Show batches of your task encoder: MODULE:NAME of an object, or of what makes it.")

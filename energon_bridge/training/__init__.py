@@ -1,1 +1,1 @@
-"""What `scripts/pretrain_vlm.py` runs: configuration, model presets, the Lightning module and the run itself."""
+"""What `python -m energon_bridge.training` runs: configuration, presets, the Lightning module, the run."""

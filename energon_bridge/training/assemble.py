@@ -1,14 +1,19 @@
 """An untrained LLaVA model: a language model, a CLIP vision tower, and a randomly initialised projector.
 
-The starting point of LLaVA's first stage, written in the layout of transformers, for `model.name_or_path`.
+The starting point of LLaVA's first stage, written in the layout of transformers, for `model.name_or_path`:
+
+python -m energon_bridge.training.assemble lmsys/vicuna-7b-v1.5 openai/clip-vit-large-patch14-336 models/llava15_start
 """
 
 from __future__ import annotations
 
+import argparse
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from energon_bridge.errors import ConfigurationError
+from energon_bridge.errors import ConfigurationError, EnergonError
 
 _IMAGE, _PAD = "<image>", "<pad>"
 
@@ -72,3 +77,30 @@ def assemble_llava(language_model: str, vision_tower: str, folder: Path, *, visi
     model.lm_head.load_state_dict(language.get_output_embeddings().state_dict())
     for part in (model, tokenizer, image_processor):
         part.save_pretrained(folder)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m energon_bridge.training.assemble",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("language_model", help="a folder in the layout of transformers, or a hub name")
+    parser.add_argument("vision_tower", help="the same, of a CLIP model")
+    parser.add_argument("folder", type=Path, help="where to write the model; must not exist yet")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the projector")
+    options = parser.parse_args(arguments)
+    import torch
+
+    torch.manual_seed(options.seed)
+    try:
+        assemble_llava(options.language_model, options.vision_tower, options.folder)
+    except EnergonError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -19,12 +19,15 @@ import yaml
 from energon_bridge.errors import ConfigurationError, UnknownArgumentError, did_you_mean
 from energon_bridge.training.config import RunConfig
 
+PACKAGE_CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+"""The configurations that the package brings, which are those of the checkout's folder `configs`."""
+
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a configuration file and apply overrides.
 
     Args:
-        path: A YAML file; None starts from the defaults.
+        path: A YAML file, see `find_config`; None starts from the defaults.
         overrides: `section.key=value` texts; later ones win.
 
     Raises:
@@ -35,11 +38,18 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> RunCo
     where = "defaults"
     if path is not None:
         where = str(path)
-        values = _read(Path(path))
+        values = _read(find_config(path))
     for text in overrides:
         _override(values, text)
     config: RunConfig = _build(RunConfig, values, prefix="", where=where)
     return config
+
+
+def find_config(path: str | Path) -> Path:
+    """Return the path, or for `configs/NAME.yaml` that is not there, the package's own configuration of that name."""
+    path = Path(path)
+    own = PACKAGE_CONFIGS.parent / path
+    return own if path.parts[:1] == ("configs",) and not path.exists() and own.exists() else path
 
 
 def dump_config(config: RunConfig) -> str:

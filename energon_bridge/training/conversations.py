@@ -1,4 +1,4 @@
-"""Conversations in crude datasets that `scripts/pretrain_vlm.py` reads without a custom cooker.
+"""Conversations in crude datasets that `python -m energon_bridge.training` reads without a custom cooker.
 
 A sample has a part `json` (a line of a `.jsonl` file is one) with the turns as `messages` (`role`, `content`) or
 `conversations` (`from`, `value`), and its images in one of these places, in the order of their placeholders:

@@ -1,20 +1,27 @@
-"""The data of the quickstart: scanned handwritten digits, with captions, as WebDataset shards.
+r"""The data of the quickstart: scanned handwritten digits, with captions, as WebDataset shards.
 
 The images are the 1,797 digits of 8 x 8 pixels that ship inside scikit-learn's wheel (E. Alpaydin and C. Kaynak,
 "Optical Recognition of Handwritten Digits", UCI Machine Learning Repository, 1998), enlarged to 32 x 32. A sample
 `digit-0042` has the parts `png` and `txt` ("the digit seven"). Shards lie in `train/` and `val/`, every fifth sample of
 a fixed shuffle being a validation sample. The bytes are the same on every machine with the same Pillow.
+
+    python -m energon_bridge.training.digits data/digits
+    energon prepare data/digits --non-interactive --split-parts 'train:train/.*' --split-parts 'val:val/.*' \
+        --sample-type CaptioningSample --field-map '{"image": "png", "caption": "txt"}'
 """
 
 from __future__ import annotations
 
+import argparse
 import io
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
-from energon_bridge.errors import ConfigurationError
+from energon_bridge.errors import ConfigurationError, EnergonError
 from energon_bridge.rng import key_of, shuffled
 
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
@@ -58,3 +65,25 @@ def _png(image: np.ndarray) -> bytes:
     buffer = io.BytesIO()
     small.resize((SIDE, SIDE), Image.Resampling.BICUBIC).save(buffer, "png")
     return buffer.getvalue()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m energon_bridge.training.digits",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("folder", type=Path, help="where to write the shards")
+    folder = parser.parse_args(arguments).folder
+    try:
+        counts = write_digits(folder)
+    except EnergonError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    print(f"{folder}: " + ", ".join(f"{count:,} {part} samples" for part, count in counts.items()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

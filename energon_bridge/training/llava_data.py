@@ -8,12 +8,17 @@ with a folder of images:
                                      without one, and val.jsonl
 
 Every n-th entry goes to validation, so the choice is the same each time.
+
+python -m energon_bridge.training.llava_data captions blip_laion_cc_sbu_558k.json images data/llava_pretrain_558k
+python -m energon_bridge.training.llava_data conversations llava_v1_5_mix665k.json data/llava15
 """
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
+import sys
 import tarfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +26,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TextIO
 
-from energon_bridge.errors import ConfigurationError
+from energon_bridge.errors import ConfigurationError, EnergonError
 
 
 def write_captions(
@@ -97,3 +102,37 @@ def _add(archive: tarfile.TarFile, name: str, data: bytes) -> None:
     info = tarfile.TarInfo(name)
     info.size = len(data)
     archive.addfile(info, io.BytesIO(data))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m energon_bridge.training.llava_data",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    captions = commands.add_parser("captions", help="captioned images, as tars")
+    conversations = commands.add_parser("conversations", help="conversations, as JSON lines by folder of their images")
+    for command in (captions, conversations):
+        command.add_argument("source", type=Path, help="the JSON file")
+        if command is captions:
+            command.add_argument("images", type=Path, help="the folder that the images' paths are relative to")
+        command.add_argument("folder", type=Path, help="where to write to; empty or not there yet")
+        command.add_argument("--val-every", type=int, default=500, help="every n-th entry is for validation")
+    options = parser.parse_args(arguments)
+    try:
+        if options.command == "captions":
+            counts = write_captions(options.source, options.images, options.folder, val_every=options.val_every)
+        else:
+            counts = write_conversations(options.source, options.folder, val_every=options.val_every)
+    except (EnergonError, OSError) as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    for name, count in counts.items():
+        print(f"{name}: {count}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

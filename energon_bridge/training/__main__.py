@@ -1,0 +1,98 @@
+"""Train a vision-language model: alone, under torchrun or under SLURM.
+
+python -m energon_bridge.training --config shapes.yaml train.max_steps=200 optimizer.lr=1e-3
+torchrun --nproc-per-node=2 -m energon_bridge.training --config shapes.yaml --resume
+
+The package brings configurations, configs/NAME.yaml: recipes for LLaVA-1.5 and Qwen2.5-VL, and their tiny twins,
+configs/tiny/NAME.yaml. A file of that name in the current folder comes first. --copy-configs makes copies to edit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import logging
+import os
+import shutil
+import sys
+import warnings
+from collections.abc import Sequence
+
+from energon_bridge.errors import ConfigurationError, DatasetNotFoundError, EnergonError
+from energon_bridge.training.config_file import PACKAGE_CONFIGS, dump_config, find_config, load_config
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code, 143 after a stop by SIGTERM."""
+    parser = argparse.ArgumentParser(
+        prog="python -m energon_bridge.training",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--config", help="a YAML file, or one that the package brings")
+    what.add_argument("--copy-configs", metavar="FOLDER", help="copy the package's configurations to a new folder")
+    parser.add_argument("--resume", action="store_true", help="go on from the latest checkpoint of the run folder")
+    parser.add_argument("--overwrite", action="store_true", help="replace the run that is in the run folder")
+    parser.add_argument("--dry-run", action="store_true", help="print what would run and what it lacks, and leave")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="change the configuration: section.key=value")
+    options = parser.parse_intermixed_args(arguments)
+    main_rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
+    logging.basicConfig(level=logging.INFO if main_rank else logging.WARNING, format="%(asctime)s %(message)s")
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*")  # lightning's use of torch, of no interest here
+    try:
+        if options.copy_configs is not None:
+            copy_configs(options.copy_configs)
+            return 0
+        config = load_config(options.config, options.overrides)
+        # Only now: torch, lightning and transformers take seconds, and a typing error should not.
+        from energon_bridge.training import run as training
+
+        logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+
+        if options.dry_run:
+            print(f"{dump_config(config)}---", flush=True)
+            print(training.dry_run(config), end="")
+            return 0
+        if config.trainer == "megatron":
+            # What is not installed, not finished, or soon to be called otherwise in torch.
+            warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
+            warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
+            logging.getLogger("megatron").setLevel(logging.ERROR)
+            from energon_bridge.training.megatron.run import run
+        else:
+            run = training.run
+        result = run(config, resume=options.resume, overwrite=options.overwrite)
+    except EnergonError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        if options.dry_run or isinstance(error, DatasetNotFoundError):
+            print(f"\nWhat {options.config} says of itself:\n{head_of(options.config)}", file=sys.stderr)
+        return 2
+    if result.stopped:
+        return 143
+    if result.main_rank and result.read is not None:
+        print(f"validation {config.validation.name} read: {100 * result.read:.1f} %", flush=True)
+    return 0
+
+
+def copy_configs(folder: str) -> None:
+    """Copy the package's configurations into a folder that does not exist yet."""
+    try:
+        shutil.copytree(PACKAGE_CONFIGS, folder)
+    except OSError as error:
+        raise ConfigurationError(
+            f"--copy-configs {folder}: {error.strerror or error}. Name a folder that does not exist yet."
+        ) from error
+
+
+def head_of(path: str) -> str:
+    """Return the comment at the beginning of a configuration: what it is for, and where data and model come from."""
+    try:
+        with find_config(path).open(encoding="utf-8") as file:
+            return "".join(itertools.takewhile(lambda line: line.startswith("#"), file))
+    except (OSError, UnicodeDecodeError):  # load_config has said so
+        return ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())
