@@ -148,6 +148,21 @@ def test_the_menu_of_the_site_has_every_page_once():
     assert sorted(menu) == sorted([*(str(page.relative_to(DOCS)) for page in PAGES), "changelog.md"])
 
 
+def test_every_page_is_three_clicks_away():
+    """A click opens a part of the menu, or a page."""
+
+    def clicks(entry: object) -> int:
+        match entry:
+            case list():
+                return max(map(clicks, entry))
+            case dict():  # of one title
+                (below,) = entry.values()
+                return 1 if isinstance(below, str) else 1 + clicks(below)
+        return 1
+
+    assert clicks(yaml.safe_load((REPOSITORY / "mkdocs.yml").read_text())["nav"]) <= 3
+
+
 # What pages say ------------------------------------------------------------------------------------------------------
 
 
