@@ -121,7 +121,9 @@ def test_weights_of_a_local_folder_are_loaded_in_full_precision(
 
 
 def test_a_hub_name_without_a_connection_says_what_to_do() -> None:
-    with pytest.raises(ConfigurationError, match=r"cannot load model 'nobody/nothing'(.|\n)*HF_HOME(.|\n)*preset"):
+    with pytest.raises(
+        ConfigurationError, match=r"cannot load model 'nobody/nothing'(.|\n)*`hf download nobody/nothing`(.|\n)*preset"
+    ):
         load_model("nobody/nothing", init="pretrained")
 
 

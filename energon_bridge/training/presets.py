@@ -343,8 +343,9 @@ def load_model(
     except (OSError, ValueError) as error:
         raise ConfigurationError(
             f"cannot load model {name_or_path!r} (init={init}): {error}\n"
-            "Without a connection to the Hugging Face hub use a model that is in the cache (HF_HOME), a local folder "
-            "(model.name_or_path=/path/to/folder), or a preset (model.name_or_path=null model.preset=tiny-llava)"
+            f"With a connection to the Hugging Face hub, `hf download {name_or_path}` brings the model into the cache "
+            "(HF_HOME), and `--local-dir FOLDER` into a folder to copy here and to name in model.name_or_path. Or take "
+            "a preset (model.name_or_path=null model.preset=tiny-llava)"
         ) from error
     return ModelBundle(
         model=model.train(),  # pretrained ones come without dropout
