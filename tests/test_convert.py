@@ -328,6 +328,23 @@ def test_a_dry_run_shows_and_writes_nothing(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_json_is_all_that_goes_to_stdout(tmp_path):
+    source, flags, _ = coco(tmp_path / "in", 12)
+    out = tmp_path / "out"
+
+    def run(*arguments):
+        result = CliRunner().invoke(main, [*map(str, arguments), "--json"])
+        assert result.exit_code == 0, result.output
+        assert result.stderr
+        return json.loads(result.stdout)
+
+    done = run("convert", source, out, *flags, "--split-ratio", "9,1,0")
+    assert sum(done["shard_counts"].values()) == 12
+    assert {part: len(shards) for part, shards in done["split_parts"].items()} == {"train": 1, "val": 1, "test": 0}
+    assert run("prepare", out, "--tar-index-only")["shard_counts"] == done["shard_counts"]
+    assert run("prepare-media", out, "--media-metadata-by-extension") == {"num_files": 12, "failed": []}
+
+
 def test_it_runs_with_stdin_closed(tmp_path):
     source, flags, _ = llava(tmp_path / "in", 3)
     line = 'exec "$0" -c "from energon_bridge.cli.main import main; main()" convert "$@" <&-'

@@ -8,14 +8,15 @@ from __future__ import annotations
 import os
 import re
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import click
 
 from energon_bridge.cli.assistant import shorten
 from energon_bridge.cli.engines import engine_options, task_of, task_options, workers_of
-from energon_bridge.cli.output import count_of, format_bytes
+from energon_bridge.cli.output import count_of, format_bytes, json_option
 from energon_bridge.cli.progress import shard_progress
 from energon_bridge.errors import ConfigurationError, SourceError
 from energon_bridge.format.field_map import describe_fields
@@ -64,6 +65,7 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "
 @engine_options
 @task_options
 @click.option("--progress/--no-progress", default=True, help="Show a progress bar.")
+@json_option
 def command(
     source: Path,
     out: Path,
@@ -87,7 +89,7 @@ def command(
     task: str | None,
     finish: bool,
     progress: bool,
-) -> None:
+) -> dict[str, Any] | None:
     """Make a prepared dataset in the folder OUT of SOURCE.
 
     SOURCE is a JSON, JSONL, CSV or TSV file that names media files (conversations of LLaVA, ShareGPT and OpenAI, COCO
@@ -135,7 +137,7 @@ def command(
     _show(opened, options)
     if dry_run:
         click.echo(f"Nothing is written: this was a dry run of {out}.")
-        return
+        return None
     doing = workers_of(engine, address, workers)
     with shard_progress("Converting samples", enabled=progress) as advance:
         if share is not None:
@@ -143,9 +145,10 @@ def command(
                 raise ConfigurationError(f"--overwrite does not go with --task: remove {out}, then start the tasks.")
             count = convert_task(opened, out, options, share, num_workers=doing, progress=advance)
             click.echo(f"Task {share}: {count_of(count, 'shard')} done. When all tasks are, run this with --finish.")
-            return
+            return {"task": str(share), "shards": count}
         done = convert(opened, out, options, num_workers=doing, overwrite=overwrite, finish=finish, progress=advance)
     _report(out, done, options)
+    return asdict(done)
 
 
 def _is_terminal() -> bool:

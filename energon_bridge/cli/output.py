@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import click
@@ -19,6 +21,22 @@ _WIDE = 200
 def print_json(value: Any) -> None:
     """Print plain values as indented JSON."""
     click.echo(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def json_option(command: Callable[..., dict[str, Any] | None]) -> Callable[..., None]:
+    """Add `--json` to a command that returns what it did: that is then all that goes to stdout."""
+
+    @click.option("--json", "as_json", is_flag=True, help="Print what was done as JSON; all else goes to stderr.")
+    @functools.wraps(command)
+    def run(*, as_json: bool, **options: Any) -> None:
+        if not as_json:
+            command(**options)
+            return
+        with contextlib.redirect_stdout(sys.stderr):
+            done = command(**options)
+        print_json(done or {})
+
+    return run
 
 
 def print_pairs(pairs: Iterable[tuple[str, str]]) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from dataclasses import asdict
+from typing import Any
 
 import click
 
 from energon_bridge.cli.assistant import ask_dataset_yaml, ask_field_map, ask_ratio, show_first_samples
 from energon_bridge.cli.engines import engine_options, task_of, task_options, workers_of, workers_option
-from energon_bridge.cli.output import count_of
+from energon_bridge.cli.output import count_of, json_option
 from energon_bridge.cli.prepare_media import media_filter, media_options, report_media, tmp_option
 from energon_bridge.cli.progress import shard_progress
 from energon_bridge.errors import ConfigurationError, MetadataError, NotPreparedError
@@ -55,6 +57,7 @@ _SHOWN = 10
 @tmp_option
 @click.option("--non-interactive", is_flag=True, help="Never ask.")
 @click.option("--trust-remote-code", is_flag=True, help="Of a mix: open datasets that bring code of their own.")
+@json_option
 def command(
     path: str,
     progress: bool,
@@ -81,7 +84,7 @@ def command(
     media_metadata_by_extension: bool,
     non_interactive: bool,
     trust_remote_code: bool,
-) -> None:
+) -> dict[str, Any] | None:
     """Prepare the WebDataset tars below PATH (a folder or URL) for training, or the joins of the mix PATH (a .yaml).
 
     Writes a .tar.idx next to every tar, and .nv-meta with the samples per shard, the split, the sample type and the
@@ -107,14 +110,15 @@ def command(
             what = "a JSONL file" if is_jsonl(path) else "a mix"
             raise ConfigurationError(f"{path} is {what}: these options go with the folder of a dataset.")
         if is_jsonl(path):
-            click.echo(f"Found {count_of(index_jsonl(path), 'sample')}.")
+            count = index_jsonl(path)
+            click.echo(f"Found {count_of(count, 'sample')}.")
             click.echo(f"Done: wrote {path}.idx.")
-            return
+            return {"samples": count}
         _prepare_mix(path, num_workers=num_workers, trust=trust_remote_code, progress=progress)
-        return
+        return None
     if undo:
         _undo_renames(path)
-        return
+        return None
     workers = workers_of(engine, address, num_workers)
     if fix_duplicates and (share or finish or tar_index_only):
         raise ConfigurationError(
@@ -126,7 +130,7 @@ def command(
         with shard_progress("Looking into tars", enabled=progress) as advance:
             count = scan_task(path, share, exclude=exclude, num_workers=workers, progress=advance)
         click.echo(f"Task {share}: {count_of(count, 'tar')} done. When all tasks are, run --finish.")
-        return
+        return {"task": str(share), "shards": count}
     if tar_index_only:
         if finish:
             raise ConfigurationError("--tar-index-only reads all tars itself: leave --finish out.")
@@ -135,7 +139,7 @@ def command(
         with shard_progress("Indexing shards", enabled=progress) as advance:
             prepared = rebuild_index(path, num_workers=workers, key_index=key_index, progress=advance)
         click.echo(f"Indexed {_counted(prepared)}.")
-        return
+        return asdict(prepared)
     _check_combinations(split_ratio, split_parts, sample_type, field_map, skip_dataset_yaml=skip_dataset_yaml)
     if os.path.isfile(path):
         raise ConfigurationError(
@@ -178,6 +182,7 @@ def command(
                 f"{part}: empty, its share of {count_of(len(shards), 'shard')} is less than one. Prepare again with a "
                 "larger share (--split-ratio … --force-overwrite), or let `energon convert` split by sample."
             )
+    return asdict(prepared)
 
 
 def _rename(path: str, *, exclude: str | None, num_workers: Workers) -> None:

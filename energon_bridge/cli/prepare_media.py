@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any, TypeVar
 
 import click
 
 from energon_bridge.cli.engines import engine_options, task_of, task_options, workers_of, workers_option
+from energon_bridge.cli.output import json_option
 from energon_bridge.cli.progress import shard_progress
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.format.media import MediaFilter
@@ -82,6 +84,7 @@ def report_media(found: IndexedMedia) -> None:
 @task_options
 @media_options
 @tmp_option
+@json_option
 def command(
     path: str,
     progress: bool,
@@ -93,7 +96,7 @@ def command(
     media_metadata_by_glob: str | None,
     media_metadata_by_header: bool,
     media_metadata_by_extension: bool,
-) -> None:
+) -> dict[str, Any]:
     """Write down what the media files of PATH are, without decoding them: sizes of images, lengths of videos and sound.
 
     PATH is a prepared dataset, whose key index the metadata is added to, or any folder of files, which can then be an
@@ -112,5 +115,6 @@ def command(
             found = prepare_media(path, media, num_workers=workers, finish=finish, progress=advance)
     if one is not None:
         click.echo(f"Task {one}: {count:,} shards or portions of files are read. When all tasks have ended: --finish")
-        return
+        return {"task": str(one), "shards": count}
     report_media(found)
+    return asdict(found)

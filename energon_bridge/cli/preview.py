@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -84,6 +85,11 @@ class _Shown:
     help="With a state: what the run was started with, where the state alone does not say it.",
 )
 @click.option("--columns", type=click.IntRange(min=0), help="Width of pictures in a terminal; 0: none.  [default: 40]")
+@click.option(
+    "--pictures",
+    type=click.Choice(["kitty", "sixel", "blocks"]),
+    help="How a terminal draws them.  [default: by its kind; blocks everywhere]",
+)
 @click.option("--serve", is_flag=True, help="Serve the pages on this machine, until Ctrl-C (extra view).")
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="Of --serve; 0: any.")
 @run_options
@@ -92,6 +98,7 @@ def command(
     html: Path | None,
     samples: int | None,
     columns: int | None,
+    pictures: str | None,
     serve: bool,
     port: int,
     as_json: bool,
@@ -126,7 +133,7 @@ def command(
         elif html is not None:
             click.echo(f"{_write(shown, html)}: open {html / 'index.html'}")
         else:
-            _print(shown, columns)
+            _print(shown, columns, pictures)
 
 
 def _write(shown: _Shown, out: Path) -> str:
@@ -249,23 +256,28 @@ def _check_rank(rank: int | None, ranks: int) -> None:
         raise ConfigurationError(f"--rank {rank} is not below the number of ranks, {ranks}")
 
 
-def _print(shown: _Shown, columns: int | None) -> None:
-    from energon_bridge.preview.terminal import lines_of, lines_of_batch
+def _print(shown: _Shown, columns: int | None, pictures: str | None) -> None:
+    from energon_bridge.preview.terminal import WAYS, Escape, Line, lines_of, lines_of_batch, way_of_terminal
 
-    terminal = sys.stdout.isatty()
+    terminal, draw = sys.stdout.isatty(), WAYS[pictures or way_of_terminal(os.environ)]
     width = shutil.get_terminal_size().columns if terminal else 200
     # Without a terminal, pictures are named and not drawn.
     columns = min(40 if columns is None else columns, width - 4) if terminal else 0
     console = Console(width=width, highlight=False, soft_wrap=True)
+
+    def put(line: Line) -> None:
+        click.echo(line) if isinstance(line, Escape) else console.print(line)
+
     for note in shown.notes:
         console.print(note, style="dim", markup=False)
     for batch in shown.batches:
-        for line in lines_of_batch(batch, columns=columns):
-            console.print(line)
+        for line in lines_of_batch(batch, columns=columns, draw=draw):
+            put(line)
     if not shown.batches:
-        for lines in shown.source.records(shown.drawn, lambda record: list(lines_of(record, columns=columns))):
+        draws = shown.source.records(shown.drawn, lambda record: list(lines_of(record, columns=columns, draw=draw)))
+        for lines in draws:
             for line in lines:
-                console.print(line)
+                put(line)
 
 
 def _print_json(shown: _Shown) -> None:
