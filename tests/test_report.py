@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -39,8 +41,8 @@ from energon_bridge.integrations.report import (
     RunRecorder,
     gathered,
     summary,
-    write_report,
 )
+from energon_bridge.integrations.report_page import write_report
 from energon_bridge.prepare import parse_patterns, prepare_dataset
 from energon_bridge.testing import create_captioning_test_dataset, write_shard
 
@@ -177,6 +179,70 @@ def test_a_report_says_what_happened(mix: Blender, tmp_path: Path) -> None:
     assert [float(row[0].split()[0]) for row in slow] == sorted(
         (float(row[0].split()[0]) for row in slow), reverse=True
     )
+
+
+def polylines(path: Path) -> list[tuple[str, list[float]]]:
+    """Return class and values (from 0 to 1) of the lines in the chart of shares."""
+    found = re.findall(r'<polyline class="(share[^"]*)"[^>]* points="([^"]*)"', path.read_text())
+    return [(kind, [1 - (float(p.split(",")[1]) - 12) / 184 for p in points.split()]) for kind, points in found]
+
+
+def test_the_shares_are_shown_over_the_run(mix: Blender, tmp_path: Path) -> None:
+    """Also over a resume: what was seen before belongs to the report."""
+
+    def options() -> dict[str, Any]:
+        callback = ModelCheckpoint(tmp_path / "saved", filename="last", save_top_k=-1, every_n_train_steps=20)
+        return {"encoder": DefaultTaskEncoder(), "enable_checkpointing": True, "callbacks": [callback]}
+
+    fit(mix, tmp_path, max_steps=20, **options())
+    fit(mix, tmp_path, max_steps=48, ckpt_path=tmp_path / "saved/last.ckpt", **options())
+    lines = polylines(tmp_path / "report.html")
+    assert [kind for kind, _ in lines] == ["share", "share plan"] * 2
+    (first, second), planned = (
+        (values for kind, values in lines if kind == "share"),
+        [v for k, v in lines if "plan" in k],
+    )
+    assert np.allclose(planned, [[0.75, 0.75], [0.25, 0.25]], atol=1e-3)
+    assert len(first) == len(second) == 47
+    assert np.allclose(np.add(first, second), 1, atol=1e-2)
+    assert np.mean(first) == pytest.approx(0.75, abs=0.06)
+
+
+def test_looks_at_the_shares_are_bounded_and_added_up(tmp_path: Path) -> None:
+    class Counting:
+        def counters(self) -> list[dict[str, Any]]:
+            self.draws = getattr(self, "draws", 0) + 1
+            return [
+                {"identity": "a", "draws": 3 * step, "parked": False},
+                {"identity": "b", "draws": step, "parked": False},
+            ]
+
+    draws, loader = report.Draws(), Counting()
+    for step in range(1, 5001):
+        draws.look(loader, step)
+    assert len(draws.looks) <= report.MOST_LOOKS
+    assert loader.draws < 8 * report.MOST_LOOKS
+    assert draws.looks[-1][0] > 4900
+    rows = tuple(
+        report.DatasetRow(
+            path=name,
+            split_part="train",
+            planned=None,
+            num_samples=9,
+            draws=9,
+            counts=dict.fromkeys(report.COUNTERS, 1),
+            identity=name,
+        )
+        for name in "ab"
+    )
+    ranks = [
+        RankSummary(rank=rank, ranks=2, seconds=1.0, waited=0.0, datasets=rows, draws=tuple(draws.looks))
+        for rank in (0, 1)
+    ]
+    write_report(tmp_path / "report.html", ranks, RunRecorder())
+    (_, first), (_, second) = polylines(tmp_path / "report.html")
+    assert np.allclose(first, 0.75, atol=1e-2)
+    assert np.allclose(second, 0.25, atol=1e-2)
 
 
 def test_a_slow_sample_is_found(mix: Blender, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from energon_bridge.dataloader import EnergonDataloader
 from energon_bridge.errors import ConfigurationError
-from energon_bridge.integrations.report import RankSummary, RunRecorder, gathered, summary, write_report
+from energon_bridge.integrations.report import RankSummary, RunRecorder, gathered, summary
+from energon_bridge.integrations.report_page import write_report
 
 
 class _Clock:

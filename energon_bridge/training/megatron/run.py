@@ -26,7 +26,8 @@ from torch import Tensor
 from energon_bridge.dataloader import EnergonDataloader
 from energon_bridge.datamodule import EnergonMultiModalDataModule
 from energon_bridge.errors import ConfigurationError
-from energon_bridge.integrations.report import RunRecorder, gathered, summary, write_report
+from energon_bridge.integrations.report import RunRecorder, gathered, summary
+from energon_bridge.integrations.report_page import write_report
 from energon_bridge.samples.devices import normalise_on_device
 from energon_bridge.task_encoder.multimodal import MultiModalBatch
 from energon_bridge.task_encoder.packed_sequences import unpack_batch
