@@ -138,6 +138,34 @@ def test_an_overview_has_shares_and_histograms(page: Page, captions: Path, mixed
     assert page.problems() == []
 
 
+def test_a_mix_is_shown_over_a_run(page: Page, captions: Path, tmp_path: Path) -> None:
+    """As `energon plan` forecasts it, with the weights moving."""
+    chats = previews.chats(tmp_path / "chats.jsonl", 9)
+    (tmp_path / "mix.yaml").write_text(
+        "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits: {train: {blend: [\n"
+        f"  {{path: '{captions}', weight: 1}},\n"
+        f"  {{path: '{chats}', weight: {{schedule: linear, points: [[0, 0], [2000, 3]]}}}}]}}}}\n"
+    )
+    run = ("--batch-size", 2, "--world-size", 2, "--num-lanes", 4)
+    out = pages_of(tmp_path / "out", tmp_path / "mix.yaml", "--over", 1000, *run)
+    planned = json.loads(energon("plan", tmp_path / "mix.yaml", "--steps", 1000, *run, "--json").output)
+    page.open(out, "#/overview")
+    rows = [row.split("\t") for row in page.texts("#plan tbody tr")]
+    assert [int(row[3].replace(",", "")) for row in rows] == [leaf["draws"] for leaf in planned["leaves"]]
+    assert [float(row[5]) for row in rows] == [round(leaf["epochs"], 2) for leaf in planned["leaves"]]
+    lines = page.run("[...document.querySelectorAll('#schedule polyline')].map((line) => line.getAttribute('points'))")
+    shares = [[1 - float(point.split(",")[1]) / 160 for point in line.split()] for line in lines]
+    steps = [float(point.split(",")[0]) * 1000 / 900 for point in lines[1].split()]
+    moved = [min(3.0, 3 * 4 * step / 2000) for step in steps]  # four draws a step
+    assert len(steps) > 60
+    assert shares[1] == pytest.approx([weight / (1 + weight) for weight in moved], abs=2e-2)
+    assert [1 - share for share in shares[1]] == pytest.approx(shares[0], abs=2e-3)
+    assert page.problems() == []
+    result = energon("preview", captions, "--over", 5)
+    assert result.exit_code == 1
+    assert "energon plan MIX" in result.output
+
+
 def test_a_pack_is_a_bar_with_its_tokens_below(page: Page, captions: Path, packed: Path) -> None:
     page.open(packed)
     (batch,) = [one for one in json.loads(energon_json(captions))["batches"] if one["step"] == 0]

@@ -7,7 +7,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ from energon_bridge.errors import ConfigurationError
 from energon_bridge.samples.showing import counted
 
 if TYPE_CHECKING:
+    from energon_bridge.forecast.epochs import Forecast
     from energon_bridge.loader.run_plan import DatasetSpec
     from energon_bridge.preview.batches import ShownBatch
     from energon_bridge.preview.sources import Drawn, SampleSource
@@ -62,6 +63,7 @@ class _Shown:
     drawn: Iterable[Drawn]
     batches: list[ShownBatch]
     notes: list[str]
+    forecast: Forecast | None = None
 
 
 @click.command("preview")
@@ -70,6 +72,12 @@ class _Shown:
 @click.option("--samples", type=_Count(), help="Samples to show.  [default: 4; on pages 1,000]")
 @click.option("--step", type=click.IntRange(min=0), help="Show what a run delivers in this step.")
 @click.option("--steps", type=_Steps(), help="Show what it delivers in steps A to B, B not among them.")
+@click.option(
+    "--over",
+    type=click.IntRange(min=1),
+    metavar="STEPS",
+    help="On pages, of a mix: also shares, epochs and mixing over a run of so many steps (with --batch-size).",
+)
 @click.option("--rank", type=click.IntRange(min=0), help="Only what this rank delivers.")
 @click.option(
     "--config",
@@ -110,6 +118,8 @@ def command(
     energon preview /data/captions                          the first samples, in the terminal
     energon preview mix.yaml --html look --samples all      all samples, as pages: open look/index.html
     energon preview loader.pt --step 5000 --world-size 8    the samples of a step of a run
+    energon preview mix.yaml --html look --over 10000 --batch-size 8 --world-size 64
+                                                            also the mix over a run
     energon preview --config configs/packed.yaml --html look
                                                             batches, token by token
     energon preview run/step-0000150.ckpt --config run/config.yaml --step 160
@@ -140,7 +150,15 @@ def _write(shown: _Shown, out: Path) -> str:
     """Write the pages; return a summary of what is on them."""
     from energon_bridge.preview.pages import write_pages
 
-    count = write_pages(out, shown.source, shown.drawn, title=shown.title, notes=shown.notes, batches=shown.batches)
+    count = write_pages(
+        out,
+        shown.source,
+        shown.drawn,
+        title=shown.title,
+        notes=shown.notes,
+        batches=shown.batches,
+        forecast=shown.forecast,
+    )
     batches = f" in {counted(len(shown.batches), 'batch', 'batches')}" if shown.batches else ""
     return count_of(count, "sample") + batches
 
@@ -153,6 +171,11 @@ def _opened(source: tuple[str, ...], pages: bool, samples: int | None, options: 
         if alone and options[name] is not None:
             raise ConfigurationError(f"--{name.replace('_', '-')} is for batches: give --config or --encoder, too")
     steps = options["steps"]
+    if options["over"] is not None and not (pages and alone and steps is None and options["step"] is None):
+        raise ConfigurationError(
+            "--over is for pages of a mix (--html or --serve, without --step, --config and --encoder). "
+            "`energon plan MIX --steps N` prints the same"
+        )
     if options["step"] is not None:
         steps = range(options["step"], options["step"] + 1)
     if options["config"] is not None:
@@ -185,6 +208,8 @@ def _opened(source: tuple[str, ...], pages: bool, samples: int | None, options: 
 def _samples(source: tuple[str, ...], limit: int, options: dict[str, Any]) -> _Shown:
     """Return the first samples of a dataset or mix."""
     from energon_bridge.datasets import get_train_dataset
+    from energon_bridge.forecast.epochs import forecast, share_curve
+    from energon_bridge.forecast.run import run_of_mix
     from energon_bridge.preview.sources import SampleSource
     from energon_bridge.topology import WorkerConfig
 
@@ -201,9 +226,15 @@ def _samples(source: tuple[str, ...], limit: int, options: dict[str, Any]) -> _S
         **{name: options[name] for name in names},
     )
     samples = SampleSource(spec)
+    over = options["over"]
+    planned = None
+    if over is not None:
+        run = run_of_mix(open_mix(source[0], options))
+        planned = replace(forecast(run, over), schedule=share_curve(run, over))
     there = spec.num_samples
     note = count_of(there, "sample") if limit >= there else f"the first {limit:,} of {count_of(there, 'sample')}"
-    return _Shown(title=source[0], source=samples, drawn=samples.in_order(limit), batches=[], notes=[note])
+    drawn = samples.in_order(limit)
+    return _Shown(title=source[0], source=samples, drawn=drawn, batches=[], notes=[note], forecast=planned)
 
 
 def _steps_of(source: tuple[str, ...], steps: range, options: dict[str, Any]) -> _Shown:

@@ -6,6 +6,7 @@ Draws are those of a run in which no sample is skipped; a skipped sample makes i
 from __future__ import annotations
 
 import math
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -114,8 +115,7 @@ def forecast(run: Run, steps: int) -> Forecast:
     ownership = Ownership(plan.num_lanes, ranks, 0)
     counts = draws_per_leaf(run, steps)
     sizes = np.array([leaf.num_samples for leaf in spec.ordered])
-    rank = {leaf.identity: number for number, leaf in enumerate(spec.ordered)}
-    order = [rank[leaf.identity] for leaf in spec.leaves]
+    order = _order_of_mix(run)
     shares = _shares(run, 0)
     leaves = []
     looked_at = max(1, min(plan.num_lanes, _LANES_LOOKED_AT // len(spec.leaves)))
@@ -199,14 +199,30 @@ def _shares(run: Run, global_draw: int) -> list[float]:
     return [float(leaf.num_samples * leaf.share / epoch) if spec.mode != "single" else 1.0 for leaf in spec.ordered]
 
 
-def _schedule(run: Run, steps: int, draws: int, order: list[int]) -> tuple[SharePoint, ...]:
-    """Return the shares at the beginning, at each point of a schedule and at the end, leaves in order of the mix."""
+def share_curve(run: Run, steps: int, points: int = 64) -> tuple[SharePoint, ...]:
+    """Return the shares at evenly spaced draws of a run and at the points of its schedules; empty if they never change.
+
+    The leaves are in order of the mix.
+    """
+    draws = int(draws_per_leaf(run, steps).sum())
+    return _schedule(run, steps, draws, _order_of_mix(run), {draws * number // points for number in range(points)})
+
+
+def _order_of_mix(run: Run) -> list[int]:
+    """Return for each leaf of the mix its place in order of identity."""
+    rank = {leaf.identity: number for number, leaf in enumerate(run.spec.ordered)}
+    return [rank[leaf.identity] for leaf in run.spec.leaves]
+
+
+def _schedule(
+    run: Run, steps: int, draws: int, order: list[int], between: AbstractSet[int] = frozenset()
+) -> tuple[SharePoint, ...]:
+    """Return the shares at the beginning, at each point of a schedule and at the end, and at the draws `between`."""
     if run.spec.mode != "weights" or not run.spec.mix.is_scheduled:
         return ()
     lanes, rows = run.num_lanes, run.spec.rows
-    points = sorted({0, *(point for point in run.spec.weights.points() if point < draws), draws})
     found = []
-    for point in points:
+    for point in sorted({0, *(point for point in run.spec.weights.points() if point < draws), draws} | between):
         m = point // lanes // rows * lanes + point % lanes
         shares = _shares(run, point)
         step = steps if point == draws else step_of(m, num_lanes=lanes, world_size=run.config.dp_size)

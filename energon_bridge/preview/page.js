@@ -280,6 +280,48 @@ const preview = (() => {
     main.replaceChildren(make("h2", {}, "Datasets"), make("div", { class: "panel" }, table), make("h2", {}, "Sizes of the samples shown"));
     main.append(make("div", { class: "charts" }, ...meta.histograms.map(histogram)));
     if (meta.errors) main.append(make("p", { class: "error" }, `${number(meta.errors)} samples do not load.`));
+    if (meta.plan) main.append(make("h2", {}, "The mix over a run"), make("div", { class: "panel" }, ...planElements(meta.plan)));
+  }
+
+  function planElements(plan) {
+    const facts = [`${number(plan.steps)} steps of ${number(plan.ranks)} ${plan.ranks === 1 ? "rank" : "ranks"}, batch size ${plan.batch_size ?? "none"}: ${number(plan.draws)} samples`];
+    if (plan.mixing !== null) facts.push(`mixing ${plan.mixing.toFixed(2)} (1 is a perfect shuffle)`);
+    if (plan.first_end !== null) facts.push(`the first epoch of a dataset ends in step ${number(plan.first_end - 1)}`);
+    const table = make("table", { id: "plan" });
+    const cells = ["dataset", "as written", "share at first", "samples drawn", "share drawn", "epochs", "mixing"];
+    table.append(make("thead", {}, make("tr", {}, ...cells.map((name, place) => make("th", { class: place > 1 ? "number" : null }, name)))));
+    const body = make("tbody", {});
+    plan.leaves.forEach((leaf, place) => {
+      const values = [percent(leaf.share), number(leaf.draws), percent(plan.draws ? leaf.draws / plan.draws : 0), leaf.epochs.toFixed(2), leaf.mixing === null ? "–" : leaf.mixing.toFixed(2)];
+      body.append(
+        make(
+          "tr",
+          {},
+          make("td", {}, make("span", { class: `swatch s${place % 6}` }), meta.parts[place].name),
+          make("td", {}, leaf.written || "–"),
+          ...values.map((value) => make("td", { class: "number" }, value)),
+        ),
+      );
+    });
+    table.append(body);
+    return [make("p", {}, facts.join(" · ")), table, ...(plan.schedule.length ? [scheduleChart(plan)] : [])];
+  }
+
+  // The shares of the datasets from step to step, where the weights of the mix move.
+  function scheduleChart(plan) {
+    const width = 900;
+    const height = 160;
+    const last = Math.max(1, plan.steps);
+    const chart = drawing("svg", { viewBox: `0 0 ${width} ${height + 18}`, role: "img", "aria-label": "shares over the run", id: "schedule" });
+    plan.leaves.forEach((_, place) => {
+      const points = plan.schedule.map(([step, shares]) => `${((width * step) / last).toFixed(1)},${(height * (1 - shares[place])).toFixed(1)}`);
+      const line = drawing("polyline", { class: `line l${place % 6}`, points: points.join(" ") });
+      line.append(drawing("title", {}, meta.parts[place].name));
+      chart.append(line);
+    });
+    chart.append(drawing("line", { class: "axis", x1: 0, x2: width, y1: height + 0.5, y2: height + 0.5 }));
+    chart.append(drawing("text", { x: 0, y: height + 14 }, "step 0"), drawing("text", { x: width, y: height + 14, "text-anchor": "end" }, `step ${number(plan.steps)}`));
+    return chart;
   }
 
   // Batches --------------------------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from energon_bridge.errors import ConfigurationError
+from energon_bridge.forecast.epochs import Forecast
 from energon_bridge.preview.batches import ShownBatch
 from energon_bridge.preview.records import Clip, Item, Picture, Record, Turn
 from energon_bridge.preview.sources import Drawn, Part, SampleSource
@@ -65,6 +66,7 @@ def write_pages(
     title: str,
     notes: Sequence[str] = (),
     batches: Sequence[ShownBatch] = (),
+    forecast: Forecast | None = None,
 ) -> int:
     """Write the pages of some samples and batches and return how many samples there are.
 
@@ -74,6 +76,7 @@ def write_pages(
         drawn: The samples to show.
         title: Title of the pages, with `notes` below it.
         batches: Batches, whose samples are among those drawn.
+        forecast: A run over the same mix: its shares, epochs and mixing are shown.
 
     Raises:
         ConfigurationError: The folder holds something else, or cannot be written.
@@ -86,7 +89,7 @@ def write_pages(
         writer = _Writer(partial, source.parts())
         for made in source.records(drawn, _made):
             writer.add(made)
-        writer.finish(title, list(notes), batches)
+        writer.finish(title, list(notes), batches, forecast)
         if out.exists():
             shutil.rmtree(out)
         os.replace(partial, out)
@@ -193,7 +196,9 @@ class _Writer:
         if len(self._search[0]) == _PER_SEARCH_FILE:
             self._flush_search()
 
-    def finish(self, title: str, notes: list[str], batches: Sequence[ShownBatch]) -> None:
+    def finish(
+        self, title: str, notes: list[str], batches: Sequence[ShownBatch], forecast: Forecast | None = None
+    ) -> None:
         """Write what is left."""
         if self._page:
             self._flush_page()
@@ -221,6 +226,7 @@ class _Writer:
             "batches": [
                 {"step": one.step, "rank": one.rank, "microbatch": one.microbatch, "kind": one.kind} for one in batches
             ],
+            "plan": None if forecast is None else _plan(forecast),
         }
         self._write("meta", None, meta)
 
@@ -279,6 +285,24 @@ class _Writer:
         text = json.dumps(value, separators=(",", ":"), ensure_ascii=True)
         code = f"preview.take({json.dumps(kind)},{json.dumps(number)},{text});\n"
         (self._folder / "data" / f"{name}.js").write_text(code, "ascii")
+
+
+def _plan(forecast: Forecast) -> dict[str, Any]:
+    """Return what the pages show of a run; its datasets are in order of the mix."""
+    leaves = [
+        {"written": one.written, "share": one.share, "draws": one.draws, "epochs": one.epochs, "mixing": one.mixing}
+        for one in forecast.leaves
+    ]
+    return {
+        "steps": forecast.steps,
+        "ranks": forecast.world_size,
+        "batch_size": forecast.batch_size,
+        "draws": forecast.draws,
+        "mixing": forecast.mixing,
+        "first_end": forecast.first_end,
+        "leaves": leaves,
+        "schedule": [[point.step, list(point.shares)] for point in forecast.schedule],
+    }
 
 
 def _place_of(facts: Mapping[str, int]) -> tuple[int | None, ...]:
