@@ -53,7 +53,7 @@ def _lightning_base() -> type:
     return LightningDataModule
 
 
-Feeding = Literal["all", "broadcast"]
+ReplicaLoading = Literal["every_rank", "one_rank"]
 """Which ranks of a replica load."""
 
 BalanceMode = Literal["none", "global_batch"]
@@ -97,15 +97,15 @@ class EnergonMultiModalDataModule(_Base):
         masked_microbatches: `refuse` (the default) or `allow` microbatches that do not exist, where the number of ranks
             does not divide `num_lanes`: allow them only if the loss weighs by them; see `EnergonDataloader`.
         on_mismatch: `refuse` (the default) a state of another mix, or `adapt` to it; see `get_savable_loader`.
-        feeding: Who loads where several ranks train on the same batches: `all` of them, by themselves, or one, which
-            will `broadcast` to the others of its replica. Then all processes must ask for the data alike.
+        replica_loading: Who loads if several ranks train on the same batches: `every_rank` by itself, or `one_rank` of
+            the replica, which broadcasts to the others. Then all processes must ask for the data alike.
         validate_each_dataset: Let `val_dataloader` return a list with an iterator for each dataset of the mix, whose
             names are `validation_names`: for a loss per dataset.
         balance: `global_batch`: the data-parallel ranks exchange the microbatches of each global batch of training, so
             that all have the same work; its samples stay the same. It needs `global_batch_size`, all processes must ask
             for the data alike, and there is a state after whole global batches only. `none`: each runs what it loads.
         balance_cost: What a batch costs, for `balance`: a function of the batch; default: `BatchCost()`, its tokens.
-        stage_keys: With `broadcast`: the fields of a batch that each pipeline stage gets; None: all fields.
+        stage_keys: With `one_rank`: the fields of a batch that each pipeline stage gets; None: all fields.
         cache_pool: Keeps files near that cookers and hooks need later, of training and of validation.
         **kwargs: Further arguments of `get_train_dataset`, checked by name.
 
@@ -147,7 +147,7 @@ class EnergonMultiModalDataModule(_Base):
         decode_threads: int | None = None,
         masked_microbatches: MaskedMicrobatches = "refuse",
         on_mismatch: OnMismatch = "refuse",
-        feeding: Feeding = "all",
+        replica_loading: ReplicaLoading = "every_rank",
         balance: BalanceMode = "none",
         balance_cost: Callable[[Any], float] | None = None,
         stage_keys: StageKeys | None = None,
@@ -170,8 +170,10 @@ class EnergonMultiModalDataModule(_Base):
             ("packing_buffer_size", packing_buffer_size, 1),
         ):
             _check_number(name, value, least, optional=name not in _NEEDED)
-        if feeding not in get_args(Feeding):
-            raise ConfigurationError(f"feeding must be one of {', '.join(get_args(Feeding))}, got {feeding!r}")
+        if replica_loading not in get_args(ReplicaLoading):
+            raise ConfigurationError(
+                f"replica_loading must be one of {', '.join(get_args(ReplicaLoading))}, got {replica_loading!r}"
+            )
         if balance not in get_args(BalanceMode):
             raise ConfigurationError(f"balance must be one of {', '.join(get_args(BalanceMode))}, got {balance!r}")
         if balance_cost is not None and not callable(balance_cost):
@@ -199,7 +201,7 @@ class EnergonMultiModalDataModule(_Base):
         self.decode_threads = decode_threads
         self.masked_microbatches = masked_microbatches
         self.on_mismatch = on_mismatch
-        self.feeding = feeding
+        self.replica_loading = replica_loading
         self.balance = balance
         self.balance_cost = balance_cost or BatchCost()
         self.stage_keys = stage_keys
@@ -434,7 +436,7 @@ class EnergonMultiModalDataModule(_Base):
     @property
     def replica(self) -> Replica | None:
         """The ranks around this one that get the same batches from one loader; None where every rank loads."""
-        if self._replica is None and self.feeding == "broadcast":
+        if self._replica is None and self.replica_loading == "one_rank":
             self._replica = make_replica(pg_collection=self.pg_collection, stage_keys=self.stage_keys)
         return self._replica
 

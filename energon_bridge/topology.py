@@ -49,7 +49,7 @@ class WorkerConfig:
         decode_threads: Threads that read and decode, per process; default: cores divided among the local processes.
         microbatches_per_global_batch: `global_batch_size / micro_batch_size`; makes L fit every legal number of ranks.
         pin_memory: Copy batches to pinned memory; default: where CUDA is available.
-        held_bytes: Bytes that the contents of samples waiting to be packed or grouped may take, per process. What is
+        buffer_bytes: Bytes that the contents of samples waiting to be packed or grouped may take, per process. What is
             beyond is dropped and encoded again when it is needed; the stream stays the same.
         max_worker_restarts: How often dead workers are started again in one run before `WorkerDiedError`.
         start_method: How workers are started: "fork"; or "forkserver" or "spawn", which take seconds and need a task
@@ -68,7 +68,7 @@ class WorkerConfig:
     decode_threads: int | None = None
     microbatches_per_global_batch: int | None = None
     pin_memory: bool | None = None
-    held_bytes: int = 1 << 30
+    buffer_bytes: int = 1 << 30
     max_worker_restarts: int = 100
     start_method: Literal["fork", "forkserver", "spawn"] = "fork"
 
@@ -81,7 +81,7 @@ class WorkerConfig:
         object.__setattr__(self, "world_size", world_size if self.world_size is None else self.world_size)
         if not 0 <= self.dp_rank < self.dp_size:
             raise ConfigurationError(f"WorkerConfig: rank {self.rank} is not in range({self.world_size})")
-        minima = {"num_workers": 0, "prefetch_factor": 1, "held_bytes": 0, "max_worker_restarts": 0}
+        minima = {"num_workers": 0, "prefetch_factor": 1, "buffer_bytes": 0, "max_worker_restarts": 0}
         optional = {"num_lanes": 1, "decode_threads": 1, "microbatches_per_global_batch": 1}
         for name, least in (minima | optional).items():
             value = getattr(self, name)

@@ -188,7 +188,7 @@ class Leg:
     """Some steps on one topology, and how the state goes on from there.
 
     Args:
-        ranks, workers, threads, prefetch, held_bytes: Of the configuration.
+        ranks, workers, threads, prefetch, buffer_bytes: Of the configuration.
         steps: Of each rank.
         peeks: States are saved after each step.
         passing: "list": of the states of all ranks, shuffled; "merged": into one; "parts": into two; "own": each rank
@@ -203,7 +203,7 @@ class Leg:
     workers: int
     threads: int
     prefetch: int
-    held_bytes: int
+    buffer_bytes: int
     steps: int
     peeks: bool
     passing: str
@@ -355,7 +355,7 @@ def drawn_legs(rng: random.Random, run: dict[str, Any], budget: int, changeable:
             workers=rng.choice([0, 0, 1, 2, 3]),
             threads=rng.choice([1, 1, 1, 2, 3]),
             prefetch=rng.choice([1, 1, 2, 3, 5]),
-            held_bytes=rng.choice([1 << 30, 1 << 30, 1 << 30, 3000, 0]),
+            buffer_bytes=rng.choice([1 << 30, 1 << 30, 1 << 30, 3000, 0]),
             steps=steps,
             peeks=rng.random() < 0.1,
             passing=rng.choice(["list", "list", "merged", "parts", "own"]),

@@ -130,7 +130,11 @@ def run_leg(
     bans: Bans,
 ) -> tuple[list[str], list[Any]]:
     """Run one leg from the states before it; return digests and the states after it."""
-    config = chain.run | {"prefetch_factor": leg.prefetch, "decode_threads": leg.threads, "held_bytes": leg.held_bytes}
+    config = chain.run | {
+        "prefetch_factor": leg.prefetch,
+        "decode_threads": leg.threads,
+        "buffer_bytes": leg.buffer_bytes,
+    }
     loaders = loaders_of(dataset, leg.ranks, leg.workers, **config)
     try:
         for rank, loader in enumerate(loaders if states else ()):
@@ -306,7 +310,7 @@ def smaller(chain: Chain) -> Iterator[Chain]:
     for name, value in plain.items():
         if chain.settings.get(name, value) != value:
             yield replace(chain, settings=chain.settings | {name: value})
-    easy: dict[str, Any] = {"workers": 0, "threads": 1, "prefetch": 1, "held_bytes": 1 << 30, "peeks": False}
+    easy: dict[str, Any] = {"workers": 0, "threads": 1, "prefetch": 1, "buffer_bytes": 1 << 30, "peeks": False}
     easy |= {"passing": "list", "codec": "plain", "order": 0, "change": None, "withdrawal": None, "ranks": 1}
     for number, leg in enumerate(legs):
         changes = [{name: value} for name, value in easy.items() if getattr(leg, name) != value]

@@ -56,7 +56,7 @@ class Encoder(DefaultTaskEncoder):
 
 
 def add_arguments(parser: ArgumentParser) -> ArgumentParser:
-    for name in ("--dataloader-save", "--dataloader-load", "--energon-path", "--energon-feeding", "--record"):
+    for name in ("--dataloader-save", "--dataloader-load", "--energon-path", "--energon-replica-loading", "--record"):
         if name not in parser._option_string_actions:  # a version may have it by itself
             parser.add_argument(name)
     parser.add_argument("--energon-validation", default="one")
@@ -76,7 +76,7 @@ def make_data() -> EnergonMultiModalDataModule:
         num_lanes=8,
         pin_memory=False,
         task_encoder=Encoder(),
-        feeding=args.energon_feeding,
+        replica_loading=args.energon_replica_loading,
     )
 
 

@@ -41,15 +41,15 @@ def delivered(train: Any) -> list[tuple[str, str, float]]:
     return [(",".join(batch.__key__), digest(batch), letters(batch)) for batch in found]
 
 
-@pytest.mark.parametrize("feeding", ["all", "broadcast"])
+@pytest.mark.parametrize("replica_loading", ["every_rank", "one_rank"])
 @pytest.mark.parametrize("parallel", [{"tp": 2}, {"cp": 2}, {"pp": 2}])
 def test_a_replica_gets_what_its_data_parallel_rank_runs(
-    feeding: str, parallel: dict[str, int], dataset: Path, tmp_path: Path
+    replica_loading: str, parallel: dict[str, int], dataset: Path, tmp_path: Path
 ) -> None:
     def load(rank: int) -> Any:
         plain = module(dataset, global_batch_size=16).train_dataloader()
         before = [delivered(plain) for _ in range(STEPS)]
-        data = balancing(dataset, 2, feeding=feeding)
+        data = balancing(dataset, 2, replica_loading=replica_loading)
         train = data.train_dataloader()
         after = [delivered(train) for _ in range(STEPS)]
         state = train.save_state()
@@ -109,7 +109,7 @@ def test_ranks_without_an_iterator_are_refused(dataset: Path) -> None:
 def test_stages_get_their_fields_of_what_was_exchanged(dataset: Path, tmp_path: Path) -> None:
     def load(rank: int) -> Any:
         keys = StageKeys(first=["image"], last=["caption"])
-        train = balancing(dataset, 2, feeding="broadcast", stage_keys=keys).train_dataloader()
+        train = balancing(dataset, 2, replica_loading="one_rank", stage_keys=keys).train_dataloader()
         batches = [next(train) for _ in range(ROUNDS)]
         train.close()
         return place()["dp"], place()["pp"], [b.__key__ for b in batches], [b.image is None for b in batches]

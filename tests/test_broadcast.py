@@ -64,15 +64,15 @@ def test_a_replica_has_one_stream_and_replicas_share_the_data_out(
 ) -> None:
     def load(rank: int) -> Any:
         results = {}
-        for feeding in ("all", "broadcast"):
-            data = module(dataset, feeding=feeding)
+        for replica_loading in ("every_rank", "one_rank"):
+            data = module(dataset, replica_loading=replica_loading)
             train = data.train_dataloader()
             seen = digests(train, STEPS)
             val = data.val_dataloader()
             # Read on this rank, by a loader of its own, if it has one.
             own = getattr(train.loader, "_loader", train.loader)
             read = 0 if own is None else bytes_read(own)
-            results[feeding] = seen, digests(iter(val), len(val)), as_file(train.save_state()), read
+            results[replica_loading] = seen, digests(iter(val), len(val)), as_file(train.save_state()), read
         return place()["dp"], results
 
     results = on_ranks(tmp_path, tp * cp * pp * dp, load, tp=tp, cp=cp, pp=pp)
@@ -81,11 +81,11 @@ def test_a_replica_has_one_stream_and_replicas_share_the_data_out(
         ranks = [result for of, result in results if of == replica]
         assert len(ranks) == tp * cp * pp
         # Both ways, on all ranks: training, validation and state are equal byte for byte.
-        assert all(way[:3] == ranks[0]["all"][:3] for result in ranks for way in result.values())
-        one_loader = ranks[0]["all"][3]
+        assert all(way[:3] == ranks[0]["every_rank"][:3] for result in ranks for way in result.values())
+        one_loader = ranks[0]["every_rank"][3]
         assert one_loader > 0
-        assert sum(result["broadcast"][3] for result in ranks) == one_loader
-        seen[replica] = {key for keys, _ in ranks[0]["all"][0] for key in keys.split(",")}
+        assert sum(result["one_rank"][3] for result in ranks) == one_loader
+        seen[replica] = {key for keys, _ in ranks[0]["every_rank"][0] for key in keys.split(",")}
         assert len(seen[replica]) == 2 * STEPS
     assert dp == 1 or not seen[0] & seen[1]
 
@@ -94,7 +94,7 @@ def test_stages_get_what_they_need(dataset: Path, tmp_path: Path) -> None:
     keys = StageKeys(first=["image"], last=["caption"])
 
     def load(rank: int) -> Any:
-        train = module(dataset, feeding="broadcast", stage_keys=keys).train_dataloader()
+        train = module(dataset, replica_loading="one_rank", stage_keys=keys).train_dataloader()
         batches = [next(train) for _ in range(3)]
         got = {name for batch in batches for name in dict(batch) if batch[name] is not None}
         return place()["pp"], {name for name in got if not name.startswith("__")}, batches[0].__key__
@@ -112,7 +112,7 @@ def test_stages_of_a_pipeline_ask_one_after_the_other(num_workers: int, dataset:
 
     def train(rank: int) -> Any:
         encoder = Large(large)
-        data = module(dataset, feeding="broadcast", num_workers=num_workers, task_encoder=encoder)
+        data = module(dataset, replica_loading="one_rank", num_workers=num_workers, task_encoder=encoder)
         train = data.train_dataloader()
         stage = parallel_state.get_pipeline_model_parallel_rank()
         assert (place()["tp"], stage) == (rank % 2, rank // 2)
@@ -145,7 +145,7 @@ class Large(DefaultTaskEncoder):
 
 def test_saving_asks_nobody_and_restoring_tells_all(dataset: Path, tmp_path: Path) -> None:
     def run(rank: int) -> Any:
-        data = module(dataset, feeding="broadcast")
+        data = module(dataset, replica_loading="one_rank")
         train = data.train_dataloader()
         digests(train, 4)
         # As Megatron-LM does, on some ranks of the replica only.
@@ -157,7 +157,7 @@ def test_saving_asks_nobody_and_restoring_tells_all(dataset: Path, tmp_path: Pat
         dist.broadcast_object_list(box, group_src=1, group=parallel_state.get_tensor_model_parallel_group())
         train.restore_state(box[0])
         again = digests(train, 4)
-        fresh = module(dataset, feeding="broadcast")
+        fresh = module(dataset, replica_loading="one_rank")
         fresh.load_state_dict({"global_step": 0, "train": whole})
         return after == again, whole, digests(fresh.train_dataloader(), 2) == digests(train, 2)
 
@@ -171,7 +171,7 @@ def test_bans_reach_all_ranks_of_a_replica(dataset: Path, tmp_path: Path) -> Non
     keys = [f"train-{number:05d}" for number in range(0, 48, 2)]
 
     def run(rank: int) -> Any:
-        train = module(dataset, feeding="broadcast").train_dataloader()
+        train = module(dataset, replica_loading="one_rank").train_dataloader()
         digests(train, 4)
         with pytest.raises(EnergonError, match="1 of 1 keys are not in"):
             train.ban(["nowhere"])
@@ -209,15 +209,15 @@ def test_errors_of_the_loading_rank_reach_all(failure: str, dataset: Path, tmp_p
     def load(rank: int) -> Any:
         try:
             if failure == "opening":
-                module(dataset / "nowhere", feeding="broadcast").train_dataloader()
+                module(dataset / "nowhere", replica_loading="one_rank").train_dataloader()
             elif failure == "type":
                 encoder = Failing(lambda batch: {"x": object()})
-                next(module(dataset, feeding="broadcast", task_encoder=encoder).train_dataloader())
+                next(module(dataset, replica_loading="one_rank", task_encoder=encoder).train_dataloader())
             elif failure == "keys":
                 keys = StageKeys(first=["imgae"], last=["caption"])
-                next(module(dataset, feeding="broadcast", stage_keys=keys).train_dataloader())
+                next(module(dataset, replica_loading="one_rank", stage_keys=keys).train_dataloader())
             else:
-                module(dataset, feeding="broadcast").train_dataloader().restore_state({"format": "of another"})
+                module(dataset, replica_loading="one_rank").train_dataloader().restore_state({"format": "of another"})
         except Exception as error:
             return type(error).__name__, str(error)
         return None
@@ -305,7 +305,7 @@ def test_a_collection_of_other_ranks_is_refused(dataset: Path, tmp_path: Path) -
 def test_a_collection_says_who_loads(dataset: Path, tmp_path: Path) -> None:
     def load(rank: int) -> Any:
         groups = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["dp", "pp"])
-        return digests(module(dataset, feeding="broadcast", pg_collection=groups).train_dataloader(), 3)
+        return digests(module(dataset, replica_loading="one_rank", pg_collection=groups).train_dataloader(), 3)
 
     results = on_ranks(tmp_path, 4, load, tp=2, pp=2)
     assert all(seen == results[0] for seen in results)

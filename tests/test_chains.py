@@ -44,7 +44,7 @@ def test_a_chain_of_stops_is_the_uninterrupted_run(data: Path, part: int) -> Non
 def test_a_chain_that_differs_is_found(data: Path) -> None:
     """A stop that loses a microbatch, a state that is of another run, and counters that are wrong."""
     chain = next(chain for chain in (drawn_chain(1, n) for n in range(100)) if not chain.finite and chain.run["seed"])
-    plain: dict[str, Any] = {"threads": 1, "prefetch": 1, "held_bytes": 1 << 30, "peeks": False, "order": 0}
+    plain: dict[str, Any] = {"threads": 1, "prefetch": 1, "buffer_bytes": 1 << 30, "peeks": False, "order": 0}
     legs = tuple(Leg(ranks=2, workers=0, steps=3, passing="list", codec="plain", **plain) for _ in range(2))
     chain = dataclasses.replace(chain, legs=legs)
     assert run_chain(data, chain) == "same"

@@ -66,7 +66,10 @@ def test_processes_that_would_be_left_over_are_refused(world: int, parallel: Par
             {"trainer": "lightning", "parallel": ParallelConfig(tp=2)},
             r"with trainer=lightning none do: set trainer=megatron",
         ),
-        ({"parallel": ParallelConfig(feeding="some")}, r"parallel\.feeding must be 'all' or 'broadcast', got 'some'"),
+        (
+            {"parallel": ParallelConfig(replica_loading="some")},
+            r"parallel\.replica_loading must be 'every_rank' or 'one_rank', got 'some'",
+        ),
         ({"parallel": ParallelConfig(tp=0)}, r"parallel\.tp must be at least 1, got 0"),
         ({"parallel": ParallelConfig(tp=3)}, r"model\.num_heads=4 cannot be shared by 3 tensor-parallel ranks"),
         ({"parallel": ParallelConfig(pp=4)}, r"model\.num_layers=2 cannot be shared by 4 pipeline stages"),

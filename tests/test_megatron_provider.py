@@ -147,7 +147,7 @@ def global_batches(results: list[Any]) -> list[list[tuple[str, str]]]:
 def test_runs_go_on_with_other_groups(
     before: dict[str, int], after: dict[str, int], way: str, dataset: Path, tmp_path: Path
 ) -> None:
-    kwargs: dict[str, Any] = {"feeding": "broadcast"} if way == "broadcast" else {"loader_ranks": way}
+    kwargs: dict[str, Any] = {"replica_loading": "one_rank"} if way == "broadcast" else {"loader_ranks": way}
     save = tmp_path / "data"
     whole = on_ranks(tmp_path, 1, lambda rank: train(dataset, tmp_path / "alone", steps=6))
     first = on_ranks(tmp_path, 8, lambda rank: train(dataset, save, steps=3, **kwargs), **before)
@@ -175,7 +175,7 @@ def test_who_gets_an_iterator(dataset: Path, tmp_path: Path) -> None:
 
 def test_model_chunks_share_a_stream(dataset: Path, tmp_path: Path) -> None:
     def run(rank: int) -> Any:
-        data = module(dataset, feeding="broadcast")
+        data = module(dataset, replica_loading="one_rank")
         arguments = loop_arguments(tmp_path / "nowhere")
         arguments.global_batch_size = None
         loop = Loop(train_valid_test_dataloaders_provider(lambda: data, arguments=lambda: arguments), arguments, 2)
@@ -207,8 +207,8 @@ def test_a_chunk_that_never_asks_is_cut_off(dataset: Path) -> None:
     digests(first, 1)
 
 
-@pytest.mark.parametrize("feeding", ["all", "broadcast"])
-def test_an_iterator_for_each_validation_set(feeding: str, dataset: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("replica_loading", ["every_rank", "one_rank"])
+def test_an_iterator_for_each_validation_set(replica_loading: str, dataset: Path, tmp_path: Path) -> None:
     mix = tmp_path / "mix.yaml"
     blend = "".join(f"      - {{path: {dataset}, weight: 1, subflavors: {{part: {n}}}}}\n" for n in range(2))
     text = "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n"
@@ -216,7 +216,7 @@ def test_an_iterator_for_each_validation_set(feeding: str, dataset: Path, tmp_pa
 
     def run(rank: int) -> Any:
         provider = train_valid_test_dataloaders_provider(
-            lambda: module(mix, feeding=feeding), validation_sets="each", arguments=lambda: None
+            lambda: module(mix, replica_loading=replica_loading), validation_sets="each", arguments=lambda: None
         )
         _, valid, _ = provider((1, None, 0))  # None: --full-validation
         assert isinstance(valid, list)
@@ -293,14 +293,16 @@ def test_files_of_another_run_are_refused(dataset: Path, tmp_path: Path) -> None
         ({"resume": "seek", "task_encoder": GroupingEncoder()}, {}, "groups them, so that their number differs"),
         ({}, {"eval_micro_batch_size": 4}, "eval_micro_batch_size is 4 in the arguments of Megatron-LM and 2"),
         ({}, {"micro_batch_size": 4}, "micro_batch_size is 4 in the arguments of Megatron-LM and 2"),
-        ({"loader_ranks": "tp0_pp_edges", "feeding": "broadcast"}, {}, "leaves ranks without an iterator"),
+        ({"loader_ranks": "tp0_pp_edges", "replica_loading": "one_rank"}, {}, "leaves ranks without an iterator"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(
     options: dict[str, Any], arguments: dict[str, Any], text: str, dataset: Path
 ) -> None:
     of_data = {
-        name: options.pop(name) for name in ("feeding", "packing_buffer_size", "task_encoder") if name in options
+        name: options.pop(name)
+        for name in ("replica_loading", "packing_buffer_size", "task_encoder")
+        if name in options
     }
     with pytest.raises(ConfigurationError, match=text):
         train_valid_test_dataloaders_provider(

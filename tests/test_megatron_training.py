@@ -69,7 +69,7 @@ def continued(run: RunConfig, folder: Path, step: int, dataset: Path, *overrides
 
 @pytest.mark.parametrize(
     ("count", "layout"),
-    [(8, WHOLE), (4, (*WHOLE, "parallel.feeding=broadcast")), (4, ("parallel.tp=1", "parallel.pp=1"))],
+    [(8, WHOLE), (4, (*WHOLE, "parallel.replica_loading=one_rank")), (4, ("parallel.tp=1", "parallel.pp=1"))],
     ids=["dp2", "dp1-broadcast", "tp1-pp1-dp4"],
 )
 def test_a_run_goes_on_as_it_would_have(

@@ -56,7 +56,7 @@ class Layout:
     replicas: int = 1
     chunks: int = 1
     arguments: str = ""
-    feeding: str = "all"
+    replica_loading: str = "every_rank"
     workers: int = 0
     resume: str = "files"
 
@@ -64,7 +64,7 @@ class Layout:
 LAYOUTS = {
     "one rank": Layout(workers=1),
     "two replicas": Layout(world=2, replicas=2),
-    "two tensor ranks": Layout(world=2, arguments="--tensor-model-parallel-size 2", feeding="broadcast"),
+    "two tensor ranks": Layout(world=2, arguments="--tensor-model-parallel-size 2", replica_loading="one_rank"),
     "two pipeline stages": Layout(world=2, arguments="--pipeline-model-parallel-size 2"),
     "virtual pipeline stages": Layout(
         world=2,
@@ -147,7 +147,14 @@ def pretrain(megatron: Megatron, dataset: Path, folder: Path, layout: Layout, *a
     cuda = megatron.devices >= layout.world
     command = [megatron.python, "-W", "ignore", str(PROGRAM), *ARGUMENTS, *layout.arguments.split(), *arguments]
     command += ["--distributed-backend", "nccl" if cuda else "gloo", "--num-workers", str(layout.workers)]
-    command += ["--energon-path", str(dataset), "--energon-feeding", layout.feeding, "--record", str(folder)]
+    command += [
+        "--energon-path",
+        str(dataset),
+        "--energon-replica-loading",
+        layout.replica_loading,
+        "--record",
+        str(folder),
+    ]
     command += ["--save", str(folder / "model"), "--energon-resume", layout.resume]
     command += ["--dataloader-save", str(folder / "data")] if layout.resume == "files" else []
     shared = {"WORLD_SIZE": str(layout.world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from energon_bridge.dataloader import EnergonDataloader
-from energon_bridge.datamodule import EnergonMultiModalDataModule, Feeding
+from energon_bridge.datamodule import EnergonMultiModalDataModule, ReplicaLoading
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.integrations.bridge_encoders import (
     HFEnergonTaskEncoderConfig,
@@ -92,8 +92,8 @@ class EnergonDatasetConfig:
         global_batch_size: Samples of an optimizer step; None: not given (see `EnergonMultiModalDataModule`).
         seed: Seed of the order.
         num_lanes: Logical streams of the run; see `WorkerConfig`.
-        feeding: `all` ranks of a replica load, or one, which will `broadcast`.
-        stage_keys: With `broadcast`: the fields of a batch that each pipeline stage gets.
+        replica_loading: `every_rank` of a replica loads its batches, or `one_rank` does and sends them to the others.
+        stage_keys: With `one_rank`: the fields of a batch that each pipeline stage gets.
     """
 
     path: str | Path | None = None
@@ -124,7 +124,7 @@ class EnergonDatasetConfig:
     global_batch_size: int | None = None
     seed: int = 0
     num_lanes: int | None = None
-    feeding: Feeding = "all"
+    replica_loading: ReplicaLoading = "every_rank"
     stage_keys: StageKeys | None = None
 
     def validate(self) -> None:
@@ -267,7 +267,7 @@ class EnergonDatasetBuilder:
             pg_collection=context.pg_collection,
             seed=config.seed,
             num_lanes=config.num_lanes,
-            feeding=config.feeding,
+            replica_loading=config.replica_loading,
             stage_keys=config.stage_keys,
             **kwargs,
         )

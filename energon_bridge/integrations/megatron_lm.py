@@ -268,8 +268,8 @@ def train_valid_test_dataloaders_provider(
     """Return the provider of a run.
 
     Args:
-        make_data: Makes the data module; called once, after Megatron-LM has initialised its groups. Its `feeding` says
-            whether the ranks of a replica load by themselves or one loads for all.
+        make_data: Makes the data module; called once, after Megatron-LM has initialised its groups. Its
+            `replica_loading` says whether the ranks of a replica load by themselves or one loads for all.
         loader_ranks: Ranks that get iterators. `all`: every rank must call `next()` once for each microbatch.
             `tp0_pp_edges`: tensor rank 0 of the first and the last pipeline stage, as in Megatron-LM's multimodal
             example, whose `get_batch` broadcasts over the tensor ranks; the others get None.
@@ -355,10 +355,10 @@ class _Run:
         """Whether this rank, or this model chunk, gets iterators."""
         if self._loader_ranks == "all":
             return True
-        if data.feeding == "broadcast":
+        if data.replica_loading == "one_rank":
             raise ConfigurationError(
-                "loader_ranks='tp0_pp_edges' leaves ranks without an iterator, but with feeding='broadcast' every rank "
-                "of a replica takes part in every batch: use loader_ranks='all'"
+                "loader_ranks='tp0_pp_edges' leaves ranks without an iterator, but with replica_loading='one_rank' "
+                "every rank of a replica takes part in every batch: use loader_ranks='all'"
             )
         if data.balance != "none":
             raise ConfigurationError(

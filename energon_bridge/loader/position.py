@@ -314,7 +314,7 @@ class Position:
         """Return a row for each leaf as `leaf_rows` describes, with `encoded_again`, which is no part of the state.
 
         That counts samples that this loader has had encoded once more since it was made or restored, because they
-        waited in a state, in the listing of a pass, or beyond `WorkerConfig.held_bytes`.
+        waited in a state, in the listing of a pass, or beyond `WorkerConfig.buffer_bytes`.
         """
         again = [row[-1] for row in self._counts] + [0] * len(self._parked)
         rows = leaf_rows(self.saved())

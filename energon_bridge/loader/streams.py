@@ -125,7 +125,7 @@ def open_pipeline(
         draws_ahead=min(_TOGETHER, max(_LEAST_AHEAD, _TOGETHER_BYTES // unit)) if is_far else 0,
         restore_generators=not config.num_workers,
         packing_buffer_size=data.packing_buffer_size,
-        held_bytes=config.held_bytes,
+        buffer_bytes=config.buffer_bytes,
         lanes=lanes,
         cache=data.cache_pool,
         policy=data.error_policy,

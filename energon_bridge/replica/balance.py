@@ -102,7 +102,8 @@ def make_balance(
         if not all(found[member][0] for member in members):
             raise ConfigurationError(
                 f"balance: of the data-parallel ranks {list(members)} not all load their data, so that their "
-                "microbatches cannot be exchanged before they are broadcast: let every rank load (feeding='all')"
+                "microbatches cannot be exchanged before they are broadcast: let every rank load "
+                "(replica_loading='every_rank')"
             )
         if len(members) > 1:
             # All processes take part in making every group.

@@ -90,7 +90,7 @@ def make_replica(
     if not dist.is_initialized():
         raise ConfigurationError(
             "broadcasting batches needs torch.distributed: initialise it and megatron's parallel_state before the "
-            "data, or let every rank load (feeding='all')"
+            "data, or let every rank load (replica_loading='every_rank')"
         )
     group = data_parallel_group(pg_collection)
     here = (dist.get_rank() if group is None else int(group.rank()), *parallel_place("pp", pg_collection))

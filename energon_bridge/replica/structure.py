@@ -84,7 +84,7 @@ def _encode(value: Any, where: str, tensors: list[Tensor]) -> Node:
     raise ConfigurationError(
         f"{where} is of type {kind.__module__}.{kind.__qualname__}, which cannot be broadcast: tensors, numpy arrays, "
         "numbers, strings, bytes, None, lists, tuples, dicts and dataclasses can. Convert it in encode_batch, leave it "
-        "out of the batch, or let every rank load (feeding='all')"
+        "out of the batch, or let every rank load (replica_loading='every_rank')"
     )
 
 

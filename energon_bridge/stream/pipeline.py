@@ -99,9 +99,9 @@ class Budget:
         if not self._said:
             self._said = True
             logger.warning(
-                "samples that wait to be packed or grouped take more than held_bytes=%d in this process (%d lanes): "
+                "samples that wait to be packed or grouped take more than buffer_bytes=%d in this process (%d lanes): "
                 "what is beyond is encoded again when it is needed (`encoded_again` in loader.counters()). Raise "
-                "WorkerConfig(held_bytes=…), lower packing_buffer_size, or add what is large in postencode_sample",
+                "WorkerConfig(buffer_bytes=…), lower packing_buffer_size, or add what is large in postencode_sample",
                 self._most,
                 max(self._lanes, len(self._holders)),
             )
@@ -172,7 +172,7 @@ class Pipeline:
         self.load_seconds = self.batch_seconds = 0.0
         self._asked = MADE.values()
         self.watchdog: Watchdog | None = None
-        self.budget = Budget(settings.held_bytes, settings.lanes)
+        self.budget = Budget(settings.buffer_bytes, settings.lanes)
         self._sources: list[LeafSource | None] = [None] * len(leaves)
         self._cursors: OrderedDict[tuple[int, int], Cursor] = OrderedDict()
         self._pool = ThreadPoolExecutor(settings.threads, f"{_THREADS}-load") if settings.threads else None

@@ -26,7 +26,7 @@ class StreamSettings:
         draws_ahead: Draws of each lane that are read ahead where rounds are not.
         restore_generators: Put the global random generators back after each microbatch.
         packing_buffer_size: Encoded samples from which the encoder selects packs; None: it does not pack.
-        held_bytes: Bytes that the contents of samples waiting to be packed may take, all lanes of the process together.
+        buffer_bytes: Bytes for the contents of samples waiting to be packed, all lanes of the process together.
         lanes: Lanes of the process.
         cache: Where cookers and hooks keep files that are needed later.
         policy: What becomes of samples that fail.
@@ -49,7 +49,7 @@ class StreamSettings:
     draws_ahead: int = 0
     restore_generators: bool = False
     packing_buffer_size: int | None = None
-    held_bytes: int = 1 << 30
+    buffer_bytes: int = 1 << 30
     lanes: int = 1
     cache: CachePool = field(default_factory=NoCachePool)
     policy: ErrorPolicy = field(default_factory=ErrorPolicy)

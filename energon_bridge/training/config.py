@@ -23,13 +23,13 @@ class ParallelConfig:
         tp: Tensor-parallel ranks, which split the heads and columns of every layer.
         pp: Pipeline stages, which split the language model's layers.
         cp: Context-parallel ranks, which split the tokens of every sequence.
-        feeding: `all` ranks of a replica load its batches, or one of them does and will `broadcast` them.
+        replica_loading: `every_rank` of a replica loads its batches, or `one_rank` does and sends them to the others.
     """
 
     tp: int = 1
     pp: int = 1
     cp: int = 1
-    feeding: str = "all"
+    replica_loading: str = "every_rank"
 
     @property
     def replica_size(self) -> int:
@@ -64,13 +64,15 @@ def check_parallel(config: RunConfig) -> None:
     for name in ("tp", "pp", "cp"):
         if (value := getattr(parallel, name)) < 1:
             raise ConfigurationError(f"parallel.{name} must be at least 1, got {value}")
-    if parallel.feeding not in ("all", "broadcast"):
-        raise ConfigurationError(f"parallel.feeding must be 'all' or 'broadcast', got {parallel.feeding!r}")
+    if parallel.replica_loading not in ("every_rank", "one_rank"):
+        raise ConfigurationError(
+            f"parallel.replica_loading must be 'every_rank' or 'one_rank', got {parallel.replica_loading!r}"
+        )
     if config.trainer != "megatron":
         if parallel != ParallelConfig():
             raise ConfigurationError(
                 f"parallel.tp={parallel.tp} parallel.pp={parallel.pp} parallel.cp={parallel.cp} "
-                f"parallel.feeding={parallel.feeding} are about models that processes share, and with "
+                f"parallel.replica_loading={parallel.replica_loading} are about models that processes share, and with "
                 f"trainer={config.trainer} none do: set trainer=megatron, or leave parallel out"
             )
         return

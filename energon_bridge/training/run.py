@@ -32,7 +32,7 @@ import yaml
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
 
-from energon_bridge.datamodule import EnergonMultiModalDataModule, Feeding
+from energon_bridge.datamodule import EnergonMultiModalDataModule, ReplicaLoading
 from energon_bridge.datasets import get_loader, get_train_dataset, get_val_dataset
 from energon_bridge.errors import ConfigurationError, EnergonError, did_you_mean
 from energon_bridge.integrations.lightning import RunReport
@@ -194,7 +194,7 @@ def build_data_module(
         task_encoder=training_task_encoder(config.data, bundle),
         seed=config.seed,
         pg_collection=pg_collection,
-        feeding=cast(Feeding, config.parallel.feeding),
+        replica_loading=cast(ReplicaLoading, config.parallel.replica_loading),
         balance_cost=cost,
         validate_each_dataset=config.validation.each_dataset,
         masked_microbatches="allow",  # both trainers weigh by the mask

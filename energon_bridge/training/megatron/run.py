@@ -1,7 +1,8 @@
 """One run of `trainer: megatron`, from its configuration to `predictions.jsonl`.
 
 The run folder is as with the Lightning trainer (see `training.run`), except for the checkpoints. The pure data-parallel
-rank determines the batches of a replica, which all its ranks load (or receive, with `parallel.feeding: broadcast`).
+rank determines the batches of a replica, which all its ranks load, or receive
+from one with `parallel.replica_loading: one_rank`.
 """
 
 from __future__ import annotations

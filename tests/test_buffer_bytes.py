@@ -49,7 +49,7 @@ class Bulky(PrePostEncoder):
 
 def opened(data: Path, budget: int, ranks: int = 1, workers: int = 0, state: Any = None) -> list[SavableDataLoader]:
     spec = train_dataset(data, task_encoder=Bulky(), packing_buffer_size=40, batch_size=2)
-    return loaders_of(spec, ranks, workers, state=state, num_lanes=LANES, held_bytes=budget)
+    return loaders_of(spec, ranks, workers, state=state, num_lanes=LANES, buffer_bytes=budget)
 
 
 @pytest.mark.parametrize(("budget", "ranks", "workers"), [(0, 1, 0), (3 * BULK, 2, 1), (60 * BULK, 1, 2)])
@@ -109,9 +109,9 @@ class Grouped(Bulky):
 def test_groups_keep_to_the_budget_too(
     data: Path, packing: int | None, budget: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def of(held_bytes: int, ranks: int = 1, state: Any = None) -> list[SavableDataLoader]:
+    def of(buffer_bytes: int, ranks: int = 1, state: Any = None) -> list[SavableDataLoader]:
         spec = train_dataset(data, task_encoder=Grouped(), packing_buffer_size=packing, batch_size=None)
-        return loaders_of(spec, ranks, 0, state=state, num_lanes=LANES, held_bytes=held_bytes)
+        return loaders_of(spec, ranks, 0, state=state, num_lanes=LANES, buffer_bytes=buffer_bytes)
 
     expected = deliver(of(1 << 30), 40, [17])
     most: list[int] = []
@@ -134,8 +134,8 @@ def test_groups_keep_to_the_budget_too(
 def test_contents_of_groups_are_encoded_again(data: Path) -> None:
     spec = train_dataset(data, task_encoder=Grouped(), batch_size=None)
     again = []
-    for held_bytes in (0, 1 << 30):
-        (loader,) = loaders_of(spec, 1, 0, num_lanes=LANES, held_bytes=held_bytes)
+    for buffer_bytes in (0, 1 << 30):
+        (loader,) = loaders_of(spec, 1, 0, num_lanes=LANES, buffer_bytes=buffer_bytes)
         delivered = sum(len(batch.__key__) for batch in islice(loader, 30))
         (row,) = loader.counters()
         again.append(row["encoded_again"])
@@ -156,7 +156,7 @@ def test_nothing_is_encoded_again_where_there_is_room(data: Path, caplog: pytest
     with caplog.at_level(logging.WARNING):
         sum(1 for _ in islice(small, 60))
     (said,) = (record.getMessage() for record in logged(caplog))
-    assert f"more than held_bytes={10 * BULK} in this process" in said
+    assert f"more than buffer_bytes={10 * BULK} in this process" in said
 
 
 def test_a_resume_counts_what_it_encodes_again(data: Path) -> None:
@@ -228,9 +228,9 @@ def test_the_size_of_contents_counts_what_is_inside(value: Any, size: int) -> No
 
 
 def test_a_budget_below_nothing_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="held_bytes must be an integer of at least 0"):
-        WorkerConfig(rank=0, world_size=1, held_bytes=-1)
-    assert config_of(1, 0).held_bytes == 1 << 30
+    with pytest.raises(ConfigurationError, match="buffer_bytes must be an integer of at least 0"):
+        WorkerConfig(rank=0, world_size=1, buffer_bytes=-1)
+    assert config_of(1, 0).buffer_bytes == 1 << 30
 
 
 class Fickle(PrePostEncoder):
