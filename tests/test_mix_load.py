@@ -45,7 +45,7 @@ def test_what_is_no_dataset(fixtures):
     (fixtures / "media" / ".nv-meta" / "index.sqlite").touch()
     cases = {
         "nowhere": (DatasetNotFoundError, "no such folder"),
-        "nowhere.yaml": (DatasetNotFoundError, "no such folder"),
+        "nowhere.yaml": (DatasetNotFoundError, "no such file"),
         "mix.yml": (MetadataError, r"must end in \.yaml"),
         "data.tar": (MetadataError, "give the folder"),
         "files": (NotPreparedError, "Run `energon prepare"),

@@ -58,6 +58,10 @@ def test_a_step_of_a_run_is_what_its_model_was_given(
             assert {one["key"] for one in found["samples"]} == {
                 key for pair in seen[2 * step : 2 * step + 2] for key in pair[0]
             }
+    run = tmp_path / "run"  # by its folder: the configuration, and the latest checkpoint before the step
+    for step, state in ((0, ()), (5, (checkpoint,))):
+        explicit = answer("preview", *state, "--config", run / "config.yaml", "--step", step)
+        assert answer("preview", run, "--step", step)["batches"] == explicit["batches"]
     early = energon("preview", checkpoint, "--config", tmp_path / "run" / "config.yaml", "--step", 3)
     assert "step 3 lies before the state, which stands before step 4" in early.output
 

@@ -89,7 +89,7 @@ def test_energon_lines(tmp_path):
     for line in lines:
         arguments = shlex.split(line.replace(DATA, str(path)))[1:]
         call = [sys.executable, "-c", "from energon_bridge.cli.main import main; main()", *arguments]
-        result = subprocess.run(call, cwd=REPOSITORY, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        result = subprocess.run(call, cwd=tmp_path, capture_output=True, text=True, stdin=subprocess.DEVNULL)
         assert result.returncode == 0, f"{line}\n{result.stdout}{result.stderr}"
     assert (path / ".nv-meta" / ".info.json").exists()
 

@@ -122,6 +122,7 @@ def command(
                                                             also the mix over a run
     energon preview --config configs/packed.yaml --html look
                                                             batches, token by token
+    energon preview runs/shapes --step 160                  the same of a run, by its folder
     energon preview run/step-0000150.ckpt --config run/config.yaml --step 160
                                                             the same of a later step, packed or grouped too
 
@@ -166,6 +167,7 @@ def _write(shown: _Shown, out: Path) -> str:
 @contextmanager
 def _opened(source: tuple[str, ...], pages: bool, samples: int | None, options: dict[str, Any]) -> Iterator[_Shown]:
     """Yield what the options ask for."""
+    source = _run_folder(source, options)
     alone = options["config"] is None and options["encoder"] is None
     for name in ("batches", "packing_buffer_size"):
         if alone and options[name] is not None:
@@ -203,6 +205,22 @@ def _opened(source: tuple[str, ...], pages: bool, samples: int | None, options: 
         yield _steps_of(source, steps, options)
     else:
         yield _samples(source, samples or (_ON_PAGES if pages else _IN_TERMINAL), options)
+
+
+def _run_folder(source: tuple[str, ...], options: dict[str, Any]) -> tuple[str, ...]:
+    """Return what a run folder stands for: its configuration, which goes into the options, and a checkpoint.
+
+    That is the latest one, or the latest before the step that is asked for.
+    """
+    folders = [Path(name) for name in source if (Path(name) / "config.yaml").is_file()]
+    if options["config"] is not None or options["encoder"] is not None or len(folders) != 1:
+        return source
+    options["config"] = str(folders[0] / "config.yaml")
+    first = options["step"] if options["steps"] is None else options["steps"].start
+    saved = sorted(folders[0].glob("checkpoints/step-*.ckpt"))
+    if first is not None:
+        saved = [path for path in saved if int(path.stem.partition("-")[2]) <= first]
+    return (*(name for name in source if Path(name) not in folders), *map(str, saved[-1:]))
 
 
 def _samples(source: tuple[str, ...], limit: int, options: dict[str, Any]) -> _Shown:
