@@ -1,4 +1,4 @@
-"""`AVDecoder`: a video or sound file, decoded on demand, and only the parts that you ask for.
+"""`AVDecoder`: a video or sound file, decoded on demand, only the parts that you ask for; choosing clips of it.
 
 Each call opens and closes the file, so nothing outlives the call; within `with decoder:` all calls share one open file.
 A decoder over bytes, or over a range of a file, can be pickled and sent to other processes; its results depend on no

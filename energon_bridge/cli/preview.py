@@ -315,7 +315,10 @@ def _print(shown: _Shown, columns: int | None, pictures: str | None) -> None:
     console = Console(width=width, highlight=False, soft_wrap=True)
 
     def put(line: Line) -> None:
-        click.echo(line) if isinstance(line, Escape) else console.print(line)
+        if isinstance(line, Escape):
+            click.echo(line)
+        else:
+            console.print(line)
 
     for note in shown.notes:
         console.print(note, style="dim", markup=False)

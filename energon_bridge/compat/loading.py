@@ -1,4 +1,4 @@
-"""The builders and loaders with megatron-energon's arguments, translated to ours.
+"""`WorkerConfig`, error handlers, builders and loaders with megatron-energon's arguments, translated to ours.
 
 Arguments without an equivalent raise an error; those without effect are logged once. The order of samples is ours.
 """

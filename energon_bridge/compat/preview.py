@@ -1,4 +1,4 @@
-"""`megatron.energon.tools.preview`: the samples of a dataset on the terminal, one after the other."""
+"""Samples as text, for programs that print or log them, and `megatron.energon.tools.preview`, which does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several prepared datasets joined by sample key: what the engine sees of them as one dataset of rows.
+"""Prepared datasets joined by sample key: one dataset of rows, how its rows are found, the file that keeps them.
 
 The rows are the samples of the primary (the first dataset) in the order of its split, without excluded ones and
 without those that a `nonmatch: skip` drops. `rows[r, p]` is the place of the sample that dataset p gives to row r on

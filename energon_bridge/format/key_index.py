@@ -1,4 +1,4 @@
-"""`index.sqlite`: which shard and bytes a sample key has, for looking samples up by key. Training does not need it.
+"""`index.sqlite`: where the sample of a key is. Written when a dataset is prepared; training does not need it.
 
 Tables `samples(tar_file_id, sample_key UNIQUE, sample_index, byte_offset, byte_size)` and `sample_parts(tar_file_id,
 sample_index, part_name, content_byte_offset, content_byte_size)` with three indexes; a tar_file_id is the position of

@@ -1,4 +1,4 @@
-"""Media metadata: size and form of images, length and streams of video and sound, known without decoding them.
+"""Which files are media, and what is known of them without decoding: sizes of images, lengths of videos and sound.
 
 They stand in `index.sqlite`, in the table `media_metadata(entry_key PRIMARY KEY, metadata_type, metadata_json)`: the
 key is `<sample key>.<part>` in a dataset and the path in a folder of files, the type `image` or `av`, and the JSON is

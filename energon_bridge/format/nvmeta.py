@@ -1,4 +1,4 @@
-"""The files of `.nv-meta` that say which shards there are and how they are split: `.info.json` and `split.yaml`.
+"""The files of `.nv-meta` that name the shards and their split, `.info.json` and `split.yaml`; brace expressions.
 
 `.info.json`: `{"energon_version": str, "shard_counts": {"<relative tar path>": <samples>, ...}}`, indent 2; the order
 of the shards is their number in the key index. `.info.yaml` is the old spelling of the same.

@@ -1,4 +1,4 @@
-"""Parts of one sample from the bytes of its range in a tar: the hot path of reading.
+"""One sample in a tar: how names become key and parts, and its parts from the bytes of its range (the hot path).
 
 A tar is a row of 512-byte blocks. A member is a header block (name at 0, size in octal at 124, checksum at 148, type
 at 156, magic at 257, name prefix at 345) and its content, padded to whole blocks. GNU `L` members and PAX `x` members

@@ -1,4 +1,4 @@
-"""The `.tar.idx` next to each tar: where its samples are.
+"""The `.tar.idx` next to each tar, which says where its samples are, and the scan of all headers that makes it.
 
 Format: unsigned 64-bit little-endian integers without a header: the offset of the first header block of each sample,
 then the offset behind the last member; n samples take 8 * (n + 1) bytes. Sample i is bytes `[index[i], index[i + 1])`.

@@ -1,4 +1,4 @@
-"""The dataset provider of Megatron-LM's `pretrain`, with `--dataloader-type external`.
+"""The dataset provider of Megatron-LM's `pretrain`, `--dataloader-type external`, and the files that keep its state.
 
     from energon_bridge.integrations.megatron_lm import train_valid_test_dataloaders_provider
 

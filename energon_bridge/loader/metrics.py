@@ -1,4 +1,4 @@
-"""What a loader did so far as plain numbers by name, for loggers: `samples`, `bytes`, `epochs/NAME`, …
+"""What a loader did so far, as plain numbers by name (`samples`, `epochs/NAME`, …), and what its datasets have lost.
 
 Everything is worked out when it is asked for, from what the loader keeps anyway; nothing is done per batch for it. The
 numbers are those of one rank: of what it was restored with, and has delivered since.

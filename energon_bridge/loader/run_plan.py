@@ -1,4 +1,4 @@
-"""The plan of a run: a description cut for one number of lanes, so that every draw of every lane is arithmetic."""
+"""The plan of a run: a description cut for one number of lanes, so that every draw is arithmetic; `DatasetSpec`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Streams: what makes the units of one process, lanes of an endless run or microbatches of a pass that ends."""
+"""Streams: what makes the units of one process, lanes of an endless run or microbatches of a finite pass."""
 
 from __future__ import annotations
 

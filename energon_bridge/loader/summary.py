@@ -1,4 +1,4 @@
-"""What states say, for people and programs: counters per leaf, where a run stands, how two states differ.
+"""States for people and programs: read from files, counters per leaf, where a run stands, how two states differ.
 
 Everything comes from the document alone; no dataset is opened. Numbers are exact: draws are the sums over the lanes
 that the document holds, counters those of the ranks that it holds.

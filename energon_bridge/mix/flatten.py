@@ -1,4 +1,4 @@
-"""From a tree to its leaves with effective weights: what the planner of the order reads.
+"""From a tree to its leaves with effective weights, which the order is planned from, and the same in words.
 
 Rules (reference section 1.13): in a blend a leaf gets its own weight times `w / sum(w)` of every blend around it; in a
 blend by repetitions the repetitions multiply; the two cannot be nested in one another. A concatenation inside a blend

@@ -1,4 +1,4 @@
-"""Metadataset files of both versions, and dicts of the same form, read strictly into a tree.
+"""Metadataset files of both versions, and dicts of the same form, read strictly, value by value, into a tree.
 
 Version 1 (the default, and `__class__: Metadataset`)::
 

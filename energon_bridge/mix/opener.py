@@ -1,4 +1,4 @@
-"""Opening the datasets of a mix: each place once, and from the index where that is current.
+"""Opening the datasets of a mix, each place once; the index of the mix, from which the next start opens them.
 
 Invariant: the datasets of one opener share one pool of open files, so that it does not matter how many there are.
 """

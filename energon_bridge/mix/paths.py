@@ -1,4 +1,4 @@
-"""Paths and URLs inside a mix: made absolute against the file that contains them, without touching any storage.
+"""Paths and URLs inside a mix: made absolute against the file that contains them; and which kind of thing each names.
 
 Rules (reference section 1.14): what starts with `/` or `scheme://` stands for itself, everything else is relative to
 the folder of the file; `.` and `..` are resolved in the text, never above the root. `file://` becomes a plain path,

@@ -1,4 +1,4 @@
-"""Files that are needed later: a cooker asks for a `Lazy`, and a later hook gets its content.
+"""Files that are needed later: a cooker asks for a `Lazy`, a later hook gets its content; the pool that keeps them.
 
 Intended use: cook with lazies, so that samples in the pack buffer hold nothing else, and get the contents in
 `postencode_sample`. Meanwhile a pool may keep the files close by. Invariant: the pool and what it currently holds never

@@ -1,4 +1,4 @@
-"""The parts of a prepared dataset as files: `<sample key>.<part>`, looked up in its key index, read by range."""
+"""File stores: a folder, a JSONL file, and the parts of a prepared dataset, looked up in its key index."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The draws of one lane: from its order to encoded samples.
+"""The draws of one lane, from its order to encoded samples, and the rows of microbatches that they become.
 
 Nothing here depends on who owns the lane, or on how far ahead draws are loaded.
 """

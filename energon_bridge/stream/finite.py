@@ -1,4 +1,4 @@
-"""A finite stream: a pass over all samples, with the same step count on every rank.
+"""A finite stream: a pass over all samples, in its order, with the same step count on every rank.
 
 Microbatch m is rows `[mB, (m+1)B)` of the pass; nothing depends on what was delivered before, so there is no state but
 m and the number of the pass. Rows are draws, or, where the encoder packs or groups, those of a list that all ranks have

@@ -1,4 +1,4 @@
-"""One leaf of a stream: what it is, and, once it is drawn from, what reads it and turns its bytes into samples."""
+"""One leaf of a stream: what it is, and what reads it and turns its bytes, or the rows of its tables, into samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The watchdog: names the hook and the sample that hang, without a look at their contents.
+"""What each thread is doing, and the watchdog, which names the hook and the sample that hang.
 
 One daemon thread in each process that makes microbatches. It is armed while a microbatch is being made; when that takes
 too long it logs rank, worker and unit (a lane, or a microbatch of a pass), the hook that runs, the sample it was given,

@@ -1,4 +1,4 @@
-"""Collating: what becomes of the rows of a batch.
+"""Collating: how rows become a batch, batches become one, and records of one type become another.
 
 `batch_samples` makes one record of many: the meta fields in their own way (`samples.base`), each other field by its
 action. The default action, `generic_batch`, pads and stacks tensors, goes into dicts, dataclasses and named tuples,

@@ -1,4 +1,4 @@
-"""Ready-made packing: which samples of a buffer leave it as packs now, and what becomes of samples that are too long.
+"""Ready-made packing: bin packing under several limits, and what happens to samples that are too long.
 
 A `Packer` knows the limits of a pack, for example tokens, images, patches and samples, and how large a sample is
 under each. Its `select` is the hook `select_samples_to_pack`: of the buffer it returns groups to deliver; every sample

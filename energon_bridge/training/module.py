@@ -1,4 +1,4 @@
-"""The Lightning module: loss, optimizer, validation.
+"""The Lightning module: inputs of the model, loss, optimizer, validation.
 
 The loss of an optimizer step is the mean over all its tokens with loss, whatever microbatch, rank or pack they are in.
 So it does not depend on how the samples are grouped: neither on the number of ranks nor on packing. A masked microbatch

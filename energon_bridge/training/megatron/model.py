@@ -1,4 +1,4 @@
-"""The presets of `model.preset` as models of megatron-core: the same sizes, split over tensor and pipeline ranks.
+"""The presets of `model.preset` as models of megatron-core, split over tensor and pipeline ranks, and their attention.
 
 megatron-core's LLaVA expects one token per image and widens the sequence itself. Batches of the `MultiModalTaskEncoder`
 already have one token per image embedding. So `Llava` puts the embeddings where those tokens are: tokens, labels and

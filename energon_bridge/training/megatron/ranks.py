@@ -1,4 +1,4 @@
-"""The processes of a run: discovered from the environment, connected, and grouped into replicas by megatron-core.
+"""The processes of a run: discovered, connected, and grouped into replicas by megatron-core, also without a GPU.
 
 torchrun's variables take precedence over SLURM's; a process started by neither is alone.
 """

@@ -1,4 +1,4 @@
-"""One optimizer step, and the loss of a microbatch, by megatron-core's schedules.
+"""One optimizer step by megatron-core's schedules: the inputs of a rank's part of the model, and the loss.
 
 As with the Lightning trainer, the loss of a step is the mean over all its tokens with loss, whatever microbatch or rank
 they are in: gradients are summed, and divided once by the tokens of the whole global batch
