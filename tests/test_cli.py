@@ -16,6 +16,7 @@ import fsspec
 import pytest
 import yaml
 from click.testing import CliRunner, Result
+from sources import picture
 from tar_builder import write_tar, write_texts
 
 from energon_bridge import __version__
@@ -24,6 +25,7 @@ from energon_bridge.cli.output import format_bytes
 from energon_bridge.errors import CorruptShardError
 from energon_bridge.format import open_dataset
 from energon_bridge.plan.leaf import ORDER_VERSION
+from energon_bridge.testing import write_shard
 
 PREPARE = ["prepare", "--non-interactive", "--no-progress"]
 
@@ -347,6 +349,21 @@ def test_the_assistant_asks_ratio_class_and_fields(tars: Path):
         "val": ["s_2.tar"],
         "test": ["s_3.tar"],
     }
+
+
+def test_enter_accepts_the_type_and_the_parts_that_fit(tmp_path: Path):
+    write_shard(tmp_path / "0.tar", {f"{n}": {"txt": b"a caption", "png": picture(n, "PNG")} for n in range(3)})
+    result = energon("prepare", tmp_path, "--no-progress", "--split-ratio", "1,0,0", answers="\n" * 4)
+    assert result.exit_code == 0, result.output
+    assert "Number of the sample type [0]:" in result.output
+    assert "image (torch.Tensor) [png]:" in result.output
+    assert meta(tmp_path, "dataset.yaml")["field_map"] == {"image": "png", "caption": "txt"}
+
+
+def test_the_assistant_proposes_crude_samples_for_parts_that_no_type_takes(tars: Path):
+    result = energon("prepare", tars, "--no-progress", "--split-ratio", "1,0,0", answers="\n" * 4)
+    assert result.exit_code == 0, result.output
+    assert meta(tars, "dataset.yaml")["__class__"] == "CrudeWebdataset"
 
 
 def test_the_assistant_asks_only_for_what_is_left_open(tars: Path):

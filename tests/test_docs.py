@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import os
 import re
 import shlex
 import signal
@@ -71,8 +70,6 @@ def plain(text: str) -> str:
     return re.sub(r"(loss|lr|read:?|data) +[-+.\de]+|\d+ samples/s|\d+/\d+ +|\d+ B\b", r"\1 …", text)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not os.environ.get("ENERGON_LONG_TESTS"), reason="ENERGON_LONG_TESTS=1 goes through the first page")
 def test_the_first_page_works(tmp_path):
     """Its data, commands and outputs; the training of eight steps instead of 200 is killed after four."""
     make_shapes, load = blocks("python")

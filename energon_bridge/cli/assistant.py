@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -65,7 +66,9 @@ def ask_dataset_yaml(samples: Sequence[FirstSample], *, exists: bool, name: str)
     for number, type_name in enumerate(names):
         note = " (the parts as they are, for cookers)" if type_name == _CRUDE else ""
         click.echo(f"{number:>3}  {type_name}{note}")
-    chosen = names[click.prompt("Number of the sample type", type=click.IntRange(0, len(names) - 1))]
+    proposed = names.index(_propose_type(samples))
+    question = "Number of the sample type"
+    chosen = names[click.prompt(question, type=click.IntRange(0, len(names) - 1), default=proposed)]
     if chosen == _CRUDE:
         return render_dataset_yaml(chosen, None)
     return render_dataset_yaml(chosen, ask_field_map(sample_type_by_name(chosen), samples))
@@ -76,22 +79,56 @@ def ask_field_map(sample_type: type, samples: Sequence[FirstSample]) -> dict[str
     known = _part_names(samples)
     click.echo(f"Fields of {sample_type.__name__}: which part does each come from? Parts: {', '.join(known)}.")
     click.echo("Write json[caption] for a value inside of a part, and jpg,png for the first of several.")
+    proposed = _propose_fields(sample_type, samples)
     fields: dict[str, str] = {}
     for name, required, kind in describe_fields(sample_type):
         while True:
             label = f"{name} ({kind}{'' if required else ', optional'})"
-            access = click.prompt(label, type=str, default=None if required else "", show_default=False).strip()
+            default = proposed.get(name, None if required else "")
+            access = click.prompt(label, type=str, default=default, show_default=bool(default)).strip()
             if not access and not required:
                 break
             try:
-                check_kinds(FieldMap({name: access}, where="field map"), sample_type, where="field map")
-                check_found({name: access}, samples, shard="the first shard", where="field map")
+                _check(name, access, sample_type, samples)
             except FieldMapError as error:
                 click.echo(str(error))
                 continue
             fields[name] = access
             break
     return fields
+
+
+def _propose_type(samples: Sequence[FirstSample]) -> str:
+    """Return the first sample type whose required fields take all parts of the samples, one each."""
+    parts = _part_names(samples)
+    for name in sample_type_names():
+        required = {field for field, needed, _ in describe_fields(sample_type_by_name(name)) if needed}
+        proposed = _propose_fields(sample_type_by_name(name), samples)
+        if proposed.keys() == required and sorted(proposed.values()) == parts:
+            return name
+    return _CRUDE
+
+
+def _propose_fields(sample_type: type, samples: Sequence[FirstSample]) -> dict[str, str]:
+    """Return a part for each required field that one fits: that of the field's name, or the first that is left.
+
+    A JSON part is proposed for none: which value inside it is meant, only its owner knows.
+    """
+    fields: dict[str, str] = {}
+    parts = {part for part in _part_names(samples) if not part.endswith("json")}
+    for name, required, _ in describe_fields(sample_type):
+        free = sorted(parts - set(fields.values()), key=lambda part: (part != name, part))
+        for part in free if required else ():
+            with contextlib.suppress(FieldMapError):
+                _check(name, part, sample_type, samples)
+                fields[name] = part
+                break
+    return fields
+
+
+def _check(name: str, access: str, sample_type: type, samples: Sequence[FirstSample]) -> None:
+    check_kinds(FieldMap({name: access}, where="field map"), sample_type, where="field map")
+    check_found({name: access}, samples, shard="the first shard", where="field map")
 
 
 def _part_names(samples: Sequence[FirstSample]) -> list[str]:

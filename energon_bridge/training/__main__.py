@@ -48,7 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Only now: torch, lightning and transformers take seconds, and a typing error should not.
         from energon_bridge.training import run as training
 
-        logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+        for name in ("lightning.pytorch", "lightning.fabric"):
+            logging.getLogger(name).setLevel(logging.WARNING)
 
         if options.dry_run:
             print(f"{dump_config(config)}---", flush=True)

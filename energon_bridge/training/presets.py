@@ -364,10 +364,18 @@ def _is_path(name: str) -> bool:
 
 def export_model(bundle: ModelBundle, folder: Path) -> None:
     """Write model, tokenizer and image processor as `load_model` reads them, in one step, in place of an older one."""
+    from transformers.utils import logging as output
+
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
     shutil.rmtree(temporary, ignore_errors=True)
-    for part in (bundle.model, bundle.tokenizer, bundle.image_processor):
-        part.save_pretrained(temporary)
+    bars = output.is_progress_bar_enabled()
+    output.disable_progress_bar()  # a bar of one step, between the lines of the run
+    try:
+        for part in (bundle.model, bundle.tokenizer, bundle.image_processor):
+            part.save_pretrained(temporary)
+    finally:
+        if bars:
+            output.enable_progress_bar()
     shutil.rmtree(folder, ignore_errors=True)
     os.replace(temporary, folder)
 
