@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 import yaml
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
@@ -98,9 +99,9 @@ def run(config: RunConfig, *, resume: bool = False, overwrite: bool = False) -> 
     with ExitStack() as stack:
         if trainer.is_global_zero:
             stack.enter_context(kept_description(run_dir, resume=resume))
-        with _main_rank_first(trainer):
-            if trainer.is_global_zero:
-                prepare_run_dir(config, run_dir, resume=resume, overwrite=overwrite)
+        main_rank_first(
+            lambda: prepare_run_dir(config, run_dir, resume=resume, overwrite=overwrite), trainer.is_global_zero
+        )
         bundle = load_bundle(config, run_dir / "model")
         module = VisionLanguageModule(bundle, config)
         data = stack.enter_context(closing(build_data_module(config, bundle)))
@@ -259,11 +260,21 @@ def _launched_processes() -> tuple[int, int]:
     return 1, 1
 
 
-@contextmanager
-def _main_rank_first(trainer: Trainer) -> Iterator[None]:
-    """Make the other ranks wait until the main one has left the block."""
-    yield
-    trainer.strategy.barrier("main rank first")
+def main_rank_first(function: Callable[[], None], main: bool) -> None:
+    """Call a function on the main rank while the others wait; an error that refuses the run is raised on all ranks."""
+    refused: EnergonError | None = None
+    if main:
+        try:
+            function()
+        except EnergonError as error:
+            refused = error
+    if dist.is_initialized():
+        message = [None if refused is None else str(refused)]
+        dist.broadcast_object_list(message)
+        if not main and message[0] is not None:
+            refused = ConfigurationError(message[0])
+    if refused is not None:
+        raise refused
 
 
 @contextmanager

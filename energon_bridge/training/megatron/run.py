@@ -12,7 +12,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from itertools import chain, islice, zip_longest
 from pathlib import Path
@@ -63,6 +63,7 @@ from energon_bridge.training.run import (
     build_data_module,
     kept_description,
     load_bundle,
+    main_rank_first,
     prepare_run_dir,
     report_title,
 )
@@ -144,24 +145,11 @@ def run(config: RunConfig, *, resume: bool = False, overwrite: bool = False) -> 
         with ExitStack() as stack:
             if ranks.main:
                 stack.enter_context(kept_description(run_dir, resume=resume))
-            _main_rank_first(ranks, lambda: prepare_run_dir(config, run_dir, resume=resume, overwrite=overwrite))
+            main_rank_first(lambda: prepare_run_dir(config, run_dir, resume=resume, overwrite=overwrite), ranks.main)
             bundle = load_bundle(config, run_dir / "model")
             training = _build(config, bundle, ranks)
             data = stack.enter_context(closing(build_data_module(config, bundle, pg_collection=ranks.groups)))
             return _train(training, bundle, data, resume=resume)
-
-
-def _main_rank_first(ranks: Ranks, function: Callable[[], None]) -> None:
-    """Call a function on the main rank while the others wait; its ConfigurationError is raised on all ranks."""
-    refusal: list[str | None] = [None]
-    if ranks.main:
-        try:
-            function()
-        except ConfigurationError as error:
-            refusal = [str(error)]
-    dist.broadcast_object_list(refusal)
-    if refusal[0] is not None:
-        raise ConfigurationError(refusal[0])
 
 
 def _build(config: RunConfig, bundle: ModelBundle, ranks: Ranks) -> Training:
