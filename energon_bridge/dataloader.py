@@ -24,7 +24,7 @@ from __future__ import annotations
 import json
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any, Literal, NoReturn
 
 from energon_bridge.errors import ConfigurationError, EmptyDatasetError, MaskedMicrobatchesError, WrongUseError
@@ -232,6 +232,10 @@ class EnergonDataloader:
         draw = int(loader.ban(given, from_draw=from_draw, dataset=dataset, ignore_unknown=ignore_unknown))
         self._turns.bans.append(lambda: loader.ban(given, dataset=dataset, ignore_unknown=True))
         return draw
+
+    def set_weights(self, weights: Mapping[str, Any] | Sequence[Any], *, from_draw: int | None = None) -> int:
+        """Change the weights of a mix while the run goes on (see `SavableDataLoader.set_weights`); all ranks alike."""
+        return int(self.loader.set_weights(weights, from_draw=from_draw))
 
     def metrics(self) -> dict[str, float]:
         """Return what this rank has loaded and how long it waited, as plain numbers by name, for loggers.

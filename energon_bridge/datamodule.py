@@ -18,7 +18,7 @@ import inspect
 import logging
 import math
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 from energon_bridge.dataloader import EnergonDataloader, MaskedMicrobatches
@@ -427,6 +427,10 @@ class EnergonMultiModalDataModule(_Base):
     def ban(self, keys: Iterable[str], **options: Any) -> int:
         """Withdraw training samples (see `EnergonDataloader.ban`); after the state of the run has been restored."""
         return self.train_dataloader().ban(keys, **options)
+
+    def set_weights(self, weights: Mapping[str, Any] | Sequence[Any], **options: Any) -> int:
+        """Change the weights of the training mix (see `EnergonDataloader.set_weights`); after a state is restored."""
+        return self.train_dataloader().set_weights(weights, **options)
 
     def close(self) -> None:
         """Stop the worker processes of all iterators."""

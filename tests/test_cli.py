@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -515,3 +516,18 @@ def test_temporary_files_of_a_dataset_behind_a_url_go_where_it_is_said(
     assert tempfile.gettempdir() != str(here)
     memory.rm("/scratched", recursive=True)
     assert "Invalid value for '--tmp-path'" in energon("prepare-media", tars, "--tmp-path", tmp_path / "none").output
+
+
+def leaves(command: click.Command, *names: str) -> Iterator[tuple[str, click.Command]]:
+    if isinstance(command, click.Group):
+        for name in command.list_commands(click.Context(command)):
+            found = command.get_command(click.Context(command), name)
+            assert found is not None
+            yield from leaves(found, *names, name)
+    else:
+        yield " ".join(names), command
+
+
+@pytest.mark.parametrize(("name", "command"), list(leaves(main, "energon")), ids=lambda value: str(value)[:30])
+def test_every_help_text_has_an_example(name: str, command: click.Command) -> None:
+    assert re.search(rf"^ *(Example:  )?{name} \S", command.help or "", re.MULTILINE), name

@@ -20,6 +20,7 @@ import torch
 pytest.importorskip("lightning.pytorch")
 pytest.importorskip("transformers")
 
+from forked import become_rank, free_port, run_forked
 from run_outputs import read_losses, read_predictions
 
 from energon_bridge.errors import BatchSizeMismatchError, ConfigurationError, DatasetNotFoundError
@@ -30,7 +31,7 @@ from energon_bridge.training.config import RunConfig
 from energon_bridge.training.config_file import load_config
 from energon_bridge.training.generation import Prediction, exact_match, write_predictions
 from energon_bridge.training.module import VisionLanguageModule
-from energon_bridge.training.run import dataset_captions
+from energon_bridge.training.run import dataset_captions, main_rank_first
 
 ROOT = Path(__file__).parent.parent
 NUM_VAL = 5
@@ -339,3 +340,21 @@ def test_the_script_explains_a_mistake_in_one_line(tmp_path: Path) -> None:
 
 def test_the_checkpointer_asks_for_nothing_it_was_not_told(tmp_path: Path) -> None:
     assert Checkpointer(tmp_path, RunConfig().checkpoint).stopped is False
+
+
+def test_a_refusal_of_the_main_rank_reaches_the_ranks_that_wait() -> None:
+    port = free_port()
+
+    def refused(rank: int) -> str:
+        become_rank(rank, 2, port)
+        torch.distributed.init_process_group("gloo")
+
+        def prepare() -> None:
+            raise ConfigurationError("the folder holds a run")
+
+        with pytest.raises(ConfigurationError) as error:
+            main_rank_first(prepare, rank == 0)
+        torch.distributed.destroy_process_group()
+        return str(error.value)
+
+    assert run_forked(2, refused) == ["the folder holds a run"] * 2
