@@ -1,15 +1,11 @@
 """`EnergonMultiModalDataModule`: training and validation data for Lightning, Megatron-LM or a loop of one's own.
 
-The module works out which part of the data this process loads: the rank and size of the *pure* data-parallel group.
-Tensor-, context- and pipeline-parallel ranks of one replica have the same data-parallel rank and so load the same
-batches; the combined data- and context-parallel group would give the context-parallel ranks different ones.
+The module works out which part of the data this process loads: rank and size of the *pure* data-parallel group, so that
+the tensor-, context- and pipeline-parallel ranks of a replica load the same batches.
 
-Where it hangs on a Lightning trainer, validation and test data end with each pass, as Lightning wants it. Elsewhere an
-iterator over the validation data begins again at its end: other trainers call `next()` on it for the whole run.
-
-Under Lightning the state of the data is in the checkpoint twice, once as the loader's and once as this module's,
-because each alone can be missing (another trainer, another class name). Both are the topology-free state of the whole
-run, so loading one after the other changes nothing.
+On a Lightning trainer, validation and test data end with each pass. Elsewhere validation begins again at its end.
+Lightning's checkpoints have the state of the data twice, as the loader's and as this module's: either can be missing
+(another trainer, another class name), and loading one after the other changes nothing.
 """
 
 from __future__ import annotations

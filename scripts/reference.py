@@ -61,6 +61,7 @@ INTEGRATIONS = {
     "Context parallelism": "context_parallel",
     "torchft": "torchft",
     "Reports": "report",
+    "Weights that follow the losses": "feedback",
     "Prometheus": "prometheus",
 }
 

@@ -16,11 +16,19 @@ from forked import become_rank, free_port, run_forked
 from previews import encoder, mix_of
 from recipes import captions_dataset
 
-from energon_bridge import EnergonDataloader, WorkerConfig, get_savable_loader, get_train_dataset
+from energon_bridge import (
+    EnergonDataloader,
+    EnergonMultiModalDataModule,
+    WorkerConfig,
+    get_savable_loader,
+    get_train_dataset,
+)
 from energon_bridge.errors import ConfigurationError, StateError
 from energon_bridge.integrations.feedback import DoReMi, MixFeedback, losses_by_dataset
 
 STEPS, EVERY = 24, 4
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*")
 
 
 @dataclass
@@ -217,3 +225,65 @@ def test_any_number_of_ranks_and_workers_gives_the_same_weights(mix: Path) -> No
     (first, changes), (second, same) = run_forked(2, on_two)
     assert [sorted(a + b) for a, b in zip(first, second, strict=True)] == expected[STEPS // 2 - 1 :]
     assert changes == same == whole.feedback.changes
+
+
+# Lightning -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_lightning_run_that_is_resumed_has_the_same_weights_and_batches(mix: Path, tmp_path: Path) -> None:
+    lightning = pytest.importorskip("lightning.pytorch")
+    from energon_bridge.integrations.lightning import MixFeedbackCallback
+
+    class Model(lightning.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self, feedback: MixFeedback) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(1, 1)
+            self.feedback = feedback
+            self.keys: list[str] = []
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            self.keys += batch.sample_keys
+            self.feedback.record(batch, losses_of(batch))
+            return self.layer(torch.ones(1, 1)).sum()
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None: ...
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.01)
+
+    def run(steps: int, resumed_from: Path | None = None) -> tuple[list[str], Any, Any]:
+        source = Run(mix, policies(mix, "doremi"), packed=True)
+        model = Model(source.feedback)
+        data = EnergonMultiModalDataModule(
+            mix,
+            None,
+            None,
+            micro_batch_size=2,
+            global_batch_size=4,
+            num_workers=0,
+            task_encoder=encoder(),
+            packing_buffer_size=8,
+        )
+        trainer = lightning.Trainer(
+            max_steps=steps,
+            accumulate_grad_batches=2,
+            callbacks=[MixFeedbackCallback(source.feedback)],
+            default_root_dir=tmp_path,
+            accelerator="cpu",
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            limit_val_batches=0,
+        )
+        trainer.fit(model, datamodule=data, ckpt_path=resumed_from)
+        if resumed_from is None:
+            trainer.save_checkpoint(tmp_path / "half.ckpt")
+        data.close()
+        return model.keys, source.feedback.changes, source.feedback.weights
+
+    half, _, _ = run(EVERY + 2)
+    rest, changes, weights = run(3 * EVERY, tmp_path / "half.ckpt")
+    whole = run(3 * EVERY)
+    assert len(changes) == 3
+    assert (half + rest, changes, weights) == whole

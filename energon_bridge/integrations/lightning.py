@@ -1,5 +1,5 @@
-"""Monitoring the data under Lightning: a callback for its loggers, a progress bar with epochs and waiting time, and a
-report at the end of a run.
+"""The data under Lightning: a callback for its loggers, a progress bar with epochs and waiting time, a report at the
+end of a run, and weights of a mix that follow the losses.
 
 All read the trainer's training loader, an `EnergonDataloader`; with any other loader they show nothing of the data. The
 figures of the loggers and the bar are those of one rank, the one that logs; steps that are not logged cost nothing.
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from energon_bridge.dataloader import EnergonDataloader
 from energon_bridge.errors import ConfigurationError
+from energon_bridge.integrations.feedback import MixFeedback
 from energon_bridge.integrations.report import RankSummary, RunRecorder, gathered, summary
 from energon_bridge.integrations.report_page import write_report
 
@@ -170,6 +171,46 @@ class RunReport(Callback):
             self._recorder.set_losses(self.losses())
         path = self.path or Path(trainer.default_root_dir) / "report.html"
         write_report(path, ranks, self._recorder, title=self.title, facts=facts)
+
+
+class MixFeedbackCallback(Callback):
+    """Let the weights of the training mix follow the losses: `MixFeedback.step` after each optimizer step.
+
+    The module records the losses: `feedback.record(batch, losses)` in `training_step`. The state of the feedback is
+    part of Lightning's checkpoints.
+
+    Args:
+        feedback: What the module records losses in.
+    """
+
+    def __init__(self, feedback: MixFeedback) -> None:
+        self.feedback = feedback
+        self._step = 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note where the run begins."""
+        self._step = trainer.global_step
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Change the weights if an optimizer step has ended and it is time."""
+        if trainer.global_step != self._step:
+            self._step = trainer.global_step
+            loader = _loader(trainer)
+            if loader is None:
+                raise ConfigurationError(
+                    "MixFeedbackCallback needs an EnergonDataloader as the trainer's training loader"
+                )
+            self.feedback.step(loader)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the feedback, gathered over the ranks."""
+        return self.feedback.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a state of the feedback."""
+        self.feedback.load_state_dict(state_dict)
 
 
 class EnergonProgressBar(TQDMProgressBar):
