@@ -327,12 +327,13 @@ def test_what_lies_before_a_state_is_refused(captions: Path, tmp_path: Path) -> 
     ("arguments", "message"),
     [
         ((), "give what to show"),
-        (("state.json",), "--step S"),
+        (("state.json",), "state.json: no such file or folder"),
+        ((__file__,), "--step S"),
         (("--encoder", "previews:encoder"), "give a dataset or mix, or states and --mix"),
         (("--steps", "4:3", "x"), "not of the form A:B"),
         (("--samples", "0", "x"), "neither a number"),
         (("--batches", "2", "x"), "--batches is for batches: give --config or --encoder, too"),
-        (("no-such-folder/",), "no dataset or mix"),
+        (("no-such-folder/",), "no-such-folder/: no such file or folder"),
     ],
 )
 def test_what_makes_no_sense_is_refused(arguments: tuple[str, ...], message: str) -> None:

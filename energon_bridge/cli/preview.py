@@ -232,6 +232,9 @@ def _samples(source: tuple[str, ...], limit: int, options: dict[str, Any]) -> _S
     from energon_bridge.topology import WorkerConfig
 
     if not is_mix(source):
+        missing = next((name for name in source if "://" not in name and not Path(name).exists()), None)
+        if missing is not None:
+            raise ConfigurationError(f"{missing}: no such file or folder. Check the path.")
         raise ConfigurationError(
             f"{' '.join(source)}: no dataset or mix. Of a saved state --step S shows what its run delivers in a step"
         )
