@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -10,6 +13,7 @@ import torch
 
 from energon_bridge import BatchCost, Segment, attention_pairs, num_tokens, vision_patches
 from energon_bridge.errors import ConfigurationError
+from energon_bridge.task_encoder.costs import fit_cost
 from energon_bridge.task_encoder.packed_sequences import batch_packs, pack_sequences
 from energon_bridge.task_encoder.sequences import MultiModalSample, PaddingValues, batch_sequences
 
@@ -94,3 +98,53 @@ def test_a_batch_without_tokens_needs_a_cost_of_its_own(batch: Any, has: str) ->
 def test_weights_that_are_none(weights: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match="BatchCost: "):
         BatchCost(**weights)
+
+
+def measured(
+    seed: int, seconds: Callable[[float, float, float], float]
+) -> Iterator[tuple[dict[str, torch.Tensor], float]]:
+    """Yield batches of several lengths and pictures with the seconds that a model of its cost would take."""
+    rng = random.Random(seed)
+    for _ in range(40):
+        rows, length, patches = rng.randrange(1, 5), rng.randrange(10, 400), rng.choice((0, 64, 256))
+        batch = {"tokens": torch.zeros(rows, length), "pixel_values": torch.zeros(1, patches, 3)}
+        yield batch, seconds(rows * length, rows * length**2, patches)
+
+
+def test_weights_are_fitted_to_measured_times() -> None:
+    rng = random.Random(1)
+    found = fit_cost(measured(0, lambda t, a, p: (0.01 + 2e-5 * t + 3e-8 * a + 4e-5 * p) * rng.uniform(0.98, 1.02)))
+    assert found.constant == pytest.approx(0.01, rel=0.2)
+    assert found.cost.tokens == pytest.approx(2e-5, rel=0.1)
+    assert found.cost.attention == pytest.approx(3e-8, rel=0.1)
+    assert found.cost.patches == pytest.approx(4e-5, rel=0.1)
+    assert 0.99 < found.r_squared <= 1
+
+
+def test_what_costs_nothing_gets_no_negative_weight() -> None:
+    found = fit_cost(measured(0, lambda t, a, p: 0.01 + 2e-5 * t - 1e-9 * a + 0 * p))
+    assert found.cost.attention == 0
+    assert 0 <= found.cost.patches < 1e-6
+    assert found.cost.tokens == pytest.approx(2e-5, rel=0.1)
+    exact = fit_cost(measured(0, lambda t, a, p: 3e-8 * a))
+    assert (exact.constant, exact.cost.tokens) == (0, 0)
+    assert exact.cost.attention == pytest.approx(3e-8)
+    assert exact.r_squared == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    ("times", "message"),
+    [
+        (lambda t, a, p: 0.5, "do not grow with"),
+        (lambda t, a, p: 1 - 1e-6 * t, "do not grow with"),
+        (lambda t, a, p: 0.0, "expected seconds above 0 for microbatch 0, got 0.0"),
+    ],
+)
+def test_times_that_say_nothing_are_refused(times: Callable[..., float], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        fit_cost(measured(0, times))
+
+
+def test_few_measurements_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="expected 8 measured microbatches or more, got 3"):
+        fit_cost(islice(measured(0, lambda t, a, p: t), 3))

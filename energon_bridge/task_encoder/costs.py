@@ -9,9 +9,13 @@ alone, for ranks that get the same batch to come to the same result.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, is_dataclass
+from itertools import combinations
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from energon_bridge.errors import ConfigurationError
@@ -107,6 +111,75 @@ class BatchCost:
         if self.patches:
             cost += self.patches * vision_patches(batch, self.patch_size)
         return cost
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FittedCost:
+    """What `fit_cost` found.
+
+    Attributes:
+        cost: Seconds that a batch takes beyond those that every batch takes.
+        constant: Seconds that every batch takes.
+        r_squared: Share of the variance of the seconds that is explained, at most 1. Near 0 the time does not depend on
+            tokens, attention and patches, and balance will not help.
+    """
+
+    cost: BatchCost
+    constant: float
+    r_squared: float
+
+
+def fit_cost(measured: Iterable[tuple[Any, float]], *, patch_size: int = 14) -> FittedCost:
+    """Fit the weights of a `BatchCost` to measured times: least squares, no weight below 0.
+
+    Args:
+        measured: Microbatches, each with the seconds of its forward and backward pass (on a GPU: between events, or
+            after `torch.cuda.synchronize()`). Leave out the first ones. They are counted one by one, not kept.
+        patch_size: Side of a patch in pixels, where images are no patches yet.
+
+    Raises:
+        ConfigurationError: There are fewer than 8, a time is not a positive number, or no time depends on the batch.
+    """
+    rows: list[tuple[float, ...]] = []
+    seconds: list[float] = []
+    for batch, taken in measured:
+        if not (math.isfinite(taken) and taken > 0):
+            raise ConfigurationError(f"fit_cost: expected seconds above 0 for microbatch {len(rows)}, got {taken!r}")
+        rows.append((1.0, num_tokens(batch), attention_pairs(batch), vision_patches(batch, patch_size)))
+        seconds.append(taken)
+    if len(rows) < 8:
+        raise ConfigurationError(
+            f"fit_cost: expected 8 measured microbatches or more, of several sizes, got {len(rows)}"
+        )
+    counts, times = np.array(rows), np.array(seconds)
+    scale = counts.max(0)
+    weights, error = _least_squares(counts / np.where(scale, scale, 1), times)
+    constant, tokens, attention, patches = (weights / np.where(scale, scale, 1)).tolist()
+    if not (tokens or attention or patches):
+        raise ConfigurationError(
+            "fit_cost: the times do not grow with tokens, attention or patches. Measure microbatches of several sizes, "
+            "and wait for the GPU before you read the clock"
+        )
+    variance = float(((times - times.mean()) ** 2).sum())
+    cost = BatchCost(tokens=tokens, attention=attention, patches=patches, patch_size=patch_size)
+    return FittedCost(cost=cost, constant=constant, r_squared=1 - error / variance if variance else 0.0)
+
+
+def _least_squares(columns: npt.NDArray[np.float64], wanted: npt.NDArray[np.float64]) -> tuple[Any, float]:
+    """Return the weights, 0 or more, of the sum of columns that is nearest, and its squared error.
+
+    The best one is an unconstrained solution of some of the columns; with four of them all 15 choices are tried.
+    """
+    count = columns.shape[1]
+    best, least = np.zeros(count), float((wanted**2).sum())
+    for size in range(1, count + 1):
+        for chosen in map(list, combinations(range(count), size)):
+            found, _, rank, _ = np.linalg.lstsq(columns[:, chosen], wanted, rcond=1e-9)
+            error = float(((columns[:, chosen] @ found - wanted) ** 2).sum())
+            if rank == size and (found >= 0).all() and error < least * (1 - 1e-9):
+                best, least = np.zeros(count), error
+                best[chosen] = found
+    return best, least
 
 
 def _field(batch: Any, name: str) -> Any:
