@@ -106,9 +106,9 @@ def test_what_cannot_be_mounted_is_named(tmp_path: Path) -> None:
 @contextmanager
 def mounted(dataset: Path, at: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
     """Mount in a process of its own, and unmount."""
-    pytest.importorskip("mfusepy", reason="mfusepy is not installed (extra mount)", exc_type=ImportError)
     if not os.access("/dev/fuse", os.R_OK | os.W_OK) or shutil.which("fusermount3") is None:
         pytest.skip("no FUSE here: apt-get install fuse3, and /dev/fuse")
+    pytest.importorskip("mfusepy", reason="mfusepy is not installed (extra mount)", exc_type=ImportError)
     command = [sys.executable, "-m", "energon_bridge.cli.main", "mount", *options, str(dataset), str(at)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:

@@ -79,9 +79,14 @@ def test_a_twin_differs_from_its_recipe_in_size_only(name: str) -> None:
     assert all(twin[key] < real[key] for key in numbers)
 
 
+def joined(block: str) -> list[str]:
+    """Return the lines of a block, those that end in a backslash with the one that follows."""
+    return block.replace("\\\n", " ").splitlines()
+
+
 def test_the_lines_of_the_documentation_name_what_there_is() -> None:
     text = (ROOT / "docs" / "how-to" / "recipes.md").read_text()
-    lines = [line for block in re.findall(r"^```shell\n(.*?)^```$", text, re.M | re.S) for line in block.splitlines()]
+    lines = [line for block in re.findall(r"^```shell\n(.*?)^```$", text, re.M | re.S) for line in joined(block)]
     for line in lines:
         words = shlex.split(line)
         assert all((ROOT / word).is_file() for word in words if word.startswith(("scripts/", "configs/"))), line
