@@ -17,14 +17,17 @@ from previews import encoder, mix_of
 from recipes import captions_dataset
 
 from energon_bridge import (
+    BatchCost,
     EnergonDataloader,
     EnergonMultiModalDataModule,
     WorkerConfig,
     get_savable_loader,
     get_train_dataset,
+    make_balance,
 )
 from energon_bridge.errors import ConfigurationError, StateError
 from energon_bridge.integrations.feedback import DoReMi, MixFeedback, losses_by_dataset
+from energon_bridge.replica import Balance
 
 STEPS, EVERY = 24, 4
 
@@ -137,14 +140,22 @@ class Run:
     """A training loop over a mix whose weights follow made-up losses; it can be saved and gone on with."""
 
     def __init__(
-        self, mix: Path, policy: Any, *, packed: bool, workers: int = 0, rank: int = 0, ranks: int = 1
+        self,
+        mix: Path,
+        policy: Any,
+        *,
+        packed: bool,
+        workers: int = 0,
+        rank: int = 0,
+        ranks: int = 1,
+        balance: Balance | None = None,
     ) -> None:
         config = WorkerConfig(num_workers=workers, rank=rank, world_size=ranks, microbatches_per_global_batch=4)
         settings = {"packing_buffer_size": 8} if packed else {}
         dataset = get_train_dataset(
             mix, batch_size=2, task_encoder=encoder(), worker_config=config, shuffle_buffer_size=10, **settings
         )
-        self.train = EnergonDataloader(get_savable_loader(dataset))
+        self.train = EnergonDataloader(get_savable_loader(dataset), balance=balance)
         names = [str(mix.parent / name) for name in ("one", "two", "three")]
         self.feedback = MixFeedback(policy, dict(zip(names, (1.0, 2.0, 3.0), strict=True)), every=EVERY)
         self.microbatches = 4 // ranks
@@ -202,7 +213,8 @@ def test_the_weights_are_those_that_the_stream_follows(mix: Path) -> None:
     assert {part.dataset for row in batch.segments for part in row} == {str(mix.parent / "two")}
 
 
-def test_any_number_of_ranks_and_workers_gives_the_same_weights(mix: Path) -> None:
+@pytest.mark.parametrize("balanced", [False, True], ids=["as they come", "balanced"])
+def test_any_number_of_ranks_and_workers_gives_the_same_weights(mix: Path, balanced: bool) -> None:
     whole = Run(mix, policies(mix, "doremi"), packed=True)
     expected = [sorted(whole.step()) for _ in range(STEPS)]
     half = Run(mix, policies(mix, "doremi"), packed=True)
@@ -213,12 +225,15 @@ def test_any_number_of_ranks_and_workers_gives_the_same_weights(mix: Path) -> No
     def on_two(rank: int) -> tuple[list[list[str]], Any]:
         become_rank(rank, 2, port)
         torch.distributed.init_process_group("gloo")
-        run = Run(mix, policies(mix, "doremi"), packed=True, workers=rank, rank=rank, ranks=2).restored(state)
+        balance = make_balance(BatchCost(attention=1.0)) if balanced else None
+        settings: dict[str, Any] = {"packed": True, "rank": rank, "ranks": 2, "balance": balance}
+        run = Run(mix, policies(mix, "doremi"), workers=rank, **settings).restored(state)
         steps = [run.step() for _ in range(STEPS // 2)]
         again = run.state()
         run.train.close()
-        run = Run(mix, policies(mix, "doremi"), packed=True, rank=rank, ranks=2).restored(again)
+        run = Run(mix, policies(mix, "doremi"), **settings).restored(again)
         steps.append(run.step())
+        run.train.close()
         torch.distributed.destroy_process_group()
         return steps, run.feedback.changes
 

@@ -1,4 +1,4 @@
-"""Every shell block of the README and of docs/ runs, in a folder that has the data the pages speak of.
+"""Every shell block of the README and of docs/ runs, in a folder with the data that the pages mention.
 
 Training on several processes or with models of the hub is a dry run here. `NOT_RUN` says what does not run, and why.
 """

@@ -99,7 +99,7 @@ def ask_field_map(sample_type: type, samples: Sequence[FirstSample]) -> dict[str
 
 
 def _propose_type(samples: Sequence[FirstSample]) -> str:
-    """Return the first sample type whose required fields take all parts of the samples, one each."""
+    """Return the first sample type whose required fields use every part of the samples, one each."""
     parts = _part_names(samples)
     for name in sample_type_names():
         required = {field for field, needed, _ in describe_fields(sample_type_by_name(name)) if needed}
@@ -110,9 +110,9 @@ def _propose_type(samples: Sequence[FirstSample]) -> str:
 
 
 def _propose_fields(sample_type: type, samples: Sequence[FirstSample]) -> dict[str, str]:
-    """Return a part for each required field that one fits: that of the field's name, or the first that is left.
+    """Return a fitting part for each required field: the one with the field's name, or the first that is left.
 
-    A JSON part is proposed for none: which value inside it is meant, only its owner knows.
+    JSON parts are never proposed: only the user knows which value inside one is meant.
     """
     fields: dict[str, str] = {}
     parts = {part for part in _part_names(samples) if not part.endswith("json")}

@@ -37,7 +37,7 @@ class DoReMi:
     Attributes:
         reference: Loss per token of the reference model, by path of the dataset.
         step_size: How far one update goes.
-        smoothing: Share of equal weights in the result, in [0, 1]; above 0, no dataset is lost for ever.
+        smoothing: Share of equal weights in the result, in [0, 1]; above 0, no dataset loses all its weight.
 
     Raises:
         ConfigurationError: A number is out of its range; or, when called, a dataset has no reference.
@@ -72,13 +72,13 @@ class _Weighable(Protocol):
 
 
 class MixFeedback:
-    """Moves the weights of a mix by what the model loses on its datasets.
+    """Changes the weights of a mix according to the losses on its datasets.
 
     After each microbatch call `record`, after each optimizer step `step`, on all data-parallel ranks. Save
     `state_dict()` beside the loader's state. The same losses give the same weights on any number of ranks.
 
     Args:
-        policy: What makes new weights of losses: `DoReMi`, or a function of your own. If it has `state_dict` and
+        policy: Computes new weights from losses: `DoReMi`, or a function of your own. If it has `state_dict` and
             `load_state_dict`, they are part of the state here.
         weights: The weights that the mix begins with, by path of the dataset.
         every: Optimizer steps between two changes.
