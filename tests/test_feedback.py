@@ -72,6 +72,8 @@ def test_doremi_multiplies_by_the_exponential_of_the_excess() -> None:
     raised = {"a": 0.5 * math.exp(1.0), "b": 0.25, "c": 0.25}  # b is better than the reference, c was not seen
     total = sum(raised.values())
     assert found == pytest.approx({name: 0.9 * value / total + 0.1 / 3 for name, value in raised.items()})
+    rare = DoReMi(reference={"a": 1.0, "b": 1.0}, smoothing=0.0)
+    assert rare({"a": 1e6, "b": 1.0}, {"a": 0.0, "b": 1.0}) == {"a": 0.0, "b": 1.0}
     assert policy({"a": 1e6, "b": 1.0, "c": 1.0}, dict.fromkeys("abc", 1.0))["a"] == pytest.approx(0.9 + 0.1 / 3)
 
 

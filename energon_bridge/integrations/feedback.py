@@ -29,10 +29,10 @@ _Sums = dict[str, tuple[list[float], int]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DoReMi:
-    """Give datasets weight by how much worse the model is on them than a reference model: group DRO, as DoReMi does it.
+    """Raise the weights of datasets on which the model is worse than a reference model (group DRO, as in DoReMi).
 
-    Each time a weight is multiplied by `exp(step_size * excess)`, where the excess is the loss above the reference, at
-    least 0. Then the weights are made to sum to 1 and mixed with equal ones.
+    At each change a weight is multiplied by `exp(step_size * excess)`, where the excess is the loss above the reference,
+    at least 0. The weights are then scaled to sum to 1 and mixed with equal ones.
 
     Attributes:
         reference: Loss per token of the reference model, by path of the dataset.
@@ -54,13 +54,15 @@ class DoReMi:
             )
 
     def __call__(self, losses: Mapping[str, float], weights: Mapping[str, float]) -> dict[str, float]:
-        """Return the new weights; a dataset that was not seen keeps its own, before they are made to sum to 1."""
+        """Return the new weights; a dataset that was not seen has no excess."""
         missing = sorted(set(losses) - set(self.reference))
         if missing:
             raise ConfigurationError(f"DoReMi: reference has no loss for {', '.join(missing)}")
         excess = {name: max(0.0, losses.get(name, -math.inf) - self.reference.get(name, 0.0)) for name in weights}
-        largest = max(excess.values())  # taken off every exponent, so that none overflows
-        raised = {name: weights[name] * math.exp(self.step_size * (excess[name] - largest)) for name in weights}
+        drawn = [name for name in weights if weights[name]]
+        largest = max(excess[name] for name in drawn)  # taken off every exponent, so that none overflows
+        raised = dict.fromkeys(weights, 0.0)
+        raised |= {name: weights[name] * math.exp(self.step_size * (excess[name] - largest)) for name in drawn}
         total = math.fsum(raised.values())
         return {
             name: (1 - self.smoothing) * value / total + self.smoothing / len(raised) for name, value in raised.items()
