@@ -31,7 +31,7 @@ _Sums = dict[str, tuple[list[float], int]]
 class DoReMi:
     """Raise the weights of datasets on which the model is worse than a reference model (group DRO, as in DoReMi).
 
-    At each change a weight is multiplied by `exp(step_size * excess)`, where the excess is the loss above the reference,
+    At each change a weight is multiplied by `exp(step_size * excess)`, the excess being the loss above the reference,
     at least 0. The weights are then scaled to sum to 1 and mixed with equal ones.
 
     Attributes:
