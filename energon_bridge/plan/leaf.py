@@ -55,8 +55,8 @@ ORDER_VERSION = 5
 DEFAULT_PARALLEL_SHARD_ITERS = 16
 _SLICES_OF_A_LANE = 64
 _SLICES_PER_ITER = 4
-"""Slices in a window per `parallel_shard_iters`; a default window has all 64 slices of a lane, so that a microbatch of 32
-samples comes from 29 of them."""
+"""Slices in a window per `parallel_shard_iters`. A default window has all 64 slices of a lane, so that a microbatch of
+32 samples comes from 29 of them."""
 _FEWEST_MICROBATCHES = 8
 """Microbatches of a lane per epoch below which slices have one sample; it would otherwise mix several epochs."""
 _SLICES, _WINDOW, _ROUND = 1, 2, 3

@@ -1,8 +1,8 @@
-"""The sample types that a `dataset.yaml` can name, and how its names are resolved.
+"""The sample types that a `dataset.yaml` can name, and the resolution of these names.
 
-A name resolves through the table below and nowhere else, so that a file never decides what is imported. Datasets
-prepared by old releases name the class that loaded them (`CaptioningWebdataset`); those names mean the same types.
-Fields without a default must come from the dataset. Boxes are tensors of shape (boxes, 4 or 4 corners, 2).
+Names resolve through the table below only, so that a file never decides what is imported. Datasets prepared by old
+releases name the class that loaded them (`CaptioningWebdataset`); these names stand for the same types. Fields without
+a default must come from the dataset. Boxes are tensors of shape (boxes, 4 or 4 corners, 2).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class CaptioningSample(Sample):
 
 @edataclass
 class ChatMLSample(Sample):
-    """A conversation of several turns with its images, videos and sound, as Megatron-Bridge's datasets have it."""
+    """A conversation of several turns with its images, videos and audio, as in Megatron-Bridge's datasets."""
 
     conversation: Any
     imgs: Any = None
@@ -63,7 +63,7 @@ class InterleavedSample(Sample):
 
 @edataclass
 class MultiChoiceVQASample(Sample):
-    """A question about an image with answers to choose from."""
+    """A question about an image, with choices to answer from."""
 
     image: torch.Tensor
     context: str
@@ -73,7 +73,7 @@ class MultiChoiceVQASample(Sample):
 
 @edataclass
 class OCRSample(Sample):
-    """An image of a page, its text, and where the text stands: by block, line, word and character."""
+    """An image of a page, its text, and the boxes of its blocks, lines, words and characters."""
 
     image: torch.Tensor
     text: str
@@ -90,7 +90,7 @@ class OCRSample(Sample):
 
 @edataclass
 class SimilarityInterleavedSample(Sample):
-    """The images and texts of a document, and how well each image fits each text."""
+    """The images and texts of a document, with their similarities."""
 
     images: list[torch.Tensor]
     texts: list[str]
@@ -109,7 +109,7 @@ class TextSample(Sample):
 
 @edataclass
 class VidQASample(Sample):
-    """A question about a video, with answers and how much each counts."""
+    """A question about a video, with answers and their weights."""
 
     video: Any
     context: str
@@ -119,7 +119,7 @@ class VidQASample(Sample):
 
 @edataclass
 class VQASample(Sample):
-    """A question about an image, with answers and how much each counts."""
+    """A question about an image, with answers and their weights."""
 
     image: torch.Tensor
     context: str
@@ -129,7 +129,7 @@ class VQASample(Sample):
 
 @edataclass
 class VQAOCRSample(Sample):
-    """A question about an image of text, with that text and where its words stand."""
+    """A question about an image of text, with that text and the boxes of its words."""
 
     image: torch.Tensor
     context: str
@@ -163,12 +163,12 @@ _BY_NAME: dict[str, type] = {
 
 
 def sample_type_names() -> tuple[str, ...]:
-    """Return the names of all types with fields, sorted: CrudeSample has none and is left out."""
+    """Return the sorted names of all types with fields (all but CrudeSample)."""
     return tuple(cls.__name__ for cls in _TYPED)
 
 
 def sample_type_by_name(name: str) -> type:
-    """Return the sample type of a name in a `dataset.yaml`, of today (`VQASample`) or of old (`VQAWebdataset`).
+    """Return the sample type for a name in a `dataset.yaml`, current (`VQASample`) or old (`VQAWebdataset`).
 
     `CrudeWebdataset` gives CrudeSample. Raises UnknownArgumentError, naming the nearest match, for any other name.
     """
