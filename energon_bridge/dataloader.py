@@ -39,6 +39,11 @@ MaskedMicrobatches = Literal["refuse", "allow"]
 def cyclic_iter(iterable: Iterable[Any]) -> Iterator[Any]:
     """Go through an iterable again and again.
 
+    Examples:
+        >>> from itertools import islice
+        >>> list(islice(cyclic_iter("abc"), 5))
+        ['a', 'b', 'c', 'a', 'b']
+
     Raises:
         EmptyDatasetError: A pass yields nothing; going on would never end.
     """
@@ -56,6 +61,12 @@ def cyclic_iter(iterable: Iterable[Any]) -> Iterator[Any]:
 
 class EnergonDataloader:
     """An iterator over a savable loader, with the state methods that Megatron-LM and Lightning look for.
+
+    Examples:
+        >>> loader = get_savable_loader(get_train_dataset("data/captions", batch_size=4))
+        >>> train = EnergonDataloader(loader)
+        >>> batch = next(train)
+        >>> state = train.save_state()  # as Megatron-LM asks for it
 
     Args:
         loader: What `get_savable_loader` returns, or a function that returns it. Any iterable will do where no state is

@@ -64,6 +64,13 @@ _TRAINING_ONLY = frozenset({"batch_drop_last"})
 class EnergonMultiModalDataModule(_Base):
     """Multimodal training and validation data.
 
+    Examples:
+        >>> data = EnergonMultiModalDataModule(
+        ...     "data/captions", None, None, micro_batch_size=2, num_workers=0, task_encoder=DefaultTaskEncoder()
+        ... )
+        >>> len(next(data.train_dataloader()).caption)  # or Trainer().fit(model, data)
+        2
+
     Args:
         path: A prepared dataset.
         tokenizer: For the default task encoder; may be None with a `task_encoder` of your own.

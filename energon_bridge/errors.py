@@ -67,7 +67,15 @@ from collections.abc import Collection
 
 
 class EnergonError(Exception):
-    """Base of all errors that this package raises on purpose."""
+    """Base of all errors that this package raises on purpose.
+
+    Examples:
+        >>> try:
+        ...     get_train_dataset("data/nowhere", batch_size=4)
+        ... except EnergonError as error:
+        ...     print(type(error).__name__)
+        DatasetNotFoundError
+    """
 
 
 class ConfigurationError(EnergonError, ValueError):
@@ -295,7 +303,15 @@ class ResumeMismatchError(EnergonError):
 
 
 class SkipSample(Exception):  # noqa: N818 - the name that energon users know
-    """Raise it in a hook to leave the current sample out; it is counted, and the batch still fills."""
+    """Raise it in a hook to leave the current sample out; it is counted, and the batch still fills.
+
+    Examples:
+        >>> class Short(DefaultTaskEncoder):
+        ...     def encode_sample(self, sample):
+        ...         if len(sample.caption) > 15:
+        ...             raise SkipSample
+        ...         return sample
+    """
 
 
 def did_you_mean(name: object, known: Collection[str], *, cutoff: float = 0.6) -> str:

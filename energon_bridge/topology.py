@@ -35,6 +35,10 @@ _FEWEST_LANES, _MANY_LANES = 48, 1024
 class WorkerConfig:
     """How one data-parallel rank loads its share of the data.
 
+    Examples:
+        >>> config = WorkerConfig(rank=0, world_size=1, num_workers=0, seed=42)
+        >>> dataset = get_train_dataset("data/captions", batch_size=4, worker_config=config)
+
     Args:
         rank: *Data-parallel* rank; tensor-, context- and pipeline-parallel ranks of one replica share it. Default: the
             rank in `data_parallel_group`, else in torch.distributed if that is initialised, else 0.

@@ -92,6 +92,13 @@ def verify_resume(
 ) -> ResumeReport:
     """Check that resumed loaders deliver, bit for bit, what an uninterrupted one does.
 
+    Examples:
+        >>> def make_loader():
+        ...     return get_savable_loader(get_train_dataset("data/captions", batch_size=4))
+        >>> report = verify_resume(make_loader, steps=6)
+        >>> report.steps, report.save_points
+        (6, (1, 3, 5))
+
     Args:
         make_loader: Builds a fresh loader over the data, encoder included: `get_savable_loader(…)`, also inside an
             `EnergonDataloader`. Called without arguments, or with a `WorkerConfig` if `worker_config` is given.

@@ -252,7 +252,7 @@ def _pax_size(text: str, *, where: str, offset: int) -> int:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The parts of one large sample, without reading all of them: headers and small parts are read, large ones become ranges.
+# The parts of one large sample, without reading all of them: small parts are read, large ones become ranges.
 #
 # The counterpart of `parse_sample` for samples whose bytes may mostly never be needed, such as videos.
 
@@ -260,7 +260,7 @@ def _pax_size(text: str, *, where: str, offset: int) -> int:
 def open_sample(
     sample: ByteRange, *, parts: frozenset[str] | None = None, keep: Callable[[str], bool]
 ) -> tuple[str, dict[str, bytes | ByteRange]]:
-    """Return the key and parts of a sample, in the order of the tar: bytes, or a range for parts that `keep(name)` accepts.
+    """Return key and parts of a sample, in the order of the tar: bytes, or a range for parts that `keep(name)` accepts.
 
     `parts` limits what is returned to these part names. Raises CorruptShardError if the range holds no tar members of
     one sample, StorageError.

@@ -107,7 +107,15 @@ _NAMED = 5
 
 
 def load_keys(path: str | os.PathLike[str]) -> list[str]:
-    """Return the keys in a text file, one per line; blank lines and lines that begin with `#` are ignored.
+    r"""Return the keys in a text file, one per line; blank lines and lines that begin with `#` are ignored.
+
+    Examples:
+        >>> written = Path("withdrawn.txt").write_text("train-00003\n# found by the licence check\ntrain-00017\n")
+        >>> load_keys("withdrawn.txt")
+        ['train-00003', 'train-00017']
+        >>> loader = get_savable_loader(get_train_dataset("data/captions", batch_size=4))
+        >>> loader.ban(load_keys("withdrawn.txt"))
+        0
 
     Args:
         path: Path or URL of the file.

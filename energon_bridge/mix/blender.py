@@ -21,6 +21,10 @@ from energon_bridge.mix.schedule import WeightSchedule, exact_number, parse_weig
 class Blender:
     """Datasets to blend, as (path, weight) pairs.
 
+    Examples:
+        >>> mix = Blender([("data/captions", 3), ("data/more", WeightSchedule.linear([(0, 0), (1000, 1)]))])
+        >>> loader = get_savable_loader(get_train_dataset(mix, batch_size=4))
+
     `items` accepts pairs or Megatron's flat list and becomes (child, WeightSchedule) pairs; all schedules are None if
     the sizes of the datasets decide. Relative paths are relative to the current directory.
     Raises ConfigurationError.

@@ -42,6 +42,11 @@ def register_joiner(joiner: str) -> Callable[[JoinerT], JoinerT]: ...
 def register_joiner(joiner: str | Callable[..., Any]) -> Callable[..., Any]:
     """Let metadatasets name a function (or a sample type with `from_joined`) as the `joiner` of a join.
 
+    Examples:
+        >>> @register_joiner("my.joiners.with_caption")  # joiner: {__module__: my.joiners, __function__: with_caption}
+        ... def with_caption(image, text):
+        ...     return CaptioningSample.extend(image, caption=text.text)
+
     Use it as `@register_joiner`: a file names it by `__module__` and `__function__` (or `__class__`) as for an import.
     Use it as `@register_joiner("some.module.name")` to choose that name, for files written for code that moved.
 

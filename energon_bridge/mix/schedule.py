@@ -51,6 +51,11 @@ def exact_number(value: Any) -> Fraction | None:
 class WeightSchedule:
     """A weight as a function of the global draw; `points` are (draw, weight), a constant has one at draw 0.
 
+    Examples:
+        >>> weight = WeightSchedule.linear([(0, 1), (1000, 3)])
+        >>> weight.at(500)
+        2.0
+
     Raises ConfigurationError if the points are not in rising order or a weight is negative.
     """
 

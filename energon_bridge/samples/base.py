@@ -29,12 +29,25 @@ META_FIELDS = ("__key__", "__restore_key__", "__subflavors__", "__sources__", "_
 
 @dataclass_transform(kw_only_default=True, field_specifiers=(field,))
 def edataclass(cls: type[T]) -> type[T]:
-    """Make a class a slotted, keyword-only dataclass, as all sample and batch types are."""
+    """Make a class a slotted, keyword-only dataclass, as all sample and batch types are.
+
+    Examples:
+        >>> @edataclass
+        ... class Audio(Sample):
+        ...     waveform: torch.Tensor
+        >>> Audio(__key__="a", waveform=torch.zeros(4)).waveform.shape
+        torch.Size([4])
+    """
     return dataclass(kw_only=True, slots=True)(cls)
 
 
 class SourceInfo(NamedTuple):
-    """One access to the files of a dataset: where a part of a sample came from."""
+    """One access to the files of a dataset: where a part of a sample came from.
+
+    Examples:
+        >>> SourceInfo("data/captions", 3, "shard_000.tar", ("a.jpg", "a.txt")).shard_name
+        'shard_000.tar'
+    """
 
     dataset_path: str
     # The name that energon users know; it hides tuple.index, which nobody needs here.
@@ -199,7 +212,7 @@ class _Record:
     def pin_memory(self) -> Self:
         """Return a copy whose tensors, at any depth, lie in pinned host memory."""
         pinned = copy.copy(self)
-        # Only the validity mask among the meta fields is a tensor; walking the sources of a large batch would cost much.
+        # Among the meta fields only the validity mask is a tensor; walking the sources of a large batch costs too much.
         for name in field_names(type(self)):
             if name not in META_FIELDS or name == "__valid__":
                 object.__setattr__(pinned, name, pin_value(getattr(self, name)))
@@ -208,7 +221,16 @@ class _Record:
 
 @edataclass
 class Sample(_Record):
-    """One sample of a dataset; every sample type derives from it."""
+    """One sample of a dataset; every sample type derives from it.
+
+    Examples:
+        >>> @edataclass
+        ... class ScoredText(Sample):
+        ...     text: str
+        ...     score: float
+        >>> ScoredText(__key__="a", text="hello", score=0.5)["score"]
+        0.5
+    """
 
     __key__: str
     __restore_key__: tuple[Any, ...] = ()
@@ -243,7 +265,13 @@ class Sample(_Record):
 
 
 class CrudeSample(dict[str, Any]):
-    """A sample without a type: its decoded parts by name, and the known meta fields."""
+    """A sample without a type: its decoded parts by name, and the known meta fields.
+
+    Examples:
+        >>> sample = CrudeSample({"__key__": "a", "json": {"text": "hello"}})
+        >>> sample["json"]["text"]
+        'hello'
+    """
 
     def __repr__(self) -> str:
         return text_of(self, self)
@@ -271,7 +299,16 @@ class CrudeSample(dict[str, Any]):
 
 @edataclass
 class Batch(_Record):
-    """Collated samples; the base class for your own batch types."""
+    """Collated samples; the base class for your own batch types.
+
+    Examples:
+        >>> @edataclass
+        ... class TextBatch(Batch):
+        ...     text: list[str]
+        >>> samples = [TextSample(__key__=key, text=key.upper()) for key in "ab"]
+        >>> TextBatch.from_samples(samples).text
+        ['A', 'B']
+    """
 
     __key__: list[str]
     __restore_key__: tuple[Any, ...] = ()

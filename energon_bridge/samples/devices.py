@@ -40,6 +40,14 @@ def cuda_in_use() -> bool:
 def normalise_on_device(batch: Any, device: Any = None, *, dtype: torch.dtype = torch.float32) -> Any:
     """Return a batch with its pixels rescaled and normalised to floats; a batch without byte pixels is returned as is.
 
+    Examples:
+        >>> from types import SimpleNamespace
+        >>> pixels = torch.full((1, 3, 2, 2), 255, dtype=torch.uint8)
+        >>> norm = torch.tensor([[127.5] * 3, [127.5] * 3])  # mean and deviation of each channel
+        >>> batch = {"pixel_values": pixels, "pixel_norm": norm}
+        >>> normalise_on_device(batch)["pixel_values"].unique()
+        tensor([1.])
+
     The trainer integrations call it. In your own loop, call it on each batch from the loader. The values equal those
     made without `pixels_dtype="uint8"`, within the rounding of floats.
 

@@ -36,7 +36,12 @@ def is_tensor_column(values: Sequence[Any]) -> bool:
 
 
 def batch_stack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Stack n tensors of one shape (…) into (n, …). Raises UnfitSampleError if the shapes differ."""
+    """Stack n tensors of one shape (…) into (n, …). Raises UnfitSampleError if the shapes differ.
+
+    Examples:
+        >>> batch_stack([torch.zeros(3), torch.ones(3)]).shape
+        torch.Size([2, 3])
+    """
     _check_not_empty(tensors)
     if (adopted := _adopted(tensors)) is not None:
         return adopted
@@ -52,6 +57,11 @@ def batch_stack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def batch_pad_stack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Stack n tensors of one rank into (n, …), each dimension as large as its largest, the rest zero.
+
+    Examples:
+        >>> batch_pad_stack([torch.tensor([1, 2, 3]), torch.tensor([4])])
+        tensor([[1, 2, 3],
+                [4, 0, 0]])
 
     Rows of different dtypes are promoted as torch promotes them. Raises UnfitSampleError if the ranks differ.
     """
@@ -79,6 +89,11 @@ def batch_pad_stack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def concat_pad(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Join tensors of one rank along dimension 0, each other dimension as large as its largest, the rest zero.
+
+    Examples:
+        >>> concat_pad([torch.tensor([[1, 2]]), torch.tensor([[3]])])
+        tensor([[1, 2],
+                [3, 0]])
 
     Rows of different dtypes are promoted as torch promotes them. Raises UnfitSampleError if ranks differ or are 0.
     """

@@ -54,6 +54,10 @@ def quarantine_file(path: str | os.PathLike[str], rank: int, ranks: int) -> Path
 def read_quarantine(path: str | os.PathLike[str]) -> list[QuarantinedSample]:
     """Return the samples in a quarantine file and its per-rank files, each once, sorted by name.
 
+    Examples:
+        >>> [sample.key for sample in read_quarantine("bad.jsonl")]
+        ['train-00003']
+
     Raises:
         StorageError: There is no such file.
         MetadataError: A file has content, but none of its lines is a failure: it is no quarantine file.
@@ -94,6 +98,10 @@ def _samples_in(file: Path) -> list[QuarantinedSample]:
 
 def quarantine_excludes(samples: Sequence[QuarantinedSample]) -> dict[str, list[str]]:
     """Return for each dataset the `exclude` entries for its split.yaml that leave these samples out.
+
+    Examples:
+        >>> quarantine_excludes(read_quarantine("bad.jsonl"))
+        {'data/captions': ['train/shard_000.tar/train-00003']}
 
     Packs, microbatches and samples without a key (whose first header cannot be read) get no entry.
     """

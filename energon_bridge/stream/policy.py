@@ -77,6 +77,10 @@ _A_SAMPLE = ("a sample", "samples")
 class ErrorPolicy:
     """What becomes of samples that cannot be read, decoded or encoded.
 
+    Examples:
+        >>> policy = ErrorPolicy(max_error_rate=0.01, quarantine="bad-samples.jsonl")
+        >>> dataset = get_train_dataset("data/captions", batch_size=4, error_policy=policy)
+
     Args:
         on_error: "skip" leaves the sample out, logs it once and counts it; "raise" stops at the first failure; a
             function gets the exception and returns True to leave the sample out or False to stop (the convention of

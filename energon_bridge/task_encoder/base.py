@@ -48,6 +48,13 @@ def stateless(
 ) -> Hook | Callable[[Hook], Hook]:
     """Mark a hook as one that keeps nothing between samples; `@stateless` and `@stateless(…)` both work.
 
+    Examples:
+        >>> class Noisy(DefaultTaskEncoder):
+        ...     @stateless(failure_tolerance=10)
+        ...     def encode_sample(self, sample):
+        ...         sample.image = sample.image + torch.randn_like(sample.image)  # the same on every resume
+        ...         return sample
+
     Kept so that encoders written for megatron-energon load unchanged: here every hook draws from generators keyed to
     its sample, so a hook is repeatable with or without the mark, and `restore_seeds` changes nothing.
     """
@@ -63,6 +70,16 @@ def stateless(
 
 class TaskEncoder(Generic[SampleT, EncodedT, RawBatchT, BatchT]):
     """The root of task encoders. Override the hooks you need. `encode_sample` may be a generator function.
+
+    Examples:
+        >>> class Short(TaskEncoder):
+        ...     def encode_sample(self, sample):
+        ...         if len(sample.caption) > 15:
+        ...             raise SkipSample
+        ...         return sample
+        >>> dataset = get_train_dataset("data/captions", batch_size=4, task_encoder=Short())
+        >>> max(map(len, next(iter(get_savable_loader(dataset))).caption)) <= 15
+        True
 
     `decoder` turns the raw parts of a sample into values; None leaves them bytes. `cookers` make typed samples of those
     of crude datasets; an encoder without any gets the crude samples themselves.
@@ -184,6 +201,14 @@ def _converts_to(setting: str) -> Callable[[Hook], Hook]:
 class DefaultTaskEncoder(TaskEncoder[SampleT, EncodedT, RawBatchT, BatchT]):
     """A task encoder that works as it is, and converts between record types if told to.
 
+    Examples:
+        >>> class Lengths(DefaultTaskEncoder):
+        ...     def encode_sample(self, sample):
+        ...         return {"__key__": sample.__key__, "length": torch.tensor(len(sample.caption))}
+        >>> dataset = get_train_dataset("data/captions", batch_size=4, task_encoder=Lengths())
+        >>> next(iter(get_savable_loader(dataset)))["length"].shape
+        torch.Size([4])
+
     Each type is a dataclass, a named tuple or a dict; fields are carried over by name. Raises ConfigurationError for
     any other type.
     """
@@ -248,6 +273,14 @@ class _Inner:
 
 class AugmentTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
     """Wraps a task encoder; override the hooks that should do more, and call `super()` for what it does.
+
+    Examples:
+        >>> class Uppercase(AugmentTaskEncoder):
+        ...     def encode_sample(self, sample):
+        ...         return super().encode_sample(dataclasses.replace(sample, caption=sample.caption.upper()))
+        >>> dataset = get_train_dataset("data/captions", batch_size=4, task_encoder=Uppercase(DefaultTaskEncoder()))
+        >>> next(iter(get_savable_loader(dataset))).caption[0].isupper()
+        True
 
     Args:
         task_encoder: The encoder inside.

@@ -18,6 +18,9 @@ from energon_bridge.errors import ConfigurationError, SampleError, UnfitSampleEr
 class ImageToken:
     """The placeholder of an image in a text, and the tokens that stand for it.
 
+    Examples:
+        >>> config = MultiModalSampleConfig(image_token=ImageToken(token_str="<image>", token_id=-200))
+
     Args:
         token_str: The placeholder in the texts of the dataset.
         token_id: Written to `tokens` once per image token. -200 is what LLaVA and megatron-core's `LLaVAModel` look
@@ -56,6 +59,10 @@ class TurnLayout:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConversationTemplateConfig:
     """How questions and answers become text.
+
+    Examples:
+        >>> template = ConversationTemplateConfig(system="You are helpful.", stop_string="</s>")
+        >>> config = MultiModalSampleConfig(conversation_template_config=template)
 
     Args:
         system: Put in front of every conversation that does not bring a system prompt of its own.
@@ -109,6 +116,9 @@ def chatml_template(system: str | None = None) -> ConversationTemplateConfig:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MultiModalSampleConfig:
     """How samples with images become token sequences.
+
+    Examples:
+        >>> config = MultiModalSampleConfig(image_token=ImageToken(token_str="<img>"), ignore_place_holder=-100)
 
     Args:
         image_token: The image placeholder.

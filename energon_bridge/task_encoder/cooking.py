@@ -27,6 +27,12 @@ PRIMARY, CACHE = "primary", "cache"
 class Cooker(Generic[T_co]):
     """A function that cooks the samples of the datasets that have certain subflavors.
 
+    Examples:
+        >>> def cook(sample: dict) -> TextSample:
+        ...     return TextSample(**basic_sample_keys(sample), text=sample["json"]["text"])
+        >>> class Encoder(DefaultTaskEncoder):
+        ...     cookers = (Cooker(cook, has_subflavors={"kind": "text"}),)
+
     Args:
         cook: Takes a crude sample (a dict) and stores by name, and returns a sample. It may raise `SkipSample`.
         has_subflavors: Labels that the dataset must have; None: any dataset.
@@ -63,7 +69,13 @@ def cooker(*, need_cache: bool = False, need_primary: bool = False) -> Callable[
 def cooker(
     fn: Function | None = None, *, need_cache: bool = False, need_primary: bool = False
 ) -> Function | Callable[[Function], Function]:
-    """Mark a function as a cooker, and say which of `cache` and `primary` it takes; `@cooker` and `@cooker(…)` work."""
+    """Mark a function as a cooker, and say which of `cache` and `primary` it takes; `@cooker` and `@cooker(…)` work.
+
+    Examples:
+        >>> @cooker(need_cache=True)
+        ... def cook(sample: dict, cache: CachePool) -> TextSample:
+        ...     return TextSample(**basic_sample_keys(sample), text=sample["txt"])
+    """
 
     def mark(function: Function) -> Function:
         function.__need_cache__ = need_cache  # type: ignore[attr-defined]
@@ -76,7 +88,13 @@ def cooker(
 def basic_sample_keys(
     crude_sample: Mapping[str, Any], additional_source_info: Iterable[SourceInfo] = ()
 ) -> dict[str, Any]:
-    """Return the fields that every sample carries, as keyword arguments for the sample that a cooker makes."""
+    """Return the fields that every sample carries, as keyword arguments for the sample that a cooker makes.
+
+    Examples:
+        >>> crude = {"__key__": "a", "__restore_key__": (), "__subflavors__": None, "__sources__": (), "txt": "hello"}
+        >>> TextSample(**basic_sample_keys(crude), text=crude["txt"]).__key__
+        'a'
+    """
     return {
         "__key__": crude_sample["__key__"],
         "__restore_key__": crude_sample.get("__restore_key__", ()),

@@ -68,6 +68,13 @@ AV_FORMS = ("AVDecoder", "pyav", "torch")
 class SampleDecoder:
     """Decodes the parts of a sample.
 
+    Examples:
+        >>> class Bytes(DefaultTaskEncoder):
+        ...     decoder = SampleDecoder(image_decode="torchrgb8")
+        >>> dataset = get_train_dataset("data/captions", batch_size=4, task_encoder=Bytes())
+        >>> next(iter(get_savable_loader(dataset))).image.dtype
+        torch.uint8
+
     `image_decode` is one of IMAGE_FORMS, or None to leave images as the bytes of their files; `av_decode` is one of
     AV_FORMS; with `guess_content` an image is known by its first bytes, whatever its part is called; with
     `defer_images` it is a `DeferredImage`, decoded when it is needed.

@@ -31,6 +31,12 @@ T = TypeVar("T")
 class LengthGrouper(Generic[T]):
     """Groups of samples by length.
 
+    Examples:
+        >>> class Grouped(DefaultTaskEncoder):
+        ...     grouper = LengthGrouper(length_of=lambda sample: len(sample.caption), boundaries=(15,), batch_size=4)
+        ...     def batch_group_criterion(self, sample):
+        ...         return self.grouper(sample)
+
     Args:
         length_of: The length of a sample.
         boundaries: The longest length of each group, ascending. No sample may be longer than the last.

@@ -54,6 +54,14 @@ ImageTokenCount = int | Callable[[Mapping[str, Tensor]], int]
 class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, MultiModalBatch, MultiModalBatch]):
     """Encode samples of images and text with any tokenizer and image processor of the transformers interface.
 
+    Examples:
+        >>> tokenizer = AutoTokenizer.from_pretrained("llava-hf/llava-1.5-7b-hf")  # doctest: +SKIP
+        >>> image_processor = AutoImageProcessor.from_pretrained("openai/clip-vit-large-patch14-336")  # doctest: +SKIP
+        >>> encoder = MultiModalTaskEncoder(tokenizer, image_processor, seq_length=128)
+        >>> dataset = get_train_dataset("data/captions", batch_size=4, task_encoder=encoder)
+        >>> next(iter(get_savable_loader(dataset))).tokens.shape
+        torch.Size([4, ...])
+
     Args:
         tokenizer: Has `encode(text, add_special_tokens=False)` and the ids of its special tokens.
         image_processor: Called as `image_processor(images=[image], return_tensors="pt")`; None: for texts only.
