@@ -44,12 +44,7 @@ from energon_bridge import (
     get_val_dataset,
     load_keys,
 )
-from energon_bridge.errors import (
-    ConfigurationError,
-    EmptyDatasetError,
-    StateFormatError,
-    StorageError,
-)
+from energon_bridge.errors import ConfigurationError, EmptyDatasetError, StateFormatError, StorageError
 from energon_bridge.loader.bans import samples_by_key
 from energon_bridge.loader.document import merge, read, sign
 from energon_bridge.loader.run_plan import DatasetSpec
