@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import itertools
 import logging
 import os
 import warnings
@@ -208,9 +207,8 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         except BaseException:
             self._stop()  # whatever comes next starts from the delivered state
             raise
-        self._seconds = [
-            before + more for before, more in itertools.zip_longest(self._seconds, item.seconds, fillvalue=0.0)
-        ]
+        for number, more in enumerate(item.seconds):
+            self._seconds[number] += more
         if self._pin:
             item.batch = pin_value(item.batch)
         return item

@@ -138,6 +138,7 @@ def open_pipeline(
         config=config if data.as_energon else None,
         words=() if worker is None else worker.words,
         barred=frozenset() if worker is None else worker.barred,
+        in_worker=worker is not None,
     )
     return Pipeline(plan.leaves, settings)
 

@@ -200,7 +200,7 @@ def _one_pass(
     """Send a pass, as far as it is asked for; return the command that ends it."""
 
     def send(failed: bool, message: BatchMessage) -> None:
-        data = pickle.dumps((number, failed, message), pickle.HIGHEST_PROTOCOL)
+        data = pickle.dumps((number, failed, *message), pickle.HIGHEST_PROTOCOL)
         try:
             link.send(data)
         except ConnectionError:

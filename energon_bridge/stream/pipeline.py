@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from energon_bridge.errors import DecodeError, FatalSampleError, SkipSample
-from energon_bridge.samples import SourceInfo
+from energon_bridge.samples import Batch, Sample, SourceInfo
 from energon_bridge.samples.slabs import LENDER, SLABS, Lender, Slab, SlabPool
 from energon_bridge.storage.network import MADE
 from energon_bridge.stream.cooking import StorePool, cook_of, cooker_of
@@ -383,9 +383,8 @@ class Pipeline:
                 which = (output,) if len(batches) > 1 else ()
                 self._attach(batch, "__restore_key__", ("Batch", lane, number + output, tuple(keys), *which))
         for batch in batches:
-            valid = np.empty(len(samples), np.bool_)
-            valid.fill(True)
-            self._attach(batch, "__valid__", torch.from_numpy(valid))
+            crosses = self.settings.in_worker and isinstance(batch, Batch | Sample | dict)
+            self._attach(batch, "__valid__", RealRows(len(samples)) if crosses else real_rows(len(samples)))
         return batches
 
     def _attach(self, batch: Any, name: str, value: Any) -> None:
@@ -520,6 +519,25 @@ def first_sample(key: tuple[Any, ...]) -> RestoreKey:
     """Return the restore key of the first sample of a row."""
     first: RestoreKey = key[2][0] if key[0] == "Pack" else key
     return first
+
+
+def real_rows(rows: int) -> torch.Tensor:
+    """Return the mask of rows that are all real."""
+    valid = np.empty(rows, np.bool_)
+    valid.fill(True)
+    return torch.from_numpy(valid)
+
+
+class RealRows:
+    """Stands for such a mask in a worker: pickled it is the tensor, which is made only where it arrives."""
+
+    __slots__ = ("_rows",)
+
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return real_rows, (self._rows,)
 
 
 def attach(batch: Any, name: str, value: Any) -> None:

@@ -38,6 +38,7 @@ class StreamSettings:
             by which microbatches and samples are counted as there; 0 ranks: nothing is as there.
         config: For the drop-in: the worker configuration, for hooks that ask.
         barred: Leaf (`user_key_of`) and index of the samples that are not tried again.
+        in_worker: Microbatches are pickled, for another process.
     """
 
     batch_size: int | None
@@ -62,3 +63,4 @@ class StreamSettings:
     config: Any = None
     words: Sequence[Words] = ()
     barred: frozenset[tuple[int, int]] = frozenset()
+    in_worker: bool = False
