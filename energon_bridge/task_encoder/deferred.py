@@ -26,7 +26,6 @@ from energon_bridge.samples.base import field_names
 from energon_bridge.task_encoder.current import DELIVERING
 from energon_bridge.task_encoder.images import ImageForm, decode_image
 
-
 _WORTHWHILE = 1 << 16
 """Bytes of pixels from which memory in one piece costs less than joining them."""
 
