@@ -11,8 +11,8 @@ the rival needs megatron-energon and the same transformers: that of `scripts/riv
 transformers` in it; never torchvision. Each measurement is a fresh process; systems, rows and numbers of workers take
 turns, and a system's figure is that of its best number of workers. `/uint8`: pixels as bytes, for us alone.
 
-The video processors of transformers need torchvision, which would break that environment: for videos the rival has their
-operations, in their order, by torch alone.
+The video processors of transformers need torchvision, which would break that environment: for videos the rival has
+their operations, in their order, by torch alone.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ long.mp4      10 minutes of it, a key frame every 10 s
 long.mkv      the same in Matroska
 vfr.mp4       10 seconds, H.264 with B-frames, frames that last 20 to 60 ms
 
-Clips for models (`clip`) are larger: 8 seconds of 640 x 480, 30 frames a second, as x264 encodes them if nobody says how.
+Clips for models (`clip`) are larger: 8 seconds of 640 x 480, 30 frames a second, as x264 encodes them by default.
 """
 
 from __future__ import annotations
