@@ -286,7 +286,8 @@ def pack_rows(pipeline: Pipeline, rows: list[BatchRow], counts: Counts, *, again
             if code.posts:
                 code.now.hook = "decode_deferred"
                 decode_deferred([content])  # what is left is a broken image
-            samples.append(code.post(content, *pipeline.seed_of(row)))
+            with pipeline.adopting():
+                samples.append(code.post(content, *pipeline.seed_of(row)))
         except Exception as error:  # the policy decides
             pipeline.take_tally(row.members[0].leaf, counts, again=again)
             pipeline.failed(error, [row.members[0][:2]], counts)
@@ -300,7 +301,8 @@ def pack_rows(pipeline: Pipeline, rows: list[BatchRow], counts: Counts, *, again
     refs = tuple(row.members[0] for row in members)
     try:
         # Without a batch size a pack is the microbatch.
-        with pipeline.lending() if pipeline.settings.batch_size is None else contextlib.nullcontext():
+        whole = pipeline.settings.batch_size is None
+        with pipeline.lending() if whole else contextlib.nullcontext(), pipeline.adopting():
             outputs = code.pack(samples, *pipeline.seed_of(members[0]))
     except Exception as error:  # the policy decides
         pipeline.failed(error, [ref[:2] for ref in refs], counts)

@@ -21,6 +21,7 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from types import GeneratorType
 from typing import Any
@@ -52,6 +53,20 @@ _ENCODE, _BATCH, _POST, _SELECT, _PACK, _GROUP, _COOK = 1, 2, 3, 4, 5, 6, 7
 _LOADING = ("read", "decode", "field_map", "part_filter", "sample_loader", "joiner", "cook_crude_sample")
 
 
+@dataclass(slots=True)
+class BegunDraw:
+    """A draw that has been through the first hook: the samples, or what was raised, in which hook, and what it counted.
+
+    `sample` is what the hook was given.
+    """
+
+    encoded: list[Any]
+    error: Exception | None
+    hook: str
+    sample: Any
+    tally: Counter[str]
+
+
 class HookRunner:
     """The hooks of an encoder, as one lane calls them.
 
@@ -66,6 +81,7 @@ class HookRunner:
         groups: Whether rows are batched by groups.
         waits: Whether samples wait to be packed or grouped, and so may be encoded again for another microbatch.
         posts: Whether `postencode_sample` is code of the user's.
+        posts_alone: Whether it is, and samples go there right behind the first hook, since the encoder does not pack.
         now: The hook that runs, and what it was given.
         drawing: The steps that have worked when a draw has given samples.
         hooks: All steps on the way to a microbatch.
@@ -93,6 +109,7 @@ class HookRunner:
                     )
         self._first = encoder.encode_sample if encodes else _hook(encoder, "preencode_sample")
         self._pre = encodes or pre
+        self.posts_alone = self.posts and not packs
         self.encodes = self._pre or (self.posts and not packs) or makes
         self.groups = not is_default(_hook(encoder, "batch_group_criterion"))
         self.waits = packs or self.groups
@@ -131,6 +148,35 @@ class HookRunner:
 
         What a pack is made of has been through `preencode_sample` only.
         """
+        encoded = self._first_of(sample, leaf_key, index, epoch, cook)
+        return self._posted(encoded, leaf_key, index, epoch) if self.posts_alone else encoded
+
+    def begin(
+        self, sample: Any, leaf_key: int, index: int, epoch: int, cook: Callable[[Any], Any] | None = None
+    ) -> BegunDraw:
+        """Do the first part of `encode`, before images are decoded; what is raised there is raised by `finish`."""
+        error, encoded = None, []
+        try:
+            encoded = self._first_of(sample, leaf_key, index, epoch, cook)
+        except Exception as raised:  # kept, so that failures are counted in the order of the draws
+            error = raised
+        begun = BegunDraw(encoded, error, self.now.hook, sample, self.tally.copy())
+        self.tally.clear()
+        return begun
+
+    def finish(self, begun: BegunDraw, leaf_key: int, index: int, epoch: int) -> list[Any]:
+        """Do the second part of `encode`. Raises what the first part has raised."""
+        SAMPLE.set((leaf_key, index, epoch))
+        self.now.at(leaf_key, index)
+        self.now.sample, self.now.hook = begun.sample, begun.hook
+        self.tally.update(begun.tally)
+        if begun.error is not None:
+            raise begun.error
+        return self._posted(begun.encoded, leaf_key, index, epoch)
+
+    def _first_of(
+        self, sample: Any, leaf_key: int, index: int, epoch: int, cook: Callable[[Any], Any] | None
+    ) -> list[Any]:
         if not self.encodes:
             return [sample]
         SAMPLE.set((leaf_key, index, epoch))
@@ -148,10 +194,16 @@ class HookRunner:
             now.hook = self._first_name
             seed_everything(fold(leaf_key, _ENCODE, index, epoch))
             encoded = self._encoded(self._first(sample))
-        if self.posts and not self._packs:
-            now.hook = "decode_deferred"
-            decode_deferred(encoded)
-            encoded = [self.post(one, leaf_key, index, epoch, output) for output, one in enumerate(encoded)]
+        if not self.posts_alone:
+            now.sample = None
+            now.hook = ""
+        return encoded
+
+    def _posted(self, encoded: list[Any], leaf_key: int, index: int, epoch: int) -> list[Any]:
+        now = self.now
+        now.hook = "decode_deferred"
+        decode_deferred(encoded)
+        encoded = [self.post(one, leaf_key, index, epoch, output) for output, one in enumerate(encoded)]
         now.sample = None
         now.hook = ""
         return encoded

@@ -4,6 +4,9 @@ Around packing most of what is drawn is far from being delivered. A deferred ima
 size from their header, which is what a packer needs; `get` decodes. Where an encoder has `postencode_sample`, the
 engine decodes what is still deferred in a sample's fields right before it, all of a pack at once and on its threads;
 what the hook itself gets from stores and lazies is decoded too, so that it never sees a deferred image.
+
+An encoder may put images of a class of its own in their place, which say how many bytes they will be as pixels of the
+model (`room`). All of them in a microbatch get memory in one piece, one behind the other, and `made` writes there.
 """
 
 from __future__ import annotations
@@ -12,8 +15,10 @@ import io
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, is_dataclass, replace
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
+import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from energon_bridge.errors import DecodeError
@@ -23,6 +28,9 @@ from energon_bridge.task_encoder.images import ImageForm, decode_image, guess_im
 
 _ORIENTATION, _ON_ITS_SIDE = 0x0112, (5, 6, 7, 8)
 """The tag of EXIF that says how an image is turned, and its values with which width and height change places."""
+
+_WORTHWHILE = 1 << 16
+"""Bytes of pixels from which memory in one piece costs less than joining them."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -61,6 +69,15 @@ class DeferredImage:
         """Return the pixels, decoded anew at each call. Raises DecodeError."""
         return decode_image(self.data, self.form, part=self.part)
 
+    @property
+    def room(self) -> int:
+        """Return the bytes of memory that `made` asks for."""
+        return 0
+
+    def made(self, memory: np.ndarray | None = None) -> Any:
+        """Return what takes the image's place before `postencode_sample`, in memory of `room` bytes if it can be."""
+        return self.get()
+
     def with_data(self, data: bytes) -> DeferredImage:
         """Return an image of the same form and name of other bytes."""
         return replace(self, data=data)
@@ -95,8 +112,31 @@ def sample_parser(sample: Any) -> list[tuple[str, Any]]:
     return list(getattr(sample, "__dict__", {}).items())
 
 
-def decode_deferred(samples: Iterable[Any], over: Callable[..., Iterable[Any]] = map) -> None:
-    """Decode what is deferred in some samples, in place; `over` maps, on threads if it likes. Raises DecodeError."""
+def decode_deferred(
+    samples: Iterable[Any],
+    over: Callable[..., Iterable[Any]] = map,
+    memory_of: Callable[[int], np.ndarray] | None = None,
+) -> None:
+    """Decode what is deferred in some samples, in place.
+
+    Args:
+        samples: Of any kind.
+        over: Maps, on threads if it likes.
+        memory_of: Returns so many bytes for all pixels; None: each has memory of its own.
+
+    Raises:
+        SampleError: An image does not decode; what comes before it has been decoded.
+    """
     found = [entry for sample in samples for entry in deferred_in(sample)]
-    for (put, _), pixels in zip(found, over(DeferredImage.get, [image for _, image in found]), strict=True):
+    images = [image for _, image in found]
+    ends = list(accumulate(image.room for image in images))
+    memory = memory_of(ends[-1]) if memory_of is not None and ends and ends[-1] >= _WORTHWHILE else None
+    pieces: list[np.ndarray | None] = [None] * len(images)
+    if memory is not None:
+        pieces = [memory[end - image.room : end] for image, end in zip(images, ends, strict=True)]
+    for (put, _), pixels in zip(found, over(_made, images, pieces), strict=True):
         put(pixels)
+
+
+def _made(image: DeferredImage, memory: np.ndarray | None) -> Any:
+    return image.made(memory)
