@@ -112,6 +112,8 @@ def plan_run(
     target = getattr(data.task_encoder.decoder, "image_target", None)
     if target is not None:  # no matter of order but of pixels, which nobody would see change
         settings["image_target"] = list(target)
+    if getattr(data.task_encoder.decoder, "image_backend", "auto") != "auto":
+        settings["image_backend"] = data.task_encoder.decoder.image_backend
     settings |= getattr(data.task_encoder, "pixel_settings", {})
     # A pass has one order, whoever delivers it.
     cut = 1 if data.finite else lanes

@@ -24,7 +24,10 @@ from PIL import Image, UnidentifiedImageError
 from energon_bridge.errors import DecodeError
 from energon_bridge.samples.base import field_names
 from energon_bridge.task_encoder.current import DELIVERING
-from energon_bridge.task_encoder.images import ImageForm, decode_image
+from energon_bridge.task_encoder.images import ImageForm, decode_image, guess_image_extension, open_heic
+
+_ORIENTATION, _ON_ITS_SIDE = 0x0112, (5, 6, 7, 8)
+"""The tag of EXIF that says how an image is turned, and its values with which width and height change places."""
 
 _WORTHWHILE = 1 << 16
 """Bytes of pixels from which memory in one piece costs less than joining them."""
@@ -52,8 +55,11 @@ class DeferredImage:
             DecodeError: There is no header to be read.
         """
         try:
+            if guess_image_extension(self.data) == "heic":
+                open_heic()
             with Image.open(io.BytesIO(self.data)) as image:
-                return image.size
+                turned = self.form.backend == "torchcodec" and image.getexif().get(_ORIENTATION, 1) in _ON_ITS_SIDE
+                return image.size[::-1] if turned else image.size
         except (UnidentifiedImageError, OSError, SyntaxError, ValueError) as error:
             raise DecodeError(
                 f"part {self.part!r} ({len(self.data)} bytes) is no image whose size can be read: {error}"
