@@ -460,7 +460,9 @@ def _check_can_seek(data: EnergonMultiModalDataModule) -> None:
     packs = data.packing_buffer_size is not None
     by_length = data.dataset_kwargs.get("max_tokens_per_microbatch") is not None
     if packs or by_length or HookRunner(data.task_encoder).groups:
-        does = "max_tokens_per_microbatch selects" if by_length else f"the task encoder {'packs' if packs else 'groups'}"
+        does = (
+            "max_tokens_per_microbatch selects" if by_length else f"the task encoder {'packs' if packs else 'groups'}"
+        )
         raise ConfigurationError(
             f"resume='seek' finds a step by counting samples, but {does} them, so that their number differs from step "
             "to step: give resume='files' and --dataloader-save"
