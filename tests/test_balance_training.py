@@ -53,6 +53,12 @@ def test_megatron_core_learns_the_same(dataset: Path, tmp_path: Path) -> None:
     assert before == after
     assert losses(balanced) == pytest.approx(losses(plain), rel=1e-5)
     assert len(losses(plain)) == 3
+    assert [
+        "Balance of the ranks" in (tmp_path / name / "report.html").read_text() for name in ("plain", "balanced")
+    ] == [
+        False,
+        True,
+    ]
 
 
 def test_lightning_learns_the_same(dataset: Path, tmp_path: Path) -> None:
