@@ -98,6 +98,8 @@ def plan_run(
             settings |= {"dp_size": config.dp_size, "num_workers": max(1, config.num_workers), "limit": data.limit}
     if data.packing_buffer_size is not None:
         settings |= {"packing_buffer_size": data.packing_buffer_size}
+    if data.max_tokens_per_microbatch is not None:
+        settings |= {"max_tokens_per_microbatch": data.max_tokens_per_microbatch}
     if data.kind != "finite":
         shuffle = [_shuffle_setting(leaf.shuffle_epochs) for leaf in data.ordered]
         settings |= {
@@ -261,6 +263,8 @@ class DatasetSpec(Description):
         )
 
     def _what_batches_have(self) -> str:
+        if self.max_tokens_per_microbatch is not None:
+            return f"up to {counted(self.max_tokens_per_microbatch, 'token')}"
         if self.batch_size is None:
             return "one sample"
         return counted(self.batch_size, "sample" if self.packing_buffer_size is None else "pack")

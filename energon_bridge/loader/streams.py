@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -20,6 +21,7 @@ from energon_bridge.loader.run_plan import RunPlan, deal_of_pass, draws_of_pass
 from energon_bridge.plan.blend import Blend
 from energon_bridge.samples.slabs import Lender
 from energon_bridge.stream.dealt import Dealt
+from energon_bridge.stream.draws import SAMPLE
 from energon_bridge.stream.finite import (
     WHOLE_PACK,
     DrawnRows,
@@ -37,7 +39,7 @@ from energon_bridge.stream.grouping import Groups
 from energon_bridge.stream.lane import Lane
 from energon_bridge.stream.pipeline import Pipeline
 from energon_bridge.stream.settings import StreamSettings
-from energon_bridge.stream.state import BufferedRefs, Counts, LaneBatch, LaneState, Stage
+from energon_bridge.stream.state import BufferedRefs, Counts, LaneBatch, LaneState, SampleRef, Stage
 from energon_bridge.stream.watchdog import WatchdogSettings
 from energon_bridge.task_encoder.images import IMAGE_EXTENSIONS
 from energon_bridge.topology import WorkerConfig
@@ -125,6 +127,7 @@ def open_pipeline(
         draws_ahead=min(_TOGETHER, max(_LEAST_AHEAD, _TOGETHER_BYTES // unit)) if is_far else 0,
         restore_generators=not config.num_workers,
         packing_buffer_size=data.packing_buffer_size,
+        max_tokens_per_microbatch=data.max_tokens_per_microbatch,
         buffer_bytes=config.buffer_bytes,
         lanes=lanes,
         cache=data.cache_pool,
@@ -286,7 +289,8 @@ def _decodes_media(dataset: PreparedDataset | JoinedDataset) -> bool:
 # The listing of a pass that ends, where the encoder packs or groups: all ranks agree on it before its first step.
 #
 # *Packs*: the draws of the pass are cut into blocks of `packing_buffer_size`, whatever the number of ranks. Each rank
-# encodes the blocks that are its share and lets the encoder select packs; the lists of references are gathered.
+# encodes the blocks that are its share and lets the encoder select packs; the lists of references are gathered. With
+# `max_tokens_per_microbatch` the packs are the microbatches.
 #
 # *Groups*: the rows (samples, or what the encoder makes of each pack) are cut into blocks in the same way, each rank
 # asks the encoder for the groups of its share, and the answers are gathered. A group that is full is a microbatch.
@@ -350,12 +354,15 @@ def _packs(
     def select(start: int, stop: int, counted: Counts) -> BufferedRefs:
         return BufferedRefs.of((Stage.PACK, pack, 0) for pack in packs_of(pipeline, plan, start, stop, counted))
 
-    rows: list[ListedRow] = []
+    packs: list[list[SampleRef]] = []
     for found in _blocks(select, plan.num_draws, buffer, config, counts):
-        rows += [(refs, WHOLE_PACK) for _, refs, _ in found.entries()]
-        if len(rows) >= enough:
+        packs += [refs for _, refs, _ in found.entries()]
+        if len(packs) >= enough:
             break
-    return Listing(rows=rows, ends=None)
+    if pipeline.code.by_length:
+        rows = [((ref,), SAMPLE) for refs in packs for ref in refs]
+        return Listing(rows=rows, ends=list(accumulate(map(len, packs))))
+    return Listing(rows=[(refs, WHOLE_PACK) for refs in packs], ends=None)
 
 
 def _groups(

@@ -224,6 +224,11 @@ class BalancedLoader:
         return self.loader.ownership
 
     @property
+    def balance_sums(self) -> tuple[int, float, Sequence[float]]:
+        """The global batches that were exchanged, this rank's cost of the last one, and the sums behind `metrics`."""
+        return self._sums.global_batches, self._sums.own, self._sums.figures
+
+    @property
     def unfinished(self) -> str | None:
         """Why there is no state just now, or None."""
         if not self._ready:

@@ -14,6 +14,9 @@ one and a half times what it delivers meanwhile.
 In the state there are references: those of the packs in turn, then those of the buffer. A restored lane encodes a pack
 when it is its turn, and the buffer in shares, too, after each microbatch but the first.
 
+With `max_tokens_per_microbatch` what is selected are microbatches: the engine asks the encoder for the length of each
+sample, and the samples of a "pack" stay rows. Everything else is the same, the state too.
+
 The lanes of a process share a budget of bytes for contents (`stream/pipeline.py`). A lane that must let go drops what
 it needs last, the newest of the buffer first and then the packs from the last one on, and makes it again when it is
 needed. The encoder sees a buffer with all its contents, so while one lane selects, its buffer is held beside the
@@ -32,13 +35,13 @@ from typing import Any
 
 import numpy as np
 
-from energon_bridge.errors import FatalSampleError
+from energon_bridge.errors import FatalSampleError, OverLongSampleError
 from energon_bridge.rng import IntArray
 from energon_bridge.stream.draws import SAMPLE, BatchRow, Draws, reencode, rows_of
 from energon_bridge.stream.pipeline import Pipeline
 from energon_bridge.stream.state import COUNTERS, BufferedRefs, Counts, SampleRef, Stage, as_members
 from energon_bridge.task_encoder.deferred import decode_deferred
-from energon_bridge.task_encoder.packing import LONGEST_WAIT
+from energon_bridge.task_encoder.packing import LONGEST_WAIT, Packer
 
 logger = logging.getLogger(__name__)
 
@@ -152,6 +155,22 @@ class Packing:
             self._packs.done()
         return row
 
+    def take_microbatch(self, counts: Counts) -> list[BatchRow]:
+        """Return the rows of the next microbatch that was selected by length; selects where none is left."""
+        first, selections = self._draws.draw, 0
+        while True:
+            if self._packs:
+                rows = self._with_contents(self._packs[0].members, counts)
+                self._hold(-sum(row.size for row in rows))
+                self._packs.done()
+                if rows := post_encoded(self._pipeline, rows, counts):
+                    return rows
+                continue
+            if selections > _EMPTY_SELECTIONS:
+                self._draws.give_up_if_barren(first)
+            selections += 1
+            self._select(counts)
+
     def settle(self, rows: int, counts: Counts) -> None:
         """Make this microbatch's share of the next buffer; select if the next one would find too few packs."""
         left = len(self._packs) // rows
@@ -199,20 +218,23 @@ class Packing:
                 self._keep([])
                 continue
             try:
-                packs = select_packs(self._pipeline, rows)
+                packs, left = select_packs(self._pipeline, rows, counts)
             except Exception as error:  # the policy decides
                 self._pipeline.failed(error, [row.members[0][:2] for row in rows], counts)
                 self._hold(-sum(row.size for row in rows))
                 self._keep([])
                 return
-            selected = {id(row) for pack in packs for row in pack}
             self._packs.add(_Pack(pack) for pack in packs)
-            left = [(row, before[id(row)] + 1) for row in rows if id(row) not in selected]
-            self._keep([(row, wait) for row, wait in left if not self._is_given_up(row, wait, counts)])
+            stay = {id(row) for row in chain(left, *packs)}
+            self._hold(-sum(row.size for row in rows if id(row) not in stay))
+            waits = [(row, before[id(row)] + 1) for row in left]
+            self._keep([(row, wait) for row, wait in waits if not self._is_given_up(row, wait, counts)])
             self._pipeline.budget.keep(self)
             if packs:
-                self.target = min(self._size, self.target + -(-len(selected) // 2))
+                self.target = min(self._size, self.target + -(-sum(map(len, packs)) // 2))
                 return
+        if self._pipeline.code.by_length:
+            return  # no sample has a length; `take_microbatch` gives up if it stays so
         raise FatalSampleError(
             f"select_samples_to_pack of {type(self._pipeline.code.encoder).__name__} made no pack of "
             f"{len(self._buffer)} samples, {_EMPTY_SELECTIONS} times in a row: return lists of the samples it is given"
@@ -241,6 +263,9 @@ class Packing:
         out = []
         for row in rows:
             members = reencode(self._pipeline, [BatchRow((ref,), SAMPLE, None, 0) for ref in row.members], counts)
+            if self._pipeline.code.by_length:
+                out += post_encoded(self._pipeline, members, counts, again=True)
+                continue
             packed = pack_rows(self._pipeline, members, counts, again=True)
             if row.output < len(packed):
                 out.append(packed[row.output])
@@ -263,12 +288,53 @@ class Packing:
                 self._hold(-row.size)
 
 
-def select_packs(pipeline: Pipeline, rows: list[BatchRow], *, last: bool = False) -> list[list[BatchRow]]:
-    """Return the packs that the encoder selects from some rows; `last` says that nothing will join the others."""
+def select_packs(
+    pipeline: Pipeline, rows: list[BatchRow], counts: Counts, *, last: bool = False
+) -> tuple[list[list[BatchRow]], list[BatchRow]]:
+    """Return the packs, or the microbatches, that are selected from some rows, and the rows that stay.
+
+    `last` says that nothing will join the others. Rows whose length is not known, and are counted, are in neither.
+    """
+    most = pipeline.settings.max_tokens_per_microbatch
+    if most is not None:
+        return _select_microbatches(pipeline, rows, counts, most, last=last)
     groups = pipeline.code.select([row.content for row in rows], *pipeline.seed_of(rows[0]), last=last)
     if pipeline.judge.alert:
         pipeline.judge.succeeded(("select_samples_to_pack",), {row.members[0].leaf for row in rows})
-    return _as_rows(groups, rows, type(pipeline.code.encoder).__name__)
+    packs = _as_rows(groups, rows, type(pipeline.code.encoder).__name__)
+    selected = {id(row) for pack in packs for row in pack}
+    return packs, [row for row in rows if id(row) not in selected]
+
+
+def _select_microbatches(
+    pipeline: Pipeline, rows: list[BatchRow], counts: Counts, most: int, *, last: bool
+) -> tuple[list[list[BatchRow]], list[BatchRow]]:
+    """Select microbatches of at most so many tokens, padding included, by the lengths of samples alone."""
+    measured: list[tuple[BatchRow, int]] = []
+    for row in rows:
+        leaf = row.members[0].leaf
+        try:
+            length = pipeline.code.length(row.content, *pipeline.seed_of(row))
+            if length > most:
+                where = pipeline.source(leaf).where(row.members[0].sample)
+                raise OverLongSampleError(
+                    f"{where} has {length} tokens, and max_tokens_per_microbatch={most}: raise it, shorten the sample "
+                    "in encode_sample, or raise SkipSample there"
+                )
+        except Exception as error:  # the policy decides
+            pipeline.failed(error, [row.members[0][:2]], counts)
+            continue
+        if pipeline.judge.alert:
+            pipeline.judge.succeeded(("sample_length",), (leaf,))
+        measured.append((row, length))
+    packer: Packer[Any] = Packer(limits={"tokens": most}, size_of=int, method="padded_rows")
+    sizes = np.array([[length] for _, length in measured], dtype=np.int64).reshape(-1, 1)
+    places = packer.pack(sizes, flush=last)
+    selected = {place for microbatch in places for place in microbatch}
+    return (
+        [[measured[place][0] for place in microbatch] for microbatch in places],
+        [row for place, (row, _) in enumerate(measured) if place not in selected],
+    )
 
 
 def pack_rows(pipeline: Pipeline, rows: list[BatchRow], counts: Counts, *, again: bool = False) -> list[BatchRow]:
@@ -277,27 +343,12 @@ def pack_rows(pipeline: Pipeline, rows: list[BatchRow], counts: Counts, *, again
     With `again`, what the hooks themselves count has been counted before.
     """
     code = pipeline.code
-    members: list[BatchRow] = []
-    samples: list[Any] = []
-    pipeline.decode_deferred([row.content for row in rows])
-    for row in rows:
-        content, row.content = row.content, None
-        try:
-            if code.posts:
-                code.now.hook = "decode_deferred"
-                decode_deferred([content])  # what is left is a broken image
-            with pipeline.adopting():
-                samples.append(code.post(content, *pipeline.seed_of(row)))
-        except Exception as error:  # the policy decides
-            pipeline.take_tally(row.members[0].leaf, counts, again=again)
-            pipeline.failed(error, [row.members[0][:2]], counts)
-            continue
-        pipeline.take_tally(row.members[0].leaf, counts, again=again)
-        if pipeline.judge.alert:
-            pipeline.judge.succeeded(("decode_deferred", "postencode_sample"), (row.members[0].leaf,))
-        members.append(row)
+    members = post_encoded(pipeline, rows, counts, again=again)
     if not members:
         return []
+    samples = [row.content for row in members]
+    for row in members:
+        row.content = None
     refs = tuple(row.members[0] for row in members)
     try:
         # Without a batch size a pack is the microbatch.
@@ -311,6 +362,33 @@ def pack_rows(pipeline: Pipeline, rows: list[BatchRow], counts: Counts, *, again
         pipeline.judge.succeeded(("pack_selected_samples",), {ref.leaf for ref in refs})
     size = sum(row.size for row in members)
     return [BatchRow(refs, number, output, size) for number, output in enumerate(outputs)]
+
+
+def post_encoded(pipeline: Pipeline, rows: list[BatchRow], counts: Counts, *, again: bool = False) -> list[BatchRow]:
+    """Return rows as `postencode_sample` makes them, without those that it refuses, which lose their contents.
+
+    With `again`, what the hooks themselves count has been counted before.
+    """
+    code = pipeline.code
+    members: list[BatchRow] = []
+    pipeline.decode_deferred([row.content for row in rows])
+    for row in rows:
+        content, row.content = row.content, None
+        try:
+            if code.posts:
+                code.now.hook = "decode_deferred"
+                decode_deferred([content])  # what is left is a broken image
+            with pipeline.adopting():
+                row.content = code.post(content, *pipeline.seed_of(row))
+        except Exception as error:  # the policy decides
+            pipeline.take_tally(row.members[0].leaf, counts, again=again)
+            pipeline.failed(error, [row.members[0][:2]], counts)
+            continue
+        pipeline.take_tally(row.members[0].leaf, counts, again=again)
+        if pipeline.judge.alert:
+            pipeline.judge.succeeded(("decode_deferred", "postencode_sample"), (row.members[0].leaf,))
+        members.append(row)
+    return members
 
 
 def _as_rows(groups: Any, rows: list[BatchRow], encoder: str) -> list[list[BatchRow]]:

@@ -30,7 +30,7 @@ from energon_bridge.stream.reader import RoundBuffer
 from energon_bridge.stream.report import MAX_MEMBERS, SamplePlace, place_in
 from energon_bridge.stream.settings import StreamSettings
 from energon_bridge.stream.state import COUNTERS, Counts
-from energon_bridge.stream.user_code import BegunDraw, HookRunner, running_hooks
+from energon_bridge.stream.user_code import BegunDraw, HookRunner, running_hooks, selection_of
 from energon_bridge.stream.values import BANNED, Columns, FailedSample, RestoreKey
 from energon_bridge.stream.watchdog import Activities, Watchdog, WatchdogSettings
 from energon_bridge.task_encoder.current import BATCH, FAILED, NUMBER, UNKNOWN
@@ -164,8 +164,9 @@ class Pipeline:
         self.settings = settings
         self.rows = settings.batch_size or 1
         makes = any(has_code(leaf.dataset) or cooker_of(settings.encoder, leaf.dataset) for leaf in leaves)
-        packs, words = settings.packing_buffer_size is not None, settings.words
-        self.code = HookRunner(settings.encoder, packs=packs, makes=makes, words=words[0] if words else None)
+        selects = selection_of(settings.packing_buffer_size, settings.max_tokens_per_microbatch)
+        words = settings.words
+        self.code = HookRunner(settings.encoder, selects=selects, makes=makes, words=words[0] if words else None)
         self._stores = StorePool(settings.encoder.decoder)
         self.judge = FailureTracker(settings.policy, settings.encoder, self.code.hooks, settings.delivered)
         self.activities = Activities(words[1:])

@@ -25,7 +25,9 @@ class StreamSettings:
         background_reads: Threads that read ahead.
         draws_ahead: Draws of each lane that are read ahead where rounds are not.
         restore_generators: Put the global random generators back after each microbatch.
-        packing_buffer_size: Encoded samples from which the encoder selects packs; None: it does not pack.
+        packing_buffer_size: Encoded samples from which packs or microbatches are selected; None: neither.
+        max_tokens_per_microbatch: Tokens, padding included, of microbatches that are selected by length; None: the
+            encoder selects packs.
         buffer_bytes: Bytes for the contents of samples waiting to be packed, all lanes of the process together.
         lanes: Lanes of the process.
         cache: Where cookers and hooks keep files that are needed later.
@@ -50,6 +52,7 @@ class StreamSettings:
     draws_ahead: int = 0
     restore_generators: bool = False
     packing_buffer_size: int | None = None
+    max_tokens_per_microbatch: int | None = None
     buffer_bytes: int = 1 << 30
     lanes: int = 1
     cache: CachePool = field(default_factory=NoCachePool)

@@ -23,8 +23,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from operator import index as index_of
 from types import GeneratorType
-from typing import Any
+from typing import Any, Literal, SupportsIndex
 
 import numpy as np
 import torch
@@ -49,8 +50,18 @@ from energon_bridge.task_encoder.deferred import decode_deferred
 
 logger = logging.getLogger(__name__)
 
-_ENCODE, _BATCH, _POST, _SELECT, _PACK, _GROUP, _COOK = 1, 2, 3, 4, 5, 6, 7
+_ENCODE, _BATCH, _POST, _SELECT, _PACK, _GROUP, _COOK, _LENGTH = range(1, 9)
 _LOADING = ("read", "decode", "field_map", "part_filter", "sample_loader", "joiner", "cook_crude_sample")
+
+Selection = Literal["packs", "microbatches"] | None
+"""What is selected of a buffer of samples: packs, by the encoder; microbatches of similar length; None: nothing is."""
+
+
+def selection_of(packing_buffer_size: int | None, max_tokens_per_microbatch: int | None) -> Selection:
+    """Return what these settings of a dataset select."""
+    if packing_buffer_size is None:
+        return None
+    return "packs" if max_tokens_per_microbatch is None else "microbatches"
 
 
 @dataclass(slots=True)
@@ -72,13 +83,14 @@ class HookRunner:
 
     Args:
         encoder: The task encoder.
-        packs: Whether it packs.
+        selects: What is selected of a buffer of samples.
         makes: Whether it cooks samples of a leaf, or a leaf brings code of its own.
         words: Where it is written what runs (`Activity.words`).
 
     Attributes:
         encodes: Whether code of the user's sees every sample that is drawn.
         groups: Whether rows are batched by groups.
+        by_length: Whether microbatches are selected by the lengths of samples.
         waits: Whether samples wait to be packed or grouped, and so may be encoded again for another microbatch.
         posts: Whether `postencode_sample` is code of the user's.
         posts_alone: Whether it is, and samples go there right behind the first hook, since the encoder does not pack.
@@ -91,9 +103,12 @@ class HookRunner:
         ConfigurationError: Hooks are overridden that exclude each other.
     """
 
-    def __init__(self, encoder: Any, *, packs: bool = False, makes: bool = False, words: Words | None = None) -> None:
+    def __init__(
+        self, encoder: Any, *, selects: Selection = None, makes: bool = False, words: Words | None = None
+    ) -> None:
         self.encoder = encoder
-        self._packs = packs
+        packs, self.by_length = selects == "packs", selects == "microbatches"
+        self._selects = selects is not None
         pre, self.posts = (not is_default(_hook(encoder, f"{name}encode_sample")) for name in ("pre", "post"))
         encodes = not is_default(encoder.encode_sample)
         if encodes and (pre or self.posts):
@@ -109,24 +124,36 @@ class HookRunner:
                     )
         self._first = encoder.encode_sample if encodes else _hook(encoder, "preencode_sample")
         self._pre = encodes or pre
-        self.posts_alone = self.posts and not packs
-        self.encodes = self._pre or (self.posts and not packs) or makes
+        self.posts_alone = self.posts and not selects
+        self.encodes = self._pre or self.posts_alone or makes
         self.groups = not is_default(_hook(encoder, "batch_group_criterion"))
-        self.waits = packs or self.groups
+        if self.groups and self.by_length:
+            raise ConfigurationError(
+                f"max_tokens_per_microbatch is set, and {type(encoder).__name__} overrides batch_group_criterion: both "
+                "say which samples share a microbatch. Leave one of them out"
+            )
+        self.waits = self._selects or self.groups
+        if self.by_length and not hasattr(encoder, "sample_length"):
+            raise ConfigurationError(
+                f"max_tokens_per_microbatch is set, and {type(encoder).__name__} has no sample_length: give it that "
+                "method, which returns the length of a sample in tokens, or derive it from TaskEncoder"
+            )
+        self._seeds_length = not is_default(_hook(encoder, "sample_length"))
         self._batches = not (is_default(encoder.batch) and is_default(encoder.encode_batch))
         self.now = Activity(words)
         self.tally: Counter[str] = Counter()
         self._first_name = "encode_sample" if encodes else "preencode_sample"
         late = ("decode_deferred", "postencode_sample")
-        self.drawing = (*_LOADING, self._first_name, *(() if packs else late))
-        packing = ("select_samples_to_pack", *late, "pack_selected_samples") if packs else ()
+        self.drawing = (*_LOADING, self._first_name, *(() if selects else late))
+        packing: tuple[str, ...] = ("select_samples_to_pack", *late, "pack_selected_samples") if packs else ()
+        packing = ("sample_length", *late) if self.by_length else packing
         grouping = ("batch_group_criterion",) if self.groups else ()
         self.hooks = (*self.drawing, *packing, *grouping, "batch", "encode_batch")
 
     @property
     def present(self) -> bool:
         """Whether any hook is not the package's own."""
-        return self.encodes or self._batches or self._packs or self.groups
+        return self.encodes or self._batches or self._selects or self.groups
 
     def make(self, sample: PendingSample, leaf_key: int, index: int, epoch: int) -> Any:
         """Return what code that comes with a dataset makes of a draw, or the `FailedSample` in its place."""
@@ -223,7 +250,7 @@ class HookRunner:
         if not self.posts:
             return sample
         SAMPLE.set((leaf_key, index, epoch))
-        if self._packs and self.tally:
+        if self._selects and self.tally:
             self.tally.clear()
         self.now.at(leaf_key, index)
         self.now.hook = "postencode_sample"
@@ -257,6 +284,21 @@ class HookRunner:
             LAST.reset(token)
         self.now.rest()
         return groups
+
+    def length(self, sample: Any, leaf_key: int, index: int, epoch: int, output: int) -> int:
+        """Return the length of a sample in tokens, by `sample_length`; at least 1."""
+        SAMPLE.set((leaf_key, index, epoch))
+        self.now.hook, self.now.sample = "sample_length", sample
+        if self._seeds_length:
+            seed_everything(fold(leaf_key, _LENGTH, index, epoch, output))
+        length = self.encoder.sample_length(sample)
+        if isinstance(length, bool) or not isinstance(length, SupportsIndex):
+            raise FatalSampleError(
+                f"sample_length of {type(self.encoder).__name__} returned {type(length).__name__} {length!r}: return "
+                "the length of the sample, a whole number of tokens"
+            )
+        self.now.rest()
+        return max(1, index_of(length))
 
     def pack(self, samples: list[Any], leaf_key: int, index: int, epoch: int, output: int) -> list[Any]:
         """Return the rows that a pack becomes; the numbers are those of its first sample."""

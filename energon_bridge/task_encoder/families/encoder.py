@@ -19,7 +19,7 @@ from torch import Tensor
 
 from energon_bridge.errors import ConfigurationError, OverLongSampleError, SampleError, SkipSample
 from energon_bridge.samples import VidQASample
-from energon_bridge.task_encoder.base import TaskEncoder
+from energon_bridge.task_encoder.base import TaskEncoder, default_hook
 from energon_bridge.task_encoder.conversation import Document, ImageToken, MultiModalSampleConfig
 from energon_bridge.task_encoder.decoder import SampleDecoder
 from energon_bridge.task_encoder.deferred import DeferredImage
@@ -202,6 +202,11 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
     def padded_length(self, sample: PreparedSample | MultiModalSample) -> int:
         """Return how many tokens a sample takes in a pack."""
         return len(sample.tokens) + -len(sample.tokens) % self.config.pad_to_multiple_of
+
+    @default_hook
+    def sample_length(self, sample: Any) -> int:
+        """Return the tokens of a row of a batch in which this sample is the longest."""
+        return self._row_length if self.config.pad_to_max_length else self.padded_length(sample)
 
     def select_samples_to_pack(self, samples: Sequence[Any]) -> list[list[Any]]:
         """Return the packs of tokenised samples that leave the packing buffer now."""
