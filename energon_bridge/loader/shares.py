@@ -25,7 +25,7 @@ from energon_bridge.errors import ConfigurationError
 from energon_bridge.format.join import JoinedDataset
 from energon_bridge.format.jsonl import JsonlDataset
 from energon_bridge.loader.description import Description
-from energon_bridge.loader.document import State, check_format, sign
+from energon_bridge.loader.document import State, read_all, sign
 from energon_bridge.loader.fits import check_windows
 from energon_bridge.loader.run_plan import RunPlan
 from energon_bridge.loader.streams import Start, WorkerFacts, reported, watched_pipeline
@@ -100,9 +100,8 @@ def why_unplanned(data: Description) -> str | None:
     for leaf in data.ordered:
         dataset = leaf.dataset
         if isinstance(dataset, JoinedDataset | JsonlDataset):
-            return (
-                f"{dataset.path} is a {'join' if isinstance(dataset, JoinedDataset) else 'JSONL file'}, without columns"
-            )
+            kind = "join" if isinstance(dataset, JoinedDataset) else "JSONL file"
+            return f"{dataset.path} is a {kind}, which has no columns"
         if dataset.excluded:
             return f"{dataset.path} excludes samples by their keys (`exclude`): filter them out by a column instead"
     return None
@@ -213,13 +212,11 @@ def at_window(states: Sequence[State], span: int, settings: Mapping[str, Any]) -
     Raises:
         SettingMismatchError: The run that saved them had other windows.
     """
-    found, done = [], 0
-    for state in map(check_format, states):
-        check_windows(state["settings"], settings)
-        done = state["microbatches"] % span
-        rest = {name: value for name, value in state["settings"].items() if name not in settings}
-        found.append(sign(state | {"microbatches": state["microbatches"] - done, "settings": rest}))
-    return found, done
+    saved = read_all(states)
+    check_windows(saved.settings, settings)
+    done = saved.microbatches % span
+    rest = {name: value for name, value in saved.settings.items() if name not in settings}
+    return [sign(state | {"microbatches": saved.microbatches - done, "settings": rest}) for state in states], done
 
 
 # Planning ------------------------------------------------------------------------------------------------------------

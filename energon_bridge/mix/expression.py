@@ -181,8 +181,8 @@ class _Evaluation:
 
     def _refuse(self, node: ast.expr, why: str) -> NoReturn:
         raise ConfigurationError(
-            f"expression {self._text!r}: `{ast.unparse(node)}` {why}. An expression has columns, numbers, strings, comparisons, "
-            f"`in` with a list, and, or, not, and + - * / // %."
+            f"expression {self._text!r}: `{ast.unparse(node)}` {why}. An expression has columns, numbers, strings, "
+            f"comparisons, `in` with a list, and, or, not, and + - * / // %."
         )
 
 

@@ -65,8 +65,8 @@ class Balance:
         group: A gloo group of the data-parallel ranks that nobody else uses; None: there is one rank, and nothing to
             balance.
         window: Global batches that are cut anew together, by cost; 1: each keeps its microbatches.
-        own_share: Whether each rank loads only what it runs; None: where the cost is a `ColumnCost` and the stream can be
-            planned.
+        own_share: Whether each rank loads only what it runs; None: if the cost is a `ColumnCost`, and the stream can be
+            planned by it.
     """
 
     cost: Cost

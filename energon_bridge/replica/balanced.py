@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 
 from energon_bridge.errors import BalanceError, ConfigurationError, StepMismatchError, WrongUseError
@@ -312,7 +313,7 @@ class OwnShareLoader(BalancedLoader):
         digest = hashlib.blake2b(repr((sharing.group, sharing.window, sharing.settings)).encode(), digest_size=8)
         for table in sharing.tables:
             for column in (table.added, table.padded, table.sizes):
-                digest.update(b"-" if column is None else memoryview(column).cast("B"))
+                digest.update(b"-" if column is None else np.ascontiguousarray(column).data)
         own = (self.loader.microbatches, digest.hexdigest())
         found: list[Any] = [None] * self.config.dp_size
         dist.all_gather_object(found, own, group=self._group)
@@ -325,6 +326,6 @@ class OwnShareLoader(BalancedLoader):
         other = next((rank for rank, (_, hashed) in enumerate(found) if hashed != found[0][1]), None)
         if other is not None:
             raise BalanceError(
-                f"data-parallel ranks 0 and {other} read different columns, or were given different costs, so that they "
-                "would not run the same global batches: give all ranks the same ColumnCost, and the same dataset"
+                f"data-parallel ranks 0 and {other} read different columns, or were given different costs, so that "
+                "they would not run the same global batches: give all ranks the same ColumnCost, and the same dataset"
             )

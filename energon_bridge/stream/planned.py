@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import compress, pairwise
 from typing import Any
 
 import numpy as np
@@ -41,7 +41,7 @@ class SampleTable:
     """What is known of the samples of a leaf; an entry for each sample of its dataset.
 
     Attributes:
-        added: What a sample adds to the cost of its microbatch, in units of the run (`loader.shares`), shape (samples,).
+        added: What a sample adds to the cost of its microbatch, shape (samples,).
         padded: What a row costs that is padded to this sample, shape (samples,); None: rows are not padded.
         sizes: Its size under each limit of the packer, shape (samples, limits); None: the encoder does not pack.
     """
@@ -291,8 +291,8 @@ class PlannedLane:
                 self._target = min(size, self._target + -(-selected // 2))
                 return
         raise FatalSampleError(
-            f"the packer made no pack of {len(self._members)} samples, {EMPTY_SELECTIONS} times in a row: give a larger "
-            "packing_buffer_size, or check the columns of their sizes"
+            f"the packer made no pack of {len(self._members)} samples, {EMPTY_SELECTIONS} times in a row: give a "
+            "larger packing_buffer_size, or check the columns of their sizes"
         )
 
 
@@ -356,9 +356,10 @@ def make_planned(pipeline: Pipeline, planned: PlannedBatch, load: PlannedLoad, r
         samples, keys = _encoded(pipeline, planned, load.start(), counts)
         leaves: list[int] = planned.members[:, 0].tolist()
         if planned.ends is None:
-            there = [number for number, sample in enumerate(samples) if sample is not None]
-            if len(there) < len(samples):
-                samples, keys, leaves = ([part[number] for number in there] for part in (samples, keys, leaves))
+            there = [sample is not None for sample in samples]
+            if not all(there):
+                keys, leaves = list(compress(keys, there)), list(compress(leaves, there))
+                samples = list(compress(samples, there))
         else:
             rows = _packed(pipeline, planned, samples, rules, counts)
             samples, keys = [row.content for row in rows], [row.key(pipeline) for row in rows]
@@ -383,7 +384,9 @@ def _encoded(
     pipeline: Pipeline, planned: PlannedBatch, loads: PendingLoads, counts: Counts
 ) -> tuple[list[Any], list[tuple[Any, ...]]]:
     """Return the encoded samples, None in the place of those that are left out, and the restore keys of all."""
-    encodes, samples, keys = pipeline.code.encodes, [], []
+    encodes = pipeline.code.encodes
+    samples: list[Any] = []
+    keys: list[tuple[Any, ...]] = []
     leaves: list[int] = planned.members[:, 0].tolist()
     while len(loads):
         loaded = loads.take()
@@ -412,9 +415,11 @@ def _packed(
     packs: list[BatchRow] = []
     for first, end in pairwise([0, *planned.ends]):
         members = [
-            BatchRow((SampleRef(*planned.members[number].tolist(), 0),), SAMPLE, samples[number], 0)
-            for number in range(first, end)
-            if samples[number] is not None
+            BatchRow((SampleRef(leaf, sample, epoch, 0),), SAMPLE, content, 0)
+            for (leaf, sample, epoch), content in zip(
+                planned.members[first:end].tolist(), samples[first:end], strict=True
+            )
+            if content is not None
         ]
         made = pack_rows(pipeline, members, counts)
         if len(made) > 1:
