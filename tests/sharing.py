@@ -83,7 +83,12 @@ class Seen:
 
 
 def seen(batch: Any) -> Seen:
-    return Seen(digest=digest(batch), numbers=tuple(batch.number.flatten().tolist()))
+    return Seen(digest=digest(batch), numbers=numbers_of(batch))
+
+
+def numbers_of(batch: Any) -> tuple[int, ...]:
+    """Return the numbers of the samples in a batch, those of packs, too."""
+    return tuple(int(word) for text in batch.text for word in text.split()[1::2])
 
 
 def open_shared(

@@ -56,6 +56,7 @@ class Sharing:
         group: Microbatches in a global batch.
         window: Global batches that are cut anew together.
         tables: What is known of the samples of each leaf, in the order of the plan.
+        unit: A cost of 1 in the unit of the tables.
         packer: How samples are packed; None: the encoder does not pack.
         settings: What states say of it: nothing without windows, since then no global batch is another one.
     """
@@ -63,6 +64,7 @@ class Sharing:
     group: int
     window: int
     tables: tuple[SampleTable, ...] = field(repr=False)
+    unit: float
     packer: Packer[Any] | None
     settings: Mapping[str, Any]
 
@@ -132,6 +134,7 @@ def sharing_of(data: Description, group: int, cost: ColumnCost, window: int) -> 
         group=group,
         window=window,
         tables=tuple(tables[leaf.dataset.path, leaf.dataset.split_part] for leaf in data.ordered),
+        unit=_RESOLUTION / (most or 1.0),
         packer=packer,
         settings=window_settings(window, group, _text(cost)),
     )
@@ -288,7 +291,7 @@ class GlobalBatches:
         for number, group in enumerate(groups):
             assignment = assign_microbatches(costs[group], self._ranks)
             after = imbalance(costs[group], assignment)
-            moved = float(np.count_nonzero(assignment % self._ranks != np.arange(self._ranks))) / sharing.group
+            moved = float(np.count_nonzero(group[assignment] % self._ranks != np.arange(self._ranks))) / sharing.group
             found.append(
                 SharedBatch(
                     number=first // sharing.group + number,
@@ -320,11 +323,14 @@ class SharedStreams:
         pipeline: Loads them.
         rules: By which they were planned.
         batches: The global batches, from the beginning of a window on.
+        unit: A cost of 1 in the unit of the plan.
         config: Whose rank this is, and among how many workers its microbatches are dealt.
     """
 
-    def __init__(self, pipeline: Pipeline, rules: PlanRules, batches: GlobalBatches, config: WorkerConfig) -> None:
-        self._pipeline, self._rules, self._batches = pipeline, rules, batches
+    def __init__(
+        self, pipeline: Pipeline, rules: PlanRules, batches: GlobalBatches, unit: float, config: WorkerConfig
+    ) -> None:
+        self._pipeline, self._rules, self._batches, self._unit = pipeline, rules, batches, unit
         self._rank, self._workers = config.dp_rank, max(1, config.num_workers)
         self._planned: dict[int, tuple[PlannedBatch, ShareEnd | None]] = {}
         self._loads: dict[int, PlannedLoad] = {}
@@ -372,7 +378,7 @@ class SharedStreams:
             for turn, place in enumerate(own):
                 end = None
                 if turn == len(own) - 1:
-                    cost = sum([shared.batches[one].cost for one in own]) / _RESOLUTION
+                    cost = sum([shared.batches[one].cost for one in own]) / self._unit
                     end = ShareEnd(figures=(*shared.figures, cost), states=shared.states)
                 self._planned[shared.number * len(own) + turn] = shared.batches[place], end
 
@@ -398,8 +404,6 @@ def open_shared(
     """
     pipeline = watched_pipeline(data, plan, config, start.delivered, watchdog, worker)
     rules = sharing.rules(data, plan)
-    seed = config.seed + config.seed_offset
-    begin = sharing.begin(microbatches)
-    return SharedStreams(
-        pipeline, rules, GlobalBatches(sharing, rules, plan, config.dp_size, seed, start.lanes, begin), config
-    )
+    seed, begin = config.seed + config.seed_offset, sharing.begin(microbatches)
+    batches = GlobalBatches(sharing, rules, plan, config.dp_size, seed, start.lanes, begin)
+    return SharedStreams(pipeline, rules, batches, sharing.unit, config)

@@ -460,10 +460,8 @@ def _check(loader: Any, balance: Balance, *, asks: bool) -> int:
             "leave balance out for it (validation), or train without repeat=False and virtual_epoch_length"
         )
     size, ranks = config.microbatches_per_global_batch, config.dp_size
-    group, own = balance.group, (config.dp_rank, ranks)
-    if (asks and ranks > 1 and group is None) or (
-        group is not None and (dist.get_rank(group), dist.get_world_size(group)) != own
-    ):
+    peers = Peers(balance.group)
+    if (asks or balance.group is not None) and (peers.rank, peers.size) != (config.dp_rank, ranks):
         raise ConfigurationError(
             f"balance: the loader is that of data-parallel rank {config.dp_rank} of {ranks}, but the group that "
             "make_balance has made is another one: initialise torch.distributed before both, and give make_balance the "
@@ -475,7 +473,7 @@ def _check(loader: Any, balance: Balance, *, asks: bool) -> int:
             f"{'an unknown number of' if size is None else size} microbatches: give global_batch_size (or "
             "WorkerConfig(microbatches_per_global_batch=…)), a multiple of micro_batch_size times the number of ranks"
         )
-    if size == ranks and balance.window == 1 and ranks > 1:
+    if size == ranks > 1 and balance.window == 1 and not config.dp_rank:
         logger.warning(
             "balance has nothing to do: each rank runs one microbatch of a global batch; it needs two or more (a "
             "smaller micro_batch_size, or a larger global_batch_size), or a window of several global batches "
