@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import os
+import signal
 from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
@@ -10,7 +13,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine import digest, loaders_of
+import torch.distributed as dist
+from engine import config_of, digest, loaders_of
+from forked import run_forked
 from sharing import (
     COST,
     LANES,
@@ -20,14 +25,25 @@ from sharing import (
     numbers_of,
     open_shared,
     run_shared,
+    seen,
     sets_of,
     size_of_number,
     sized_dataset,
     write_sized,
 )
+from workers import worker_pids
 
-from energon_bridge import BatchCost, ColumnCost, Packer, TextSample
+from energon_bridge import (
+    BatchCost,
+    ColumnCost,
+    EnergonDataloader,
+    Packer,
+    TextSample,
+    get_savable_loader,
+    make_balance,
+)
 from energon_bridge.errors import (
+    BalanceError,
     ConfigurationError,
     EnergonError,
     FatalSampleError,
@@ -37,6 +53,7 @@ from energon_bridge.errors import (
     WrongUseError,
 )
 from energon_bridge.loader.document import merge, read_leaves
+from energon_bridge.loader.run_plan import DatasetSpec
 from energon_bridge.loader.savable import SavableDataLoader
 from energon_bridge.replica.balance import Balance, balanced
 from energon_bridge.replica.balanced import OwnShareLoader
@@ -45,6 +62,7 @@ from energon_bridge.stream.reader import LeafReader
 KINDS = ("plain", "mix", "packed", "packed mix", "filtered")
 TOPOLOGIES = [(1, 0), (2, 2), (4, 3), (8, 0)]
 STEPS = 6
+_numbers = itertools.count()
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
@@ -396,3 +414,62 @@ def test_a_microbatch_costs_what_its_rows_do(padded: bool, data: Path) -> None:
         expected += float((2 * tokens + 0.5 * tokens**2 + 3 * (sizes // 3)).sum())
     assert loader.metrics()["balance_cost"] == pytest.approx(expected, rel=1e-6)
     loader.close()
+
+
+# On real ranks -------------------------------------------------------------------------------------------------------
+
+
+def on_gloo(folder: Path, ranks: int, function: Callable[[int], Any]) -> list[Any]:
+    rendezvous = folder / f"rendezvous {next(_numbers)}"
+
+    def start(rank: int) -> Any:
+        dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks)
+        return function(rank)
+
+    return run_forked(ranks, start)
+
+
+def open_real(dataset: DatasetSpec, rank: int, ranks: int, *, cost: ColumnCost = COST) -> EnergonDataloader:
+    config = config_of(ranks, 2, rank, num_lanes=LANES, microbatches_per_global_batch=G)
+    loader = get_savable_loader(dataset, worker_config=config)
+    return EnergonDataloader(loader, balance=make_balance(cost, timeout_seconds=60, own_share=True))
+
+
+def test_processes_whose_workers_die_and_states_of_single_ranks(data: Path, tmp_path: Path) -> None:
+    """Two ranks with two workers each, which are killed; then each rank goes on from its own state."""
+    dataset = sized_dataset(data, "packed mix")
+
+    def run(rank: int) -> Any:
+        loader = open_real(dataset, rank, 2)
+        found = [seen(next(loader)) for _ in range(G)]
+        own, whole = loader.save_state(), loader.state_dict()
+        for worker in worker_pids():
+            os.kill(worker, signal.SIGKILL)
+        found += [seen(next(loader)) for _ in range(G)]
+        assert loader.metrics()["worker_restarts"] > 0
+        for state in (own, whole):
+            loader.restore_state(state)
+            assert [seen(next(loader)) for _ in range(G)] == found[G:]
+        loader.close()
+        return found
+
+    results = on_gloo(tmp_path, 2, run)
+    steps = [[rank[4 * step : 4 * step + 4] for rank in results] for step in range(4)]
+    assert sets_of(steps) == as_it_comes(dataset, 4)
+
+
+def test_ranks_that_would_plan_differently_are_told(data: Path, tmp_path: Path) -> None:
+    dataset = sized_dataset(data, "plain")
+
+    def run(rank: int) -> None:
+        loader = open_real(dataset, rank, 2, cost=ColumnCost(tokens="size + 1" if rank else "size"))
+        with pytest.raises(BalanceError, match="ranks 0 and 1 read different columns, or were given different costs"):
+            next(loader)
+        loader.close()
+        loader = open_real(dataset, rank, 2)
+        loader.loader.seek(G // 2 * rank)
+        with pytest.raises(StepMismatchError, match=r"at different microbatches of the run \(0, 8\)"):
+            next(loader)
+        loader.close()
+
+    on_gloo(tmp_path, 2, run)
