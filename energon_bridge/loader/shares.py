@@ -94,6 +94,8 @@ def why_unplanned(data: Description) -> str | None:
     encoder = data.task_encoder
     if data.as_energon:
         return "the loader stands in for megatron-energon"
+    if getattr(data, "max_tokens_per_microbatch", None) is not None:
+        return "max_tokens_per_microbatch makes microbatches of the lengths of encoded samples"
     if data.grouped:
         return f"{type(encoder).__name__} batches by groups (batch_group_criterion)"
     for name in _ONE_OF_ONE:
