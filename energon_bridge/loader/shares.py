@@ -277,8 +277,13 @@ class GlobalBatches:
         self._lanes: dict[int, PlannedLane] = {}
         self._next = microbatches
 
-    def next_window(self) -> list[SharedBatch]:
-        """Return the global batches of the next window."""
+    @property
+    def end(self) -> int:
+        """The microbatch at which the next window ends."""
+        return self._next + self._sharing.span
+
+    def next_window(self, *, states: bool = True) -> list[SharedBatch]:
+        """Return the global batches of the next window, without the states after it if nobody needs them."""
         sharing, first = self._sharing, self._next
         numbers = range(first, first + sharing.span)
         self._next = numbers.stop
@@ -303,7 +308,7 @@ class GlobalBatches:
                     states={},
                 )
             )
-        touched = {m % self._num_lanes for m in numbers}
+        touched = {m % self._num_lanes for m in numbers} if states else ()
         found[-1] = replace(found[-1], states={lane: self._lanes[lane].state() for lane in sorted(touched)})
         return found
 
@@ -333,7 +338,7 @@ class SharedStreams:
         self, pipeline: Pipeline, rules: PlanRules, batches: GlobalBatches, unit: float, config: WorkerConfig
     ) -> None:
         self._pipeline, self._rules, self._batches, self._unit = pipeline, rules, batches, unit
-        self._rank, self._workers = config.dp_rank, max(1, config.num_workers)
+        self._rank, self._ranks, self._workers = config.dp_rank, config.dp_size, max(1, config.num_workers)
         self._planned: dict[int, tuple[PlannedBatch, ShareEnd | None]] = {}
         self._loads: dict[int, PlannedLoad] = {}
 
@@ -370,12 +375,14 @@ class SharedStreams:
         load = self._loads.get(unit)
         if load is None:
             while unit not in self._planned:
-                self._plan()
+                self._plan(unit % self._workers)
             load = self._loads[unit] = PlannedLoad(self._pipeline, self._planned[unit][0].members)
         return load
 
-    def _plan(self) -> None:
-        for shared in self._batches.next_window():
+    def _plan(self, worker: int) -> None:
+        # The worker that makes the last microbatch of the window says where the lanes stand after it.
+        last = self._batches.end // self._ranks - 1
+        for shared in self._batches.next_window(states=last % self._workers == worker):
             own = shared.assignment[:, self._rank].tolist()
             for turn, place in enumerate(own):
                 end = None

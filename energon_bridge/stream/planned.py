@@ -12,10 +12,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import compress, pairwise
+from itertools import accumulate, compress, pairwise
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from energon_bridge.errors import ConfigurationError, FatalSampleError
 from energon_bridge.plan.blend import Blend
@@ -46,9 +47,9 @@ class SampleTable:
         sizes: Its size under each limit of the packer, shape (samples, limits); None: the encoder does not pack.
     """
 
-    added: IntArray
-    padded: IntArray | None = None
-    sizes: IntArray | None = None
+    added: npt.NDArray[np.signedinteger]
+    padded: npt.NDArray[np.signedinteger] | None = None
+    sizes: npt.NDArray[np.signedinteger] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +128,11 @@ class _PlannedDraws:
         members = self._members[self._at : self._at + wanted]
         self._at += wanted
         end = int(self._numbers[self._at - 1]) + 1
-        counts = np.bincount(self._leaves_of[self.draw - self._base : end - self._base], minlength=len(self.leaf_draws))
+        if len(self.leaf_draws) == 1:
+            counts = np.array([end - self.draw])
+        else:
+            leaves_of = self._leaves_of[self.draw - self._base : end - self._base]
+            counts = np.bincount(leaves_of, minlength=len(self.leaf_draws))
         if end - self.draw > wanted:
             banned = counts - np.bincount(members[:, 0], minlength=len(counts))
             for leaf in np.flatnonzero(banned).tolist():
@@ -232,8 +237,8 @@ class PlannedLane:
         while len(self._packs) < rules.rows:
             self._select(rules.packer, lost)
         packs = [self._packs.popleft() for _ in range(rules.rows)]
-        ends = np.cumsum([len(members) for members, _ in packs]).tolist()
-        members = np.concatenate([members for members, _ in packs])
+        ends = list(accumulate([len(members) for members, _ in packs]))
+        members = packs[0][0] if len(packs) == 1 else np.concatenate([members for members, _ in packs])
         cost = sum([cost for _, cost in packs])
         return PlannedBatch(lane=self.number, number=number, members=members, ends=ends, cost=cost, lost=lost)
 
@@ -248,7 +253,9 @@ class PlannedLane:
             rows[:packed, 1], rows[packed:, 1] = [len(members) for members, _ in self._packs], 1
             rows[packed:, 2] = self._waits
             members = np.concatenate([*[members for members, _ in self._packs], self._members])
-            held = BufferedRefs(rows, np.pad(members, ((0, 0), (0, 1))))
+            refs = np.zeros((len(members), 4), dtype=np.int64)
+            refs[:, :3] = members
+            held = BufferedRefs(rows, refs)
         return LaneState(
             self._microbatches,
             draws.draw,
@@ -276,19 +283,27 @@ class PlannedLane:
                 self._members = np.concatenate((self._members, self._draws.take(missing, lost)))
                 self._waits = np.concatenate((self._waits, np.zeros(missing, dtype=np.int64)))
             packs = packer.pack(self._rules.looked_up(self._members, "sizes"))
-            added = self._rules.looked_up(self._members, "added")
-            left = np.ones(len(self._members), dtype=bool)
-            for pack in packs:
-                left[pack] = False
-                self._packs.append((self._members[pack], int(added[pack].sum())))
             waits = self._waits + 1
-            for leaf in self._members[left & (waits > LONGEST_WAIT), 0].tolist():
-                lost.of(leaf)[_SKIPPED] += 1
-            selected = len(left) - int(left.sum())
-            left &= waits <= LONGEST_WAIT
-            self._members, self._waits = self._members[left], waits[left]
             if packs:
-                self._target = min(size, self._target + -(-selected // 2))
+                places = np.array([place for pack in packs for place in pack], dtype=np.int64)
+                ends = np.cumsum([len(pack) for pack in packs])
+                chosen = self._members[places]
+                costs = np.add.reduceat(self._rules.looked_up(chosen, "added"), ends - [len(pack) for pack in packs])
+                starts = (0, *ends.tolist())
+                self._packs.extend(
+                    (chosen[first:end], cost)
+                    for (first, end), cost in zip(pairwise(starts), costs.tolist(), strict=True)
+                )
+                left = np.ones(len(self._members), dtype=bool)
+                left[places] = False
+                self._members, waits = self._members[left], waits[left]
+                self._target = min(size, self._target + -(-len(places) // 2))
+            self._waits = waits
+            if (late := waits > LONGEST_WAIT).any():
+                for leaf in self._members[late, 0].tolist():
+                    lost.of(leaf)[_SKIPPED] += 1
+                self._members, self._waits = self._members[~late], waits[~late]
+            if packs:
                 return
         raise FatalSampleError(
             f"the packer made no pack of {len(self._members)} samples, {EMPTY_SELECTIONS} times in a row: give a "
