@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import os
 import signal
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch.distributed as dist
+from click.testing import CliRunner
 from engine import config_of, digest, loaders_of
 from forked import run_forked
 from sharing import (
@@ -42,6 +44,7 @@ from energon_bridge import (
     get_savable_loader,
     make_balance,
 )
+from energon_bridge.cli.main import main
 from energon_bridge.errors import (
     BalanceError,
     ConfigurationError,
@@ -232,6 +235,52 @@ def test_seeking_is_that_without_balance(data: Path) -> None:
     with pytest.raises(StepMismatchError, match="stands after 10 microbatches, in the middle of a global batch of 8"):
         loaders[0].seek(5)
     close(loaders)
+
+
+@pytest.mark.parametrize(("kind", "window"), [("mix", 1), ("plain", 3)])
+def test_which_names_the_rank(kind: str, window: int, data: Path, tmp_path: Path) -> None:
+    """From the mix and from a state, before it and after it."""
+    dataset = sized_dataset(data, kind)
+    loaders = open_shared(dataset, 4, 1, window=window)
+    steps = [[loader.deliver().__restore_key__[3] for loader in loaders] for _ in range(2 * 5)]
+    states = [loader.save_state_rank() for loader in loaders]
+    steps += [[loader.deliver().__restore_key__[3] for loader in loaders] for _ in range(2 * 6)]
+    close(loaders)
+    files = []
+    for rank, state in enumerate(states):
+        files.append(tmp_path / f"{rank}.json")
+        files[-1].write_text(json.dumps(state))
+    mix = tmp_path / "mix.yaml"
+    text = {"path": str(data / "a")}
+    if kind == "mix":
+        leaves = [{"path": str(data / "a"), "weight": 2}, {"path": str(data / "b"), "weight": 1, "filter": "size > 2"}]
+        text = {"blend": leaves}
+    mix.write_text(
+        json.dumps({"__module__": "megatron.energon", "__class__": "MetadatasetV2", "splits": {"train": text}})
+    )
+    shared = ["--balance", "sharing:COST", "--world-size", "4", "--json", "--global-batch-size", str(2 * G)]
+    options = ["--batch-size", "2", "--num-lanes", str(LANES), "--shuffle-buffer-size", "5"]
+    options += ["--max-samples-per-sequence", "4", "--parallel-shard-iters", "3", "--balance-window", str(window)]
+    for arguments in ([str(mix), *options], [*map(str, files), "--mix", str(mix)]):
+        for step in (0, 3, 11, 21):
+            found = CliRunner().invoke(main, ["which", *arguments, *shared, "--step", str(step)])
+            assert found.exit_code == 0, found.output
+            named = json.loads(found.output)["microbatches"]
+            keys = [tuple(tuple(sample["restore_key"]) for sample in one["samples"]) for one in named]
+            assert keys == [tuple(map(tuple, rank)) for rank in steps[step]]
+    of_state = [*map(str, files), "--mix", str(mix), "--world-size", "4", "--global-batch-size", str(2 * G)]
+    for arguments, message in (
+        (["--step", "1", "--balance", "sharing:G"], "must name a ColumnCost, got int"),
+        (["--step", "1", "--balance", "sharing"], "expected MODULE:NAME"),
+        (["--microbatch", "1", "--balance", "sharing:COST"], "give --step, not --microbatch"),
+        (
+            ["--step", "1", "--balance", "sharing:COST", "--balance-window", "2"],
+            f"balance_window={window}, this run has",
+        ),
+        (["--step", "1"], "give the ColumnCost of the run" if window > 1 else ""),
+    ):
+        found = CliRunner().invoke(main, ["which", *of_state, *arguments])
+        assert message in " ".join(found.output.split())
 
 
 # Windows -------------------------------------------------------------------------------------------------------------

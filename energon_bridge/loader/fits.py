@@ -35,9 +35,11 @@ _AFFECTED = {
 }
 """What a setting changes, if not the order."""
 
-_ABSENT = {"balance_window": 1}
+WINDOWS = "balance_window"
+"""The setting that says how many global batches are cut anew together; more about them begins with it."""
+_ABSENT = {WINDOWS: 1}
 """What a setting is where a state or a run does not have it, if not None."""
-_OF_WINDOWS = ("balance_window", "balance_window_of", "balance_window_cost")
+_OF_WINDOWS = (WINDOWS, "balance_window_of", "balance_window_cost")
 _OF_THE_MIX = ("mode", "schedule", "shuffle")
 
 

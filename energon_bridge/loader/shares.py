@@ -138,7 +138,7 @@ def sharing_of(data: Description, group: int, cost: ColumnCost, window: int) -> 
         tables=tuple(tables[leaf.dataset.path, leaf.dataset.split_part] for leaf in data.ordered),
         unit=_RESOLUTION / (most or 1.0),
         packer=packer,
-        settings=window_settings(window, group, _text(cost)),
+        settings=window_settings(window, group, cost),
     )
 
 
@@ -191,11 +191,12 @@ def _text(cost: ColumnCost) -> str:
 # Windows in states ---------------------------------------------------------------------------------------------------
 
 
-def window_settings(window: int, group: int, cost: str = "") -> dict[str, Any]:
-    """Return what the settings of a state say of windows: K, G, and the cost where that is an expression."""
+def window_settings(window: int, group: int, cost: ColumnCost | None = None) -> dict[str, Any]:
+    """Return what the settings of a state say of windows: K, G, and the cost if it is known from columns."""
     if window == 1:
         return {}
-    return {"balance_window": window, "balance_window_of": group} | ({"balance_window_cost": cost} if cost else {})
+    settings: dict[str, Any] = {"balance_window": window, "balance_window_of": group}
+    return settings if cost is None else settings | {"balance_window_cost": _text(cost)}
 
 
 def in_window(state: State, done: int, settings: Mapping[str, Any]) -> State:
