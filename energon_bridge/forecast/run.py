@@ -164,7 +164,8 @@ def shared_out(run: Run, cost: Any, group: int | None, window: int | None) -> Ru
     if (why := why_unplanned(run.spec)) is not None:
         raise ConfigurationError(f"--balance: ranks cannot load their own share, since {why}")
     sharing = sharing_of(run.spec, group, cost, window)
-    check_windows(settings, sharing.settings)
+    if run.state is not None:
+        check_windows(settings, sharing.settings)
     return replace(run, sharing=sharing)
 
 
