@@ -132,6 +132,7 @@ from .stream.policy import ErrorPolicy as ErrorPolicy
 from .task_encoder import (
     AugmentTaskEncoder as AugmentTaskEncoder,
     BatchCost as BatchCost,
+    ColumnCost as ColumnCost,
     Conversation as Conversation,
     ConversationTemplateConfig as ConversationTemplateConfig,
     Cooker as Cooker,

@@ -87,6 +87,8 @@ _SETTINGS = {
     "max_samples_per_sequence": (1, LARGEST),
     "shuffle_buffer_size": (0, LARGEST),
     "parallel_shard_iters": (0, LARGEST),
+    "balance_window": (1, 1 << 20),
+    "balance_window_of": (1, 1 << 32),
 }
 """Settings that are numbers where they are not None."""
 _MOST_COUNTED = 1 << 56

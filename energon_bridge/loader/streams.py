@@ -184,7 +184,7 @@ class LaneStreams:
         self._lane(unit).prepare(count)
 
     def produce(self, unit: int) -> LaneBatch:
-        return _reported(self._pipeline, unit, self._lane(unit).produce)
+        return reported(self._pipeline, unit, self._lane(unit).produce)
 
     def write_into(self, memory: Lender) -> None:
         self._pipeline.write_into(memory)
@@ -208,7 +208,7 @@ class FiniteStreams:
         self._stream.prepare(unit)
 
     def produce(self, unit: int) -> LaneBatch:
-        return _reported(self._pipeline, unit, lambda: self._stream.produce(unit))
+        return reported(self._pipeline, unit, lambda: self._stream.produce(unit))
 
     def write_into(self, memory: Lender) -> None:
         self._pipeline.write_into(memory)
@@ -217,7 +217,7 @@ class FiniteStreams:
         self._pipeline.close()
 
 
-def _reported(pipeline: Pipeline, unit: int, make: Callable[[], LaneBatch]) -> LaneBatch:
+def reported(pipeline: Pipeline, unit: int, make: Callable[[], LaneBatch]) -> LaneBatch:
     """Return the next microbatch of a unit with what failed on the way, under the eyes of the watchdog."""
     watchdog, start = pipeline.watchdog, time.perf_counter()
     try:
@@ -261,18 +261,31 @@ def open_stream(
         watchdog: What watches the hooks.
         worker: What a worker process knows of itself; None: this is the training process.
     """
-    threads = 0 if worker is not None and worker.careful else None
-    pipeline = open_pipeline(data, plan, config, threads, start.delivered, worker)
-    if watchdog is not None and worker is None:
-        pipeline.watch(watchdog, f"rank {config.dp_rank}")
-    elif watchdog is not None and worker is not None:
-        pipeline.watch(watchdog, f"rank {config.dp_rank}, worker {worker.number}", worker.said)
+    pipeline = watched_pipeline(data, plan, config, start.delivered, watchdog, worker)
     if not data.finite:
         return LaneStreams(pipeline, plan.blend, start.lanes)
     dealt = deal_of_pass(data, plan, config)
     draws = dealt or draws_of_pass(data, plan, start.epoch)
     rows = DrawnRows(pipeline, draws) if start.listing is None else ListedRows(pipeline, start.listing)
     return FiniteStreams(pipeline, rows, drop_last=data.batch_drop_last, dealt=dealt)
+
+
+def watched_pipeline(
+    data: Description,
+    plan: RunPlan,
+    config: WorkerConfig,
+    delivered: Collection[int],
+    watchdog: WatchdogSettings | None,
+    worker: WorkerFacts | None,
+) -> Pipeline:
+    """Build what loads, encodes and batches in one process, under the eyes of its watchdog (see `open_stream`)."""
+    threads = 0 if worker is not None and worker.careful else None
+    pipeline = open_pipeline(data, plan, config, threads, delivered, worker)
+    if watchdog is not None and worker is None:
+        pipeline.watch(watchdog, f"rank {config.dp_rank}")
+    elif watchdog is not None and worker is not None:
+        pipeline.watch(watchdog, f"rank {config.dp_rank}, worker {worker.number}", worker.said)
+    return pipeline
 
 
 def _decodes_media(dataset: PreparedDataset | JoinedDataset) -> bool:

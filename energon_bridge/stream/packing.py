@@ -45,11 +45,16 @@ from energon_bridge.task_encoder.packing import LONGEST_WAIT, Packer
 
 logger = logging.getLogger(__name__)
 
-_EMPTY_SELECTIONS = 4
+EMPTY_SELECTIONS = 4
 _AT_A_TIME = 64
 """Samples that are drawn before the budget of bytes is looked at again."""
 _GOLDEN = 0.6180339887498949
 _SKIPPED = COUNTERS.index("skipped")
+
+
+def first_target(lane: int, size: int) -> int:
+    """Return the samples to which a lane fills its buffer, of S in the end, before its first selection."""
+    return size - int(size / 2 * (lane * _GOLDEN % 1.0))
 
 
 @dataclass(slots=True)
@@ -114,8 +119,7 @@ class Packing:
         self.held = 0
         pipeline.budget.join(self)
         # As drop-in every buffer is full: code for megatron-energon may count on it.
-        late = 0.0 if pipeline.settings.energon_ranks else draws.number * _GOLDEN % 1.0
-        self.target = target or size - int(size / 2 * late)
+        self.target = target or (size if pipeline.settings.energon_ranks else first_target(draws.number, size))
         rows = [(stage, [BatchRow((ref,), SAMPLE, None, 0) for ref in refs], number) for stage, refs, number in held]
         self._packs = _Packs(_Pack(members, taken) for stage, members, taken in rows if stage is Stage.PACK)
         self._keep([(members[0], wait) for stage, members, wait in rows if stage is Stage.BUFFER])
@@ -139,7 +143,7 @@ class Packing:
         first, selections = self._draws.draw, 0
         while not self._outputs:
             if not self._packs:
-                if selections > _EMPTY_SELECTIONS:
+                if selections > EMPTY_SELECTIONS:
                     self._draws.give_up_if_barren(first)
                 selections += 1
                 self._select(counts)
@@ -181,7 +185,7 @@ class Packing:
             self._fill(len(self._buffer) + -(-missing // (left + 1)), counts)
         first, selections = self._draws.draw, 0
         while len(self._packs) < rows:
-            if selections > rows + _EMPTY_SELECTIONS:
+            if selections > rows + EMPTY_SELECTIONS:
                 self._draws.give_up_if_barren(first)
             selections += 1
             self._select(counts)
@@ -208,7 +212,7 @@ class Packing:
 
     def _select(self, counts: Counts) -> None:
         """Fill the buffer and hand it to the encoder; makes no pack, and drops the buffer, where the hook fails."""
-        for attempt in range(_EMPTY_SELECTIONS):
+        for attempt in range(EMPTY_SELECTIONS):
             self._fill(self.target + attempt * max(1, self._size // 4), counts)
             before = {id(row): wait for row, wait in zip(self._buffer, self._waits.tolist(), strict=True)}
             rows = self._with_contents([row for row in self._buffer if id(row) not in self._lost], counts)
@@ -237,7 +241,7 @@ class Packing:
             return  # no sample has a length; `take_microbatch` gives up if it stays so
         raise FatalSampleError(
             f"select_samples_to_pack of {type(self._pipeline.code.encoder).__name__} made no pack of "
-            f"{len(self._buffer)} samples, {_EMPTY_SELECTIONS} times in a row: return lists of the samples it is given"
+            f"{len(self._buffer)} samples, {EMPTY_SELECTIONS} times in a row: return lists of the samples it is given"
         )
 
     def _is_given_up(self, row: BatchRow, wait: int, counts: Counts) -> bool:
