@@ -7,11 +7,14 @@ Consecutive microbatches are global batches; where the stream that was read is t
 
 For each mix, number of ranks and of microbatches that each runs: the largest cost of a rank over the mean (`step`) and
 the sum of the largest costs of the rounds over the mean (`round`: FSDP and pipelines wait in every round), as they come
-and balanced, means of some global batches; the steps of Karmarkar and Karp's differencing with equal counts, as verl
-and slime have it, and of longest first with equal counts; and the processor time to plan a global batch.
+and balanced, means of some global batches; `bound`, below which no assignment can bring the step: the cost of the
+largest microbatch over the mean of the ranks, or 1; the step in windows of four global batches; the steps of Karmarkar
+and Karp's differencing with equal counts, as verl and slime have it, and of longest first with equal counts; and the
+processor time to assign a global batch.
 
 `--run 4` trains instead, on so many processes: each microbatch sleeps for as long as it costs, ranks wait for each
-other after every step, and the time of a step is measured, without balance and with it, beside what costs predict.
+other after every step, and the time of a step is measured, without balance, with exchange and with own shares, beside
+what costs predict. `--plan 256` measures what each process needs to plan a global batch of so many ranks by columns.
 """
 
 from __future__ import annotations
@@ -31,6 +34,8 @@ import torch
 import torch.distributed as dist
 
 from energon_bridge import (
+    BatchCost,
+    ColumnCost,
     DefaultTaskEncoder,
     EnergonDataloader,
     Packer,
@@ -40,14 +45,21 @@ from energon_bridge import (
     get_train_dataset,
     make_balance,
 )
-from energon_bridge.plan.balance import assign_microbatches, imbalance
+from energon_bridge.loader.run_plan import RunPlan
+from energon_bridge.loader.shares import GlobalBatches, Sharing
+from energon_bridge.plan.balance import assign_microbatches, cut_window, imbalance
+from energon_bridge.plan.leaf import DEFAULT_PARALLEL_SHARD_ITERS, LeafOrder, slice_length
 from energon_bridge.prepare import parse_patterns, prepare_dataset, render_dataset_yaml
+from energon_bridge.prepare.columns import add_column
+from energon_bridge.stream.leaf import Leaf
+from energon_bridge.stream.planned import PlanRules, SampleTable
 from energon_bridge.testing import write_shard
+from energon_bridge.topology import default_num_lanes
 
 SAMPLES, SHARDS, ROW, ROWS_PER_BATCH = 60_000, 12, 8_192, 4
 HIDDEN, PATCH_COST = 4_096, 0.1
 RANKS, ROUNDS = (8, 64, 256, 1024), (1, 2, 4, 8, 32)
-GLOBAL_BATCHES = 8
+GLOBAL_BATCHES, WINDOW = 8, 4
 
 Sizes = dict[str, np.ndarray[Any, np.dtype[np.int64]]]
 Costs = np.ndarray[Any, np.dtype[np.float64]]
@@ -92,14 +104,14 @@ class Sized(DefaultTaskEncoder):
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
         self._sizes = {name: column.tolist() for name, column in sizes.items()}
-        self._packer: Packer[Any] = Packer(limits={"tokens": ROW}, size_of=lambda sample: sample["tokens"])
+        self.packer: Packer[Any] = Packer(limits={"tokens": ROW}, size_of=lambda sample: sample["tokens"])
 
     def encode_sample(self, sample: TextSample) -> dict[str, Any]:
         number = int(sample.__key__)
         return {name: column[number] for name, column in self._sizes.items()} | {"__key__": sample.__key__}
 
     def select_samples_to_pack(self, samples: list[Any]) -> list[list[Any]]:
-        return self._packer.select(samples)
+        return self.packer.select(samples)
 
     def pack_selected_samples(self, samples: list[Any]) -> Any:
         return {"cost": cost_of(samples, padded=False), "__key__": "pack"}
@@ -185,6 +197,8 @@ class Figures:
 
     step_before: float
     step: float
+    bound: float
+    window: float
     round_before: float
     round: float
     differencing: float
@@ -212,9 +226,23 @@ def simulated(costs: Costs, ranks: int, rounds: int) -> Figures:
         before = imbalance(line, np.arange(size).reshape(-1, ranks))
         after = imbalance(line, assignment)
         others = [imbalance(line, np.array(deal(line, ranks)).T).step for deal in (differencing, longest_first)]
-        rows.append((before.step, after.step, before.round, after.round, *others, 1e3 * seconds))
+        bound = max(1.0, float(line.max() * ranks / line.sum()))
+        windows = step_in_windows(costs, rng, number, ranks, rounds)
+        rows.append((before.step, after.step, bound, windows, before.round, after.round, *others, 1e3 * seconds))
     means = np.mean(rows, 0).tolist()
     return Figures(**dict(zip(Figures.__slots__, means, strict=True)))
+
+
+def step_in_windows(costs: Costs, rng: np.random.Generator, number: int, ranks: int, rounds: int) -> float:
+    """Return the largest cost of a rank over the mean, in windows of some global batches; a mean of these."""
+    size = ranks * rounds * WINDOW
+    line = costs[number * size : (number + 1) * size]
+    if len(line) < size:
+        line = rng.choice(costs, size)
+    groups = [line[group] for group in cut_window(line, ranks * rounds, number)]
+    # The time of all of its steps over that of even ranks: a step of short microbatches matters less.
+    slowest = sum(imbalance(group, assign_microbatches(group, ranks)).step * group.sum() for group in groups)
+    return float(slowest / line.sum())
 
 
 def run(samples: int, ranks: tuple[int, ...], rounds: tuple[int, ...]) -> list[tuple[str, int, int, Figures]]:
@@ -223,8 +251,8 @@ def run(samples: int, ranks: tuple[int, ...], rounds: tuple[int, ...]) -> list[t
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "texts"
         write(folder, samples)
-        print("| microbatches | ranks | rounds | step | balanced | round | balanced | KK | longest first | ms |")
-        print("|---|---|---|---|---|---|---|---|---|---|")
+        print("| microbatches | ranks | rounds | step | balanced | bound | windows | round | balanced | KK | LF | ms |")
+        print("|---" * 12 + "|")
         for mix, draw in MIXES.items():
             sizes = draw(np.random.default_rng(7), samples)
             for packed in (True, False):
@@ -236,14 +264,19 @@ def run(samples: int, ranks: tuple[int, ...], rounds: tuple[int, ...]) -> list[t
                         found.append((label, size, accumulation, f))
                         print(
                             f"| {label} | {size} | {accumulation} | {f.step_before:.3f} | {f.step:.3f} | "
-                            f"{f.round_before:.3f} | {f.round:.3f} | {f.differencing:.3f} | {f.longest_first:.3f} | "
-                            f"{f.milliseconds:.2f} |",
+                            f"{f.bound:.3f} | {f.window:.3f} | {f.round_before:.3f} | {f.round:.3f} | "
+                            f"{f.differencing:.3f} | {f.longest_first:.3f} | {f.milliseconds:.2f} |",
                             flush=True,
                         )
     return found
 
 
 SECONDS, STEPS, RUN_ROUNDS, WARMUP = 0.1, 10, 4, 2  # seconds of a microbatch of 2,000 tokens
+COST = ColumnCost(
+    tokens="tokens",
+    patches="patches",
+    weights=BatchCost(tokens=1.0, attention=1 / (12 * HIDDEN), patches=PATCH_COST),
+)
 
 
 class Tensors(Sized):
@@ -253,12 +286,22 @@ class Tensors(Sized):
         return {"cost": super().batch(samples), "pixels": torch.zeros(250_000), "__key__": ["batch"]}
 
 
+def with_columns(folder: Path, sizes: Sizes) -> None:
+    """Add a column for each of the sizes."""
+
+    def of_sample(sample: TextSample) -> dict[str, float]:
+        number = int(sample.__key__)
+        return {name: int(column[number]) for name, column in sizes.items()}
+
+    add_column(folder, None, of_sample)
+
+
 def trained(rank: int, ranks: int, rendezvous: Path, folder: Path, sizes: Sizes, answers: Any) -> None:
-    """Train without and with balance; give seconds per step, and what the costs of the ranks predict."""
+    """Train without balance, with exchange and with own shares; give seconds per step, and what the costs predict."""
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks)
     config = WorkerConfig(num_workers=0, num_lanes=4 * ranks, microbatches_per_global_batch=ranks * RUN_ROUNDS)
     found = []
-    for balance in (None, make_balance(lambda batch: batch["cost"])):
+    for balance in (None, make_balance(lambda batch: batch["cost"]), make_balance(COST, own_share=True)):
         dataset = get_train_dataset(
             folder, task_encoder=Tensors(sizes), worker_config=config, batch_size=ROWS_PER_BATCH
         )
@@ -284,11 +327,12 @@ def trained(rank: int, ranks: int, rendezvous: Path, folder: Path, sizes: Sizes,
 
 
 def run_ranks(ranks: int, samples: int) -> list[tuple[float, float]]:
-    """Print and return seconds per step and their prediction, without balance and with it."""
+    """Print and return seconds per step and their prediction: without balance, with exchange, and with own shares."""
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as name:
         write(Path(name) / "texts", samples)
         sizes = image_mix(np.random.default_rng(7), samples)
+        with_columns(Path(name) / "texts", sizes)
         answers = context.Queue()
         arguments = ranks, Path(name) / "rendezvous", Path(name) / "texts", sizes, answers
         processes = [context.Process(target=trained, args=(rank, *arguments)) for rank in range(ranks)]
@@ -297,13 +341,59 @@ def run_ranks(ranks: int, samples: int) -> list[tuple[float, float]]:
         found, *_ = [answers.get(timeout=300) for _ in processes]
         for process in processes:
             process.join()
-    (before, expected_before), (after, expected) = found
     print(
         f"{ranks} ranks, {RUN_ROUNDS} microbatches each, milliseconds of a step (of these the slowest rank computes):"
     )
-    for name, (seconds, expected_seconds) in zip(("without", "with"), found, strict=True):
-        print(f"{name} balance {1e3 * seconds:.1f} ({1e3 * expected_seconds:.1f})")
-    print(f"step time with balance over that without: {after / before:.3f}, predicted {expected / expected_before:.3f}")
+    (before, expected_before), *_ = found
+    for name, (seconds, expected) in zip(("without balance", "exchanged", "own shares"), found, strict=True):
+        print(
+            f"{name}: {1e3 * seconds:.1f} ({1e3 * expected:.1f}); of the step without balance {seconds / before:.3f}, "
+            f"predicted {expected / expected_before:.3f}"
+        )
+    return found
+
+
+def plan_ranks(ranks: int, samples: int, rounds: int = 8, global_batches: int = 20) -> dict[str, float]:
+    """Print and return the processor milliseconds in which a process plans a global batch, over so many samples."""
+    group = ranks * rounds
+    lanes = default_num_lanes(ranks, group)
+    sizes = image_mix(np.random.default_rng(7), samples)
+    tokens = sizes["tokens"].astype(np.int32)
+    costs = (tokens * 2**16).astype(np.int32)  # of tokens alone; the work is the same
+    found = {}
+    for packed in (False, True):
+        packer: Packer[Any] = Packer(limits={"tokens": ROW}, size_of=int)
+        order = LeafOrder(
+            num_samples=samples,
+            num_lanes=lanes,
+            key=1,
+            slice_length=slice_length(samples, lanes, 1 if packed else ROWS_PER_BATCH, None),
+            shuffle_buffer_size=100,
+            parallel_shard_iters=DEFAULT_PARALLEL_SHARD_ITERS,
+        )
+        leaf = Leaf(identity="0", dataset=None, order=order)  # type: ignore[arg-type]  # only its order is looked at
+        rules = PlanRules(
+            leaves=(leaf,),
+            blend=None,
+            tables=(SampleTable(added=costs, sizes=tokens[:, None]),),
+            rows=1 if packed else ROWS_PER_BATCH,
+            packer=packer if packed else None,
+            buffer_size=100 if packed else 0,
+        )
+        plan = RunPlan(num_lanes=lanes, leaves=rules.leaves, blend=None, rows=list, settings={})
+        sharing = Sharing(group=group, window=1, tables=rules.tables, unit=1.0, packer=rules.packer, settings={})
+        batches = GlobalBatches(sharing, rules, plan, ranks, 0, {}, 0)
+        batches.next_window()  # lanes begin
+        start, drawn = time.process_time(), 0
+        for _ in range(global_batches):
+            (shared,) = batches.next_window()
+            drawn += sum(len(batch.members) for batch in shared.batches)
+        label = "packs" if packed else f"{ROWS_PER_BATCH} rows"
+        found[label] = 1e3 * (time.process_time() - start) / global_batches
+        print(
+            f"{ranks} ranks x {rounds} microbatches, {label}: {found[label]:.1f} ms of a processor to plan a global "
+            f"batch of {drawn // global_batches} samples"
+        )
     return found
 
 
@@ -312,7 +402,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samples", type=int, default=SAMPLES, help="samples of each mix")
     parser.add_argument("--run", type=int, metavar="RANKS", help="train on so many processes instead")
+    parser.add_argument("--plan", type=int, metavar="RANKS", help="measure planning for so many ranks instead")
     arguments = parser.parse_args()
+    if arguments.plan:
+        plan_ranks(arguments.plan, 100 * arguments.samples)
+        return
     if arguments.run:
         run_ranks(arguments.run, arguments.samples)
         return

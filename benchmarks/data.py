@@ -82,8 +82,8 @@ KINDS = {
 }
 
 
-def jpeg(generator: np.random.Generator, size: tuple[int, int]) -> bytes:
-    """Draw one picture: noise at four scales, brighter at the larger ones, and a little grain."""
+def painted(generator: np.random.Generator, size: tuple[int, int]) -> np.ndarray:
+    """Return a picture, float32 (height, width, 3) around 0: noise at four scales, brighter at the larger ones."""
     width, height = size
     picture = np.zeros((height, width, 3), dtype=np.float32)
     for cells, strength in ((3, 90.0), (9, 45.0), (30, 22.0), (90, 10.0)):
@@ -91,6 +91,13 @@ def jpeg(generator: np.random.Generator, size: tuple[int, int]) -> bytes:
         for channel in range(3):
             layer = Image.fromarray(coarse[..., channel]).resize(size, Image.Resampling.BICUBIC)
             picture[..., channel] += strength * np.asarray(layer)
+    return picture
+
+
+def jpeg(generator: np.random.Generator, size: tuple[int, int]) -> bytes:
+    """Draw one picture with a little grain."""
+    width, height = size
+    picture = painted(generator, size)
     grain = generator.normal(scale=generator.uniform(3.0, 8.0), size=(height, width, 1))
     pixels = np.clip(picture + grain + 128.0, 0, 255).astype(np.uint8)
     stream = io.BytesIO()

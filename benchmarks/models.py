@@ -3,12 +3,16 @@
     qwen2.5-vl   640 x 480 photographs, conversations of four turns, smart resize, packed to 8,192 tokens
     llava-1.5    336 pixels, one question and answer, batches of 32
     siglip       384 pixels and a caption of 64 tokens, batches of 32
+    qwen2.5-vl-video   clips of 8 s (H.264, 640 x 480, 30 frames a second) at 2 frames a second, four turns, not packed
 
 Ours: `ChatTemplateTaskEncoder`, for siglip an encoder with `energon_bridge.transforms`. megatron-energon: an encoder in
 the manner of Megatron-Bridge's, with the Pillow-backed image processor of transformers in its hook. The environment of
 the rival needs megatron-energon and the same transformers: that of `scripts/rival-env FOLDER`, and `pip install
 transformers` in it; never torchvision. Each measurement is a fresh process; systems, rows and numbers of workers take
-turns, and a system's figure is that of its best number of workers. `qwen2.5-vl/uint8`: pixels as bytes, for us alone.
+turns, and a system's figure is that of its best number of workers. `/uint8`: pixels as bytes, for us alone.
+
+The video processors of transformers need torchvision, which would break that environment: for videos the rival has
+their operations, in their order, by torch alone.
 """
 
 from __future__ import annotations
@@ -29,9 +33,18 @@ import numpy as np
 from benchmarks.data import SEED, WORDS, Kind, jpeg
 from benchmarks.processes import REPOSITORY, System, call, ensure_prepared, measure
 from benchmarks.systems.measure import Job
+from benchmarks.videos import clip
 
 COUNT, DIFFERENT, PER_SHARD = 2_000, 200, 250
-ROWS = {"qwen2.5-vl": 1, "qwen2.5-vl/uint8": 1, "llava-1.5": 32, "siglip": 32}
+CLIPS, DIFFERENT_CLIPS = 200, 12
+ROWS = {
+    "qwen2.5-vl": 1,
+    "qwen2.5-vl/uint8": 1,
+    "llava-1.5": 32,
+    "siglip": 32,
+    "qwen2.5-vl-video": 1,
+    "qwen2.5-vl-video/uint8": 1,
+}
 """Batch size of each row."""
 KIND = Kind(
     name="conversations",
@@ -47,13 +60,14 @@ def texts(chooser: random.Random, words: int) -> str:
     return " ".join(chooser.choices(WORDS, k=words))
 
 
-def write(folder: Path, count: int = COUNT, different: int = DIFFERENT) -> None:
-    """Write a dataset of so many samples, of so many different images, and the tokenizers of the rows."""
+def write(folder: Path, count: int = COUNT, different: int = DIFFERENT, media: str = "image") -> None:
+    """Write a dataset of so many samples, of so many different images or videos, and the tokenizers of the rows."""
     from energon_bridge.task_encoder.families import LLAVA_TEMPLATE
     from energon_bridge.training.presets import LLAVA_TOKENS, QWEN_TOKENS, train_tokenizer
 
     generator, chooser = np.random.default_rng(SEED), random.Random(SEED)
-    images = [jpeg(generator, (640, 480)) for _ in range(different)]
+    extension = "jpg" if media == "image" else "mp4"
+    files = [jpeg(generator, (640, 480)) if media == "image" else clip(generator) for _ in range(different)]
     data = folder / "data"
     data.mkdir(parents=True)
     for shard in range(-(-count // PER_SHARD)):
@@ -62,11 +76,11 @@ def write(folder: Path, count: int = COUNT, different: int = DIFFERENT) -> None:
                 turns = []
                 for turn in range(4):
                     question = [{"type": "text", "text": texts(chooser, 12)}]
-                    image = [{"type": "image"}] if turn == 0 else []
-                    turns.append({"role": "user", "content": [*image, *question]})
+                    shown = [{"type": media}] if turn == 0 else []
+                    turns.append({"role": "user", "content": [*shown, *question]})
                     turns.append({"role": "assistant", "content": texts(chooser, 25)})
                 record = {"messages": turns, "caption": texts(chooser, 12)}
-                for part, content in (("jpg", chooser.choice(images)), ("json", json.dumps(record).encode())):
+                for part, content in ((extension, chooser.choice(files)), ("json", json.dumps(record).encode())):
                     member = tarfile.TarInfo(f"{number:08d}.{part}")
                     member.size = len(content)
                     tar.addfile(member, io.BytesIO(content))
@@ -92,14 +106,18 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     """Measure all rows and print a table."""
     options = arguments()
-    folder = options.cache / f"models-{COUNT}"
+    folders = {"jpg": options.cache / f"models-{COUNT}", "mp4": options.cache / f"model-clips-{CLIPS}"}
     ours = System(
         name="ours", python=sys.executable, runner="benchmarks.systems.models_ours", cli="energon_bridge.cli.main"
     )
     rival = System(name="energon", python=options.rival_python, runner="benchmarks.systems.models_energon")
-    if not folder.exists():
-        write(folder)
-    ensure_prepared(ours, folder / "data", KIND)
+    if any("video" not in row for row in options.rows) and not folders["jpg"].exists():
+        write(folders["jpg"])
+    if any("video" in row for row in options.rows) and not folders["mp4"].exists():
+        write(folders["mp4"], CLIPS, DIFFERENT_CLIPS, "video")
+    for folder in folders.values():
+        if folder.exists():
+            ensure_prepared(ours, folder / "data", KIND)
     for system in (ours, rival):
         code = "import torch, transformers; print(torch.__version__, transformers.__version__)"
         print(system.name, "torch and transformers", call([system.python, "-c", code]).strip())
@@ -114,12 +132,13 @@ def main() -> None:
     for _ in range(options.repetitions):
         random.Random(SEED).shuffle(points)
         for row, system, workers in points:
-            packed = row.startswith("qwen")
+            packed = row.partition("/")[0] == "qwen2.5-vl"
+            part = "mp4" if "video" in row else "jpg"
             job = Job(
                 task="throughput",
-                path=str(folder / "data"),
+                path=str(folders[part] / "data"),
                 mode=row,
-                part="jpg",
+                part=part,
                 workers=workers,
                 batch_size=ROWS[row],
                 shuffle_buffer_size=100,

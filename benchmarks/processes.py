@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -86,8 +87,10 @@ def count_keys(path: Path) -> int:
     return int(count)
 
 
-def time_prepare(system: System, tars: Path, kind: Kind, samples: int, workers: int) -> float:
-    """Return the seconds that the command takes, start of the interpreter and key index included."""
+def time_prepare(
+    system: System, tars: Path, kind: Kind, samples: int, workers: int, *, key_index: bool = True
+) -> tuple[float, str]:
+    """Return the seconds that the command takes, with the interpreter's start, and a hash of the indexes and split."""
     folder = tars.with_name(f"{tars.name}-{system.name}")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
@@ -95,11 +98,14 @@ def time_prepare(system: System, tars: Path, kind: Kind, samples: int, workers: 
         for tar in tars.glob("*.tar"):
             os.link(tar, folder / tar.name)
         start = time.perf_counter()
-        call(prepare_command(system, folder, kind, workers))
+        call([*prepare_command(system, folder, kind, workers), *(() if key_index else ("--no-key-index",))])
         seconds = time.perf_counter() - start
-        keys = count_keys(folder / ".nv-meta" / "index.sqlite")
+        keys = count_keys(folder / ".nv-meta" / "index.sqlite") if key_index else samples
         if keys != samples:
             raise BenchmarkError(f"{system.name} wrote a key index with {keys:,} keys for {samples:,} samples")
+        digest = hashlib.sha256()
+        for path in (*sorted(folder.glob("*.idx")), folder / ".nv-meta" / "split.yaml"):
+            digest.update(f"{path.name}\0".encode() + path.read_bytes())
     finally:
         shutil.rmtree(folder)
-    return seconds
+    return seconds, digest.hexdigest()

@@ -45,7 +45,7 @@ POINTS = (
 CHECKPOINT_POINTS = ("text/raw", "caption/uint8")
 PARTS = ("throughput", "checkpoint", "prepare", "mixes", "video")
 FRAMES = 8
-PREPARED_KINDS = ("text",)
+PREPARED_KINDS = ("caption", "text")
 SYSTEMS = ("ours", "energon", "webdataset", "simplejpeg")
 MODES = {
     "energon": ("raw", "uint8", "float", "packed", "cooked", "resized"),
@@ -76,6 +76,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--workers", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS)
+    parser.add_argument("--prepared", nargs="+", choices=PREPARED_KINDS, default=PREPARED_KINDS, help="data to prepare")
     parser.add_argument("--seconds", type=float, default=5.0, help="at least this long a point")
     parser.add_argument("--warmup", type=float, default=1.0, help="seconds before the measured ones")
     parser.add_argument("--repetitions", type=int, default=3)
@@ -113,7 +114,7 @@ def versions(chosen: dict[str, System]) -> dict[str, str]:
 def command(options: argparse.Namespace) -> str:
     """Return the command line that repeats this run elsewhere: without the paths of this machine."""
     parts = ["python", "benchmarks/run.py"]
-    for name in ("parts", "points", "workers", "systems", "datasets"):
+    for name in ("parts", "points", "prepared", "workers", "systems", "datasets"):
         parts += [f"--{name}", *map(str, getattr(options, name))]
     for name in ("seconds", "warmup", "repetitions", "scale", "batch_size", "buffer", "slice", "consumed"):
         parts += [f"--{name.replace('_', '-')}", f"{getattr(options, name):g}"]
@@ -202,11 +203,19 @@ class Bench:
             yield record(point, workers, name) | saved | restored
 
     def prepare(self) -> Iterator[report.Record]:
-        able = [name for name, system in self.systems.items() if system.cli]
-        for kind_name, name in self.rounds(PREPARED_KINDS, able):
+        """Time the command; `.tar.idx` and `split.yaml` of all systems must have the same bytes."""
+        able = [(name, True) for name, system in self.systems.items() if system.cli]
+        able += [("ours", False)] * ("ours" in self.systems)  # the other system has no way to leave the key index out
+        digests: dict[str, str] = {}
+        for kind_name, (name, key_index) in self.rounds(self.options.prepared, able):
             count, tars, kind = self.count(kind_name), self.tars(kind_name), data.KINDS[kind_name]
-            seconds = time_prepare(self.systems[name], tars, kind, count, os.cpu_count() or 1)
-            yield {"kind": kind_name, "samples": count, "system": name, "seconds": seconds}
+            seconds, digest = time_prepare(
+                self.systems[name], tars, kind, count, os.cpu_count() or 1, key_index=key_index
+            )
+            if digests.setdefault(kind_name, digest) != digest:
+                raise SystemExit(f"{kind_name}: {name} wrote other .tar.idx files or another split.yaml.")
+            system = name if key_index else f"{name}, no key index"
+            yield {"kind": kind_name, "samples": count, "system": system, "seconds": seconds}
 
     def video(self) -> Iterator[report.Record]:
         """Take frames of videos; webdataset has no decoder of its own."""

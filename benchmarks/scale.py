@@ -2,10 +2,12 @@
 
     python -m benchmarks.scale /tmp/scale --samples 1000000 --shards 100
     python -m benchmarks.scale /tmp/scale --samples 10000000 --shards 1000 --no-key-index
+    python -m benchmarks.scale /tmp/scale --samples 100000000 --shards 10000 --sparse
 
 The tars hold headers only: a sample is one member `KEY.txt` without content, 512 bytes. `energon prepare` reads and
-writes what it would for a real dataset of as many members, without the bytes that it steps over. The folder is removed
-at the end.
+writes what it would for a real dataset of as many members, without the bytes that it steps over. With --sparse the
+tars are files without blocks on disk, and the headers are made when they are read: 10^8 of them would take 51 GB. The
+folder is removed at the end.
 """
 
 from __future__ import annotations
@@ -13,13 +15,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import resource
 import shutil
 import signal
-import sqlite3
 import subprocess
 import sys
 import time
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,13 @@ import click
 import numpy as np
 
 _COMMAND = "from energon_bridge.cli.main import main; main()"
+_SPARSE = "from benchmarks.scale import read_sparse; read_sparse({per_shard}); " + _COMMAND
 _PAUSE_SECONDS = 0.05
+_END = 1024  # bytes that end a tar
 
 
-def write_shard(path: Path, first: int, count: int) -> None:
-    """Write a tar of samples without content, numbered from `first` on; the key is the number, in twelve digits."""
+def headers(first: int, count: int) -> bytes:
+    """Return the tar headers of samples without content; the key is the number, from `first` on, in twelve digits."""
     header = bytearray(512)
     header[:16] = b"000000000000.txt"
     header[100:136] = b"0000644\x000000000\x000000000\x0000000000000\x00"
@@ -46,49 +49,74 @@ def write_shard(path: Path, first: int, count: int) -> None:
     for place in range(6):
         blocks[:, 148 + place] = 48 + sums // 8 ** (5 - place) % 8
     blocks[:, 154], blocks[:, 155] = 0, 32
+    return blocks.tobytes()
+
+
+def write_shard(path: Path, first: int, count: int, *, sparse: bool) -> None:
+    """Write a tar of `count` samples, or with `sparse` an empty file of its size."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as file:
-        file.write(blocks.tobytes())
-        file.write(bytes(1024))
+        if not sparse:
+            file.write(headers(first, count))
+        file.truncate(512 * count + _END)
 
 
-def prepare(root: Path, *flags: str, workers: int, kill_at: int | None = None) -> dict[str, Any]:
-    """Run `energon prepare` and return its seconds and the most memory of all its processes together, in MiB.
+def read_sparse(per_shard: int) -> None:
+    """Let reads of the tars of this process and its children return what `write_shard` would have written."""
+    from energon_bridge.storage import LocalStore
+
+    read_file = LocalStore.read_range
+
+    def read_range(self: LocalStore, rel: str, offset: int, length: int) -> bytes:
+        if not rel.endswith(".tar"):
+            return read_file(self, rel, offset, length)
+        number = int(rel[-9:-4])
+        first, last = offset // 512, min(-(-(offset + length) // 512), per_shard)
+        made = headers(number * per_shard + first, last - first) if last > first else b""
+        return (made + bytes(_END))[offset % 512 :][:length] if made else bytes(length)
+
+    LocalStore.read_range = read_range  # type: ignore[method-assign]
+
+
+def prepare(command: str, root: Path, *flags: str, workers: int, kill_at: int | None = None) -> dict[str, Any]:
+    """Run `energon prepare`; return seconds, CPU seconds, and the most memory of all its processes together, in MiB.
 
     With `kill_at` it is killed once so many tars have been looked into.
     """
-    line = [sys.executable, "-c", _COMMAND, "prepare", str(root), "--no-progress", "--non-interactive"]
+    line = [sys.executable, "-c", command, "prepare", str(root), "--no-progress", "--non-interactive"]
     line += ["--split-ratio", "98,1,1", "--force-overwrite", "--skip-dataset-yaml", "--num-workers", str(workers)]
-    start = time.perf_counter()
+    start, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
     most = 0.0
     with subprocess.Popen([*line, *flags], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as process:
         while process.poll() is None:
+            looked = time.perf_counter()
             most = max(most, _memory(process.pid))
             if kill_at is not None and sum(1 for _ in (root / ".nv-meta.scans").rglob("*.rec")) >= kill_at:
                 process.send_signal(signal.SIGKILL)
                 break
-            time.sleep(_PAUSE_SECONDS)
+            pause = max(_PAUSE_SECONDS, 100 * (time.perf_counter() - looked))  # looking costs 1 % at most
+            time.sleep(pause)
     if kill_at is None and process.returncode:
         raise click.ClickException(f"energon prepare ended with {process.returncode}")
-    return {"seconds": round(time.perf_counter() - start, 2), "mib": round(most), "killed": process.returncode < 0}
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return {
+        "seconds": round(time.perf_counter() - start, 2),
+        "cpu_seconds": round(used.ru_utime + used.ru_stime - before.ru_utime - before.ru_stime, 2),
+        "mib": round(most),
+        "killed": process.returncode < 0,
+    }
 
 
 def digest(root: Path) -> str:
-    """Return a hash of all that was written but what differs from run to run; of the key index, of its rows."""
+    """Return a hash of all that was written but what differs from run to run."""
     value = hashlib.sha256()
-    for path in sorted(root.rglob("*.idx")):
-        value.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
-    for name in ("split.yaml", ".info.json"):
-        value.update((root / ".nv-meta" / name).read_bytes())
-    index = root / ".nv-meta/index.sqlite"
-    if index.exists():
-        with closing(sqlite3.connect(index)) as connection:
-            for table, order in (
-                ("samples", "tar_file_id, sample_index"),
-                ("sample_parts", "tar_file_id, sample_index"),
-            ):
-                for row in connection.execute(f"SELECT * FROM {table} ORDER BY {order}"):
-                    value.update(repr(row).encode())
+    meta = (root / ".nv-meta" / name for name in ("split.yaml", ".info.json", "index.sqlite"))
+    for path in (*sorted(root.rglob("*.idx")), *meta):
+        if path.exists():
+            value.update(f"{path.relative_to(root)}\0".encode())
+            with path.open("rb") as file:
+                while block := file.read(1 << 20):
+                    value.update(block)
     return value.hexdigest()
 
 
@@ -117,26 +145,32 @@ def _children(pid: int) -> list[int]:
 @click.option("--shards", default=100, show_default=True)
 @click.option("--workers", default=2, show_default=True, help="Processes of `energon prepare`.")
 @click.option("--no-key-index", is_flag=True, help="Prepare without index.sqlite.")
-def main(folder: Path, samples: int, shards: int, workers: int, no_key_index: bool) -> None:
-    """Measure `energon prepare` on a simulated dataset in FOLDER, which must not exist; prints JSON."""
+@click.option("--sparse", is_flag=True, help="Tars without blocks on disk, whose headers are made when they are read.")
+def main(folder: Path, samples: int, shards: int, workers: int, no_key_index: bool, sparse: bool) -> None:
+    """Measure `energon prepare` on a simulated dataset in FOLDER, which must not exist; prints lines of JSON."""
     if folder.exists():
         raise click.ClickException(f"{folder} exists already.")
     count, flags = samples // shards, ("--no-key-index",) if no_key_index else ()
+    command = _SPARSE.format(per_shard=count) if sparse else _COMMAND
+
+    def run(name: str, kill_at: int | None = None) -> None:
+        result = prepare(command, folder, *flags, workers=workers, kill_at=kill_at)
+        click.echo(json.dumps({"run": name, **result}))
+
     try:
         for number in range(shards):
-            write_shard(folder / f"{number // 1000:03d}/{number:05d}.tar", number * count, count)
+            write_shard(folder / f"{number // 1000:03d}/{number:05d}.tar", number * count, count, sparse=sparse)
         os.sync()
-        found: dict[str, Any] = {"samples": count * shards, "shards": shards, "workers": workers, "flags": flags}
-        found["whole"] = prepare(folder, *flags, workers=workers)
+        click.echo(json.dumps({"samples": count * shards, "shards": shards, "workers": workers, "flags": flags}))
+        run("whole")
         expected = digest(folder)
         for path in (folder / ".nv-meta", *folder.rglob("*.idx")):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-        found["killed"] = prepare(folder, *flags, workers=workers, kill_at=shards // 2)
-        found["started_again"] = prepare(folder, *flags, workers=workers)
-        found["the_same"] = digest(folder) == expected
-        write_shard(folder / "999/99999.tar", shards * count, count)
-        found["one_shard_more"] = prepare(folder, *flags, workers=workers)
-        click.echo(json.dumps(found, indent=2))
+        run("killed", kill_at=shards // 2)
+        run("started again")
+        click.echo(json.dumps({"the same": digest(folder) == expected}))
+        write_shard(folder / f"999/{shards:05d}.tar", shards * count, count, sparse=sparse)
+        run("one shard more")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

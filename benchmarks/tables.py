@@ -1,6 +1,7 @@
 """Rates of captioned JPEGs read as shards, as parquet and arrow files, and by Hugging Face's streaming loader.
 
     pip install datasets && python benchmarks/tables.py --samples 4000 --rounds 3
+    python benchmarks/tables.py --samples 12000 --size 760 570 --group 1000        groups of 100 MB
 
 All end in batches of 32 decoded uint8 images with captions, with the same number of workers. The systems take turns in
 each round; rates compare within one run only. Without `datasets` its row is left out.
@@ -16,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from statistics import median
@@ -35,33 +37,39 @@ from energon_bridge.prepare.convert import ConvertOptions, convert  # noqa: E402
 from energon_bridge.prepare.sources import open_source  # noqa: E402
 
 _BATCH = 32
-_EDGE = (320, 240)
 _FILES = 8
+_DIFFERENT = 1000
 
 
-def picture(number: int) -> bytes:
+@lru_cache(maxsize=_DIFFERENT)
+def picture(number: int, size: tuple[int, int]) -> bytes:
     """Return a JPEG that compresses like a photograph: smooth colours with some noise."""
     rng = np.random.default_rng(number)
-    small = Image.fromarray(rng.integers(0, 256, (12, 16, 3), np.uint8)).resize(_EDGE, Image.Resampling.BICUBIC)
-    noise = rng.integers(-12, 13, (_EDGE[1], _EDGE[0], 3), np.int16)
+    small = Image.fromarray(rng.integers(0, 256, (12, 16, 3), np.uint8)).resize(size, Image.Resampling.BICUBIC)
+    noise = rng.integers(-12, 13, (size[1], size[0], 3), np.int16)
     pixels = np.clip(np.asarray(small, np.int16) + noise, 0, 255).astype(np.uint8)
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, "jpeg", quality=85)
     return file.getvalue()
 
 
-def write(folder: Path, samples: int, group: int) -> dict[str, Path]:
+def rows(first: int, last: int, size: tuple[int, int]) -> pyarrow.Table:
+    images = [{"bytes": picture(number % _DIFFERENT, size), "path": None} for number in range(first, last)]
+    return pyarrow.table({"image": images, "caption": [f"a picture with the number {n}" for n in range(first, last)]})
+
+
+def write(folder: Path, samples: int, group: int, size: tuple[int, int]) -> dict[str, Path]:
     """Write the same rows as parquet, as arrow and as shards."""
-    images = [{"bytes": picture(number), "path": None} for number in range(samples)]
-    table = pyarrow.table({"image": images, "caption": [f"a picture with the number {n}" for n in range(samples)]})
     found = {"shards": folder / "shards", "parquet": folder / "parquet", "arrow": folder / "x.arrow"}
     found["parquet"].mkdir()
     each = -(-samples // _FILES)
-    for number in range(_FILES):  # the streaming loader gives whole files to its workers
-        file = found["parquet"] / f"train-{number:05d}-of-{_FILES:05d}.parquet"
-        pyarrow.parquet.write_table(table.slice(number * each, each), file, row_group_size=group)
-    with pyarrow.OSFile(str(found["arrow"]), "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as out:
-        out.write_table(table, max_chunksize=group)
+    schema = rows(0, 1, size).schema
+    with pyarrow.OSFile(str(found["arrow"]), "wb") as file, pyarrow.ipc.new_stream(file, schema) as out:
+        for number in range(_FILES):  # the streaming loader gives whole files to its workers
+            table = rows(number * each, min(samples, (number + 1) * each), size)
+            path = found["parquet"] / f"train-{number:05d}-of-{_FILES:05d}.parquet"
+            pyarrow.parquet.write_table(table, path, row_group_size=group)
+            out.write_table(table, max_chunksize=100)
     source = open_source(found["parquet"])
     convert(source, found["shards"], ConvertOptions(layout=source.propose()))
     return found
@@ -112,11 +120,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samples", type=int, default=4000)
     parser.add_argument("--group", type=int, default=100, help="rows of a row group")
+    parser.add_argument("--size", type=int, nargs=2, default=(320, 240), help="width and height of the images")
+    parser.add_argument("--measured", type=int, help="samples to time; all by default")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=2)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
-        paths = write(Path(name), options.samples, options.group)
+        paths = write(Path(name), options.samples, options.group, tuple(options.size))
         systems: dict[str, Callable[[], Iterator[int]]] = {
             f"energon_bridge, {kind}": lambda path=path: ours(path, options.workers)  # type: ignore[misc]
             for kind, path in paths.items()
@@ -126,7 +136,7 @@ def main() -> None:
         rates: dict[str, list[float]] = {system: [] for system in systems}
         for _ in range(options.rounds):
             for system, start in systems.items():
-                rates[system].append(rate(start(), options.samples))
+                rates[system].append(rate(start(), options.measured or options.samples))
         first = median(rates["energon_bridge, shards"])
         for system, found in rates.items():
             print(f"{system:32} {median(found):8.0f} samples/s  {median(found) / first:5.2f} of shards", flush=True)

@@ -4,15 +4,20 @@ short.mp4     10 seconds, 25 frames a second, H.264 with B-frames, a key frame e
 long.mp4      10 minutes of it, a key frame every 10 s
 long.mkv      the same in Matroska
 vfr.mp4       10 seconds, H.264 with B-frames, frames that last 20 to 60 ms
+
+Clips for models (`clip`) are larger: 8 seconds of 640 x 480, 30 frames a second, as x264 encodes them by default.
 """
 
 from __future__ import annotations
 
+import io
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from benchmarks.data import painted
 
 WIDTH, HEIGHT, RATE = 160, 120, 25
 SECONDS = {"short.mp4": 10, "long.mp4": 600, "long.mkv": 600, "vfr.mp4": 10}
@@ -47,3 +52,30 @@ def make(cache: Path, name: str, scale: float) -> Path:
         out.mux(stream.encode(None))
     partial.rename(path)
     return path
+
+
+def clip(generator: np.random.Generator, seconds: int = 8, size: tuple[int, int] = (640, 480), rate: int = 30) -> bytes:
+    """Draw one MP4 of about a megabyte: a camera moves over a picture, and things move across it."""
+    import av
+
+    width, height = size
+    scene = painted(generator, (width + 240, height + 160))
+    things = [painted(generator, (int(side), int(side))) for side in generator.integers(60, 160, 4)]
+    places, speeds = generator.uniform(0, 400, (4, 2)), generator.uniform(-3, 3, (4, 2))
+    grain = generator.normal(0, 2.0, (4, height, width, 1)).astype(np.float32)
+    sway = generator.uniform(0.2, 0.7, 2)
+    file = io.BytesIO()
+    with av.open(file, "w", format="mp4") as out:
+        stream: Any = out.add_stream("libx264", rate=rate)
+        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+        for number in range(seconds * rate):
+            at = number / rate
+            left, top = (int(room * (0.5 + 0.5 * np.sin(s * at))) for room, s in zip((240, 160), sway, strict=True))
+            picture = scene[top : top + height, left : left + width].copy()
+            for thing, (x, y) in zip(things, places + speeds * number, strict=True):
+                x, y = int(x) % (width - len(thing)), int(y) % (height - len(thing))
+                picture[y : y + len(thing), x : x + len(thing)] = thing
+            pixels = (picture + grain[number % 4] + 128).clip(0, 255).astype(np.uint8)
+            out.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        out.mux(stream.encode(None))
+    return file.getvalue()

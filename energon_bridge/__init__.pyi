@@ -61,6 +61,8 @@ from .stream.policy import ErrorPolicy as ErrorPolicy
 from .task_encoder import (
     AugmentTaskEncoder as AugmentTaskEncoder,
     BatchCost as BatchCost,
+    ColumnCost as ColumnCost,
+    Conversation as Conversation,
     ConversationTemplateConfig as ConversationTemplateConfig,
     Cooker as Cooker,
     DefaultTaskEncoder as DefaultTaskEncoder,

@@ -51,7 +51,6 @@ def _lightning_base() -> type:
 
 ReplicaLoading = Literal["every_rank", "one_rank"]
 """Which ranks of a replica load."""
-
 BalanceMode = Literal["none", "global_batch"]
 """The span within which the data-parallel ranks exchange microbatches."""
 
@@ -97,13 +96,14 @@ class EnergonMultiModalDataModule(_Base):
             does not divide `num_lanes`: allow them only if the loss weighs by the mask; see `EnergonDataloader`.
         on_mismatch: `refuse` (the default) a state of another mix, or `adapt` to it; see `get_savable_loader`.
         replica_loading: Who loads if several ranks train on the same batches: `every_rank` by itself, or `one_rank` of
-            the replica, which broadcasts to the others. All processes must then ask for the data in the same order.
-        validate_each_dataset: Make `val_dataloader` return a list with an iterator per dataset of the mix, named by
-            `validation_names`: for a loss per dataset.
-        balance: `global_batch`: the data-parallel ranks exchange the microbatches of each global batch of training, so
-            that all have the same work; its samples stay the same. It needs `global_batch_size`; all processes must ask
-            for the data in the same order; states exist after whole global batches only. `none`: no exchange.
-        balance_cost: The cost of a batch for `balance`: a function of the batch; default: `BatchCost()`, its tokens.
+            the replica, which broadcasts to the others. Then all processes must ask for the data alike.
+        validate_each_dataset: Let `val_dataloader` return a list with an iterator for each dataset of the mix, whose
+            names are `validation_names`: for a loss per dataset.
+        balance: `global_batch`: the data-parallel ranks share each global batch of training out, so that all have the
+            same work; its samples stay the same. It needs `global_batch_size`, all processes must ask for the data
+            alike, and there is a state after whole global batches only. `none`: each runs what it loads.
+        balance_cost: A function of a batch, default `BatchCost()`, its tokens; or a `ColumnCost`: see `make_balance`.
+        balance_window: Global batches that are cut anew together, by cost (`make_balance`); 1: none is.
         stage_keys: With `one_rank`: the fields of a batch that each pipeline stage gets; None: all fields.
         cache_pool: Caches files that cookers and hooks need later, for training and validation.
         **kwargs: Further arguments of `get_train_dataset`, checked by name.
@@ -147,6 +147,7 @@ class EnergonMultiModalDataModule(_Base):
         replica_loading: ReplicaLoading = "every_rank",
         balance: BalanceMode = "none",
         balance_cost: Callable[[Any], float] | None = None,
+        balance_window: int = 1,
         stage_keys: StageKeys | None = None,
         validate_each_dataset: bool = False,
         cache_pool: CachePool | None = None,
@@ -165,14 +166,13 @@ class EnergonMultiModalDataModule(_Base):
             ("max_samples_per_sequence", max_samples_per_sequence, 1),
             ("decoder_seq_length", decoder_seq_length, 1),
             ("packing_buffer_size", packing_buffer_size, 1),
+            ("balance_window", balance_window, 1),
         ):
             _check_number(name, value, least, optional=name not in _NEEDED)
-        if replica_loading not in get_args(ReplicaLoading):
-            raise ConfigurationError(
-                f"replica_loading must be one of {', '.join(get_args(ReplicaLoading))}, got {replica_loading!r}"
-            )
-        if balance not in get_args(BalanceMode):
-            raise ConfigurationError(f"balance must be one of {', '.join(get_args(BalanceMode))}, got {balance!r}")
+        chosen: dict[str, Any] = {"replica_loading": replica_loading, "balance": balance}
+        for name, kinds in {"replica_loading": get_args(ReplicaLoading), "balance": get_args(BalanceMode)}.items():
+            if chosen[name] not in kinds:
+                raise ConfigurationError(f"{name} must be one of {', '.join(kinds)}, got {chosen[name]!r}")
         if balance_cost is not None and not callable(balance_cost):
             raise ConfigurationError(
                 f"balance_cost must be a function of a batch, such as BatchCost(), got {type(balance_cost).__name__}"
@@ -200,7 +200,7 @@ class EnergonMultiModalDataModule(_Base):
         self.on_mismatch = on_mismatch
         self.replica_loading = replica_loading
         self.balance = balance
-        self.balance_cost = balance_cost or BatchCost()
+        self.balance_cost, self.balance_window = balance_cost or BatchCost(), balance_window
         self.stage_keys = stage_keys
         self.validate_each_dataset = validate_each_dataset
         self.validation_names: list[str] = []
@@ -448,6 +448,7 @@ class EnergonMultiModalDataModule(_Base):
                 self.balance_cost,
                 pg_collection=self.pg_collection,
                 replica=self.replica,
+                window=self.balance_window,
                 data_group=self._mesh_group(),
             )
         return self._balance
@@ -543,7 +544,7 @@ class EnergonMultiModalDataModule(_Base):
         return self.global_batch_size // self.micro_batch_size
 
 
-_NEEDED = frozenset({"seq_length", "micro_batch_size", "num_workers"})
+_NEEDED = frozenset({"seq_length", "micro_batch_size", "num_workers", "balance_window"})
 """Numbers that cannot be None."""
 
 _OWN_NAMES = frozenset({"path", "split_part", "worker_config", "batch_size", "task_encoder"})

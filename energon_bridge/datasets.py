@@ -10,7 +10,7 @@ import dataclasses
 import inspect
 import logging
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 from energon_bridge.errors import ConfigurationError, UnknownArgumentError, did_you_mean
 from energon_bridge.loader.position import OnMismatch
@@ -25,11 +25,14 @@ from energon_bridge.stream.watchdog import WatchdogSettings
 from energon_bridge.task_encoder.base import DefaultTaskEncoder
 from energon_bridge.task_encoder.checks import check_encoder
 from energon_bridge.task_encoder.decoder import SampleDecoder
+from energon_bridge.task_encoder.packing import MAX_LIMIT
 from energon_bridge.topology import WorkerConfig
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_SHUFFLE_BUFFER_SIZE = 100
+DEFAULT_LENGTH_BUFFER = 256
+"""Samples of a lane from which microbatches are selected by length, unless `packing_buffer_size` says otherwise."""
 
 _UNSET: Any = type("_Unset", (), {"__repr__": lambda self: "<default>"})()
 _IGNORED_LOADER_ARGUMENTS = {
@@ -49,6 +52,7 @@ def get_train_dataset(
     batch_size: int | None,
     batch_drop_last: bool = False,
     packing_buffer_size: int | None = None,
+    max_tokens_per_microbatch: int | None = None,
     shuffle_buffer_size: int | None = _UNSET,
     max_samples_per_sequence: int | None = _UNSET,
     parallel_shard_iters: int | None = None,
@@ -83,6 +87,9 @@ def get_train_dataset(
             stream, whose microbatches are all full.
         packing_buffer_size: Encoded samples of a lane from which `select_samples_to_pack` selects packs, which
             `batch_size` then counts; None: nothing is packed.
+        max_tokens_per_microbatch: Make microbatches of as many samples of similar length as fit into so many tokens,
+            padding included, by the encoder's `sample_length`. They are selected from `packing_buffer_size` samples of
+            a lane (default 256), and `batch_size`, 1 or None, counts microbatches.
         shuffle_buffer_size: About how many samples of a lane are mixed at a time (default 100); None, 0 or 1: the
             slices are shuffled and read side by side, nothing more. It costs no memory beyond what is read at a time.
         max_samples_per_sequence: The most consecutive samples that are read in one direction, a slice. Slices are
@@ -140,10 +147,9 @@ def get_train_dataset(
         finite=not repeat,
         virtual_epoch_length=_positive("virtual_epoch_length", virtual_epoch_length or None),
         worker_config=worker_config or WorkerConfig.default_worker_config(),
-        batch_size=_positive("batch_size", batch_size),
         task_encoder=_encoder(task_encoder, image_decode),
         batch_drop_last=batch_drop_last,
-        packing_buffer_size=_positive("packing_buffer_size", packing_buffer_size),
+        **_microbatches(batch_size, packing_buffer_size, max_tokens_per_microbatch),
         error_policy=_policy(error_policy, handler),
         shuffle_buffer_size=_positive("shuffle_buffer_size", shuffle_buffer_size, least=0) or 0,
         max_samples_per_sequence=_positive("max_samples_per_sequence", max_samples_per_sequence),
@@ -159,6 +165,7 @@ def get_val_dataset(
     batch_size: int | None,
     batch_drop_last: bool = False,
     packing_buffer_size: int | None = None,
+    max_tokens_per_microbatch: int | None = None,
     limit: int | None = None,
     task_encoder: Any = None,
     image_decode: str | None = None,
@@ -180,8 +187,8 @@ def get_val_dataset(
     Args:
         limit: Steps after which a pass ends, on every rank.
         batch_drop_last: Leave out a last microbatch that is not full.
-        packing_buffer_size: Samples in a block from which packs are selected; the ranks select all packs of a pass
-            before its first step, and agree on their number.
+        packing_buffer_size: Samples in a block from which packs (or, with `max_tokens_per_microbatch`, microbatches)
+            are selected; the ranks select all of a pass before its first step, and agree on their number.
 
     The others are those of `get_train_dataset`. All ranks make the same number of steps; rows that do not exist are
     marked in `batch.__valid__`.
@@ -203,11 +210,10 @@ def get_val_dataset(
         finite=True,
         shuffled=False,
         worker_config=worker_config or WorkerConfig.default_worker_config(),
-        batch_size=_positive("batch_size", batch_size),
         task_encoder=_encoder(task_encoder, image_decode),
         batch_drop_last=batch_drop_last,
         limit=_positive("limit", limit),
-        packing_buffer_size=_positive("packing_buffer_size", packing_buffer_size),
+        **_microbatches(batch_size, packing_buffer_size, max_tokens_per_microbatch),
         error_policy=_policy(error_policy, handler),
     )
 
@@ -364,6 +370,31 @@ def _policy(policy: ErrorPolicy | None, handler: Handler | None) -> ErrorPolicy:
             "thing, give one of them"
         )
     return dataclasses.replace(policy, on_error=handler)
+
+
+class _Microbatches(TypedDict):
+    batch_size: int | None
+    packing_buffer_size: int | None
+    max_tokens_per_microbatch: int | None
+
+
+def _microbatches(batch_size: int | None, buffer: int | None, max_tokens: int | None) -> _Microbatches:
+    """Return the settings of microbatches, checked."""
+    if (max_tokens := _positive("max_tokens_per_microbatch", max_tokens)) is not None:
+        if max_tokens > MAX_LIMIT:
+            raise ConfigurationError(f"max_tokens_per_microbatch={max_tokens} must be at most {MAX_LIMIT}")
+        if batch_size not in (None, 1):
+            raise ConfigurationError(
+                f"max_tokens_per_microbatch={max_tokens} with batch_size={batch_size}: a microbatch has as many "
+                "samples as fit into the tokens, and batch_size counts microbatches: give batch_size=1 or None "
+                "(micro_batch_size=1 of a data module, whose global_batch_size then counts microbatches)"
+            )
+        batch_size, buffer = 1, DEFAULT_LENGTH_BUFFER if buffer is None else buffer
+    return {
+        "batch_size": _positive("batch_size", batch_size),
+        "packing_buffer_size": _positive("packing_buffer_size", buffer),
+        "max_tokens_per_microbatch": max_tokens,
+    }
 
 
 def _positive(name: str, value: int | None, least: int = 1) -> int | None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -75,9 +76,24 @@ def draws(key: int, n: int) -> UIntArray:
     return _mix64_array(steps + np.uint64(key & MASK64))
 
 
+def draws_at(keys: Sequence[int], which: IntArray, places: IntArray) -> UIntArray:
+    """Return single draws, each of one of the keys: `draws(keys[which], ...)[places]`; all of shape (n,)."""
+    steps = (places + 1).astype(np.uint64) * np.uint64(_GOLDEN)
+    return _mix64_array(steps + np.array(keys, dtype=np.uint64)[which])
+
+
 def below(key: int, n: int, bound: int) -> IntArray:
     """Return n keyed integers in `range(bound)`, shape (n,); bound must be below 2**32."""
-    return (((draws(key, n) >> np.uint64(32)) * np.uint64(bound)) >> np.uint64(32)).astype(np.int64)
+    return _below(draws(key, n), bound)
+
+
+def below_at(keys: Sequence[int], which: IntArray, places: IntArray, bound: int) -> IntArray:
+    """Return single draws below a bound, each of one of the keys: `below(keys[which], ..., bound)[places]`."""
+    return _below(draws_at(keys, which, places), bound)
+
+
+def _below(drawn: UIntArray, bound: int) -> IntArray:
+    return (((drawn >> np.uint64(32)) * np.uint64(bound)) >> np.uint64(32)).astype(np.int64)
 
 
 def shuffled(key: int, n: int) -> IntArray:

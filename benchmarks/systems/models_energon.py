@@ -22,6 +22,7 @@ from megatron.energon import (
     stateless,
 )
 from transformers import AutoTokenizer, CLIPImageProcessorPil, Qwen2VLImageProcessorPil, SiglipImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 from benchmarks.systems.measure import Job, main
 from benchmarks.systems.models import (
@@ -31,6 +32,7 @@ from benchmarks.systems.models import (
     PACKING_BUFFER,
     SEQ_LENGTH,
     SIGLIP,
+    VIDEO_FPS,
     touch,
 )
 
@@ -67,6 +69,9 @@ class Chat(DefaultTaskEncoder):
         super().__init__()
         self.tokenizer, self.processor = tokenizer, processor
 
+    def visual(self, image: Any) -> dict[str, torch.Tensor]:
+        return dict(self.processor(images=[image], return_tensors="pt"))
+
     def image_tokens(self, visual: dict[str, torch.Tensor]) -> int:
         return LLAVA_IMAGE_TOKENS
 
@@ -75,7 +80,7 @@ class Chat(DefaultTaskEncoder):
 
     @stateless
     def encode_sample(self, sample: Crude) -> Encoded:
-        visual = dict(self.processor(images=[sample.image], return_tensors="pt"))
+        visual = self.visual(sample.image)
         messages = self.messages(sample.record)
         text = self.tokenizer.apply_chat_template(messages, tokenize=False)
         text = text.replace(self.image_token, self.image_token * self.image_tokens(visual))
@@ -149,6 +154,45 @@ class Qwen(Chat):
         )
 
 
+@stateless
+def cook_video(sample: dict[str, Any]) -> Crude:
+    return Crude(**basic_sample_keys(sample), image=sample["mp4"], record=sample["json"])
+
+
+class QwenVideo(Qwen):
+    """Conversations about videos: frames of megatron-energon's decoder, as tensors, to the video processor."""
+
+    cookers = (Cooker(cook_video),)
+    image_token = "<|video_pad|>"
+
+    def visual(self, video: Any) -> dict[str, torch.Tensor]:
+        _, total = video.get_video_duration(get_frame_count=True)
+        count = min(max(int(total / video.get_video_fps() * VIDEO_FPS), 4), total)
+        numbers = torch.linspace(0, total - 1, count).round().int().tolist()
+        clips, _ = video.get_video_clips([(number, number) for number in numbers], "frames")
+        return process_video(torch.cat(clips), self.processor)
+
+    def image_tokens(self, visual: dict[str, torch.Tensor]) -> int:
+        return int(visual["video_grid_thw"].prod()) // 4
+
+
+def process_video(frames: torch.Tensor, processor: Any) -> dict[str, torch.Tensor]:
+    """Do what the video processor of Qwen2-VL does, by torch alone: it needs torchvision, which does the same by torch.
+
+    `processor` is the image processor, whose mean and deviation are the same.
+    """
+    side, merge, times = processor.patch_size, processor.merge_size, processor.temporal_patch_size
+    size = smart_resize(*frames.shape[-2:], side * merge, 128 * 28 * 28, 768 * 28 * 28)
+    frames = torch.nn.functional.interpolate(frames, size, mode="bicubic", antialias=True)
+    frames = torch.cat((frames, frames[-1:].expand(-len(frames) % times, -1, -1, -1)))
+    mean, std = (torch.tensor(one)[:, None, None] * 255 for one in (processor.image_mean, processor.image_std))
+    frames = frames.to(torch.float32).sub(mean).div_(std)
+    steps, rows, columns = len(frames) // times, size[0] // side, size[1] // side
+    frames = frames.reshape(steps, times, 3, rows // merge, merge, side, columns // merge, merge, side)
+    patches = frames.permute(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(steps * rows * columns, -1)
+    return {"pixel_values_videos": patches, "video_grid_thw": torch.tensor([[steps, rows, columns]])}
+
+
 class Siglip(DefaultTaskEncoder):
     """Captions beside images."""
 
@@ -187,9 +231,10 @@ def find(tokens: list[int], wanted: list[int], start: int) -> int:
 
 
 def open_loader(job: Job) -> Any:
-    tokenizer = AutoTokenizer.from_pretrained(Path(job.path).parent / f"tokenizer-{job.mode}")
+    tokenizer = AutoTokenizer.from_pretrained(Path(job.path).parent / f"tokenizer-{job.mode.removesuffix('-video')}")
     made = {
         "qwen2.5-vl": lambda: Qwen(tokenizer, Qwen2VLImageProcessorPil()),
+        "qwen2.5-vl-video": lambda: QwenVideo(tokenizer, Qwen2VLImageProcessorPil()),
         "llava-1.5": lambda: Llava(tokenizer, CLIPImageProcessorPil(**CLIP)),
         "siglip": lambda: Siglip(tokenizer, SiglipImageProcessorPil(**SIGLIP)),
     }

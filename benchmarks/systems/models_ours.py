@@ -35,6 +35,10 @@ def cook_chat(sample: dict[str, Any]) -> ChatSample:
     return ChatSample(**basic_sample_keys(sample), messages=sample["json"]["messages"], images=[sample["jpg"]])
 
 
+def cook_video(sample: dict[str, Any]) -> ChatSample:
+    return ChatSample(**basic_sample_keys(sample), messages=sample["json"]["messages"], videos=[sample["mp4"]])
+
+
 def cook_one_turn(sample: dict[str, Any]) -> ChatSample:
     messages = sample["json"]["messages"][:2]
     return ChatSample(**basic_sample_keys(sample), messages=messages, images=[sample["jpg"]])
@@ -46,6 +50,10 @@ def cook_caption(sample: dict[str, Any]) -> CaptioningSample:
 
 class Qwen(ChatTemplateTaskEncoder):
     cookers = (Cooker(stateless(cook_chat)),)
+
+
+class QwenVideo(ChatTemplateTaskEncoder):
+    cookers = (Cooker(stateless(cook_video)),)
 
 
 class Llava(ChatTemplateTaskEncoder):
@@ -78,10 +86,11 @@ class Siglip(DefaultTaskEncoder):
 
 def open_loader(job: Job) -> Any:
     row, _, dtype = job.mode.partition("/")
-    tokenizer = AutoTokenizer.from_pretrained(Path(job.path).parent / f"tokenizer-{row}")
+    tokenizer = AutoTokenizer.from_pretrained(Path(job.path).parent / f"tokenizer-{row.removesuffix('-video')}")
     config = ChatConfig(seq_length=SEQ_LENGTH, pixels_dtype=dtype or None)  # type: ignore[arg-type]
     made = {
         "qwen2.5-vl": lambda: Qwen(tokenizer, qwen_family("qwen2_5_vl", Qwen2VLImageProcessorPil()), config),
+        "qwen2.5-vl-video": lambda: QwenVideo(tokenizer, qwen_family("qwen2_5_vl", Qwen2VLImageProcessorPil()), config),
         "llava-1.5": lambda: Llava(tokenizer, llava_family(CLIPImageProcessorPil(**CLIP), patch_size=14), config),
         "siglip": lambda: Siglip(tokenizer),
     }

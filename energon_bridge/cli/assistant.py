@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -82,9 +81,10 @@ def ask_field_map(sample_type: type, samples: Sequence[FirstSample]) -> dict[str
     proposed = _propose_fields(sample_type, samples)
     fields: dict[str, str] = {}
     for name, required, kind in describe_fields(sample_type):
+        first, *others = [part for part in proposed.get(name, []) if part not in fields.values()] or [""]
         while True:
-            label = f"{name} ({kind}{'' if required else ', optional'})"
-            default = proposed.get(name, None if required else "")
+            label = f"{name} ({kind}{'' if required else ', optional'}{_also(others)})"
+            default = first or (None if required else "")
             access = click.prompt(label, type=str, default=default, show_default=bool(default)).strip()
             if not access and not required:
                 break
@@ -104,26 +104,36 @@ def _propose_type(samples: Sequence[FirstSample]) -> str:
     for name in sample_type_names():
         required = {field for field, needed, _ in describe_fields(sample_type_by_name(name)) if needed}
         proposed = _propose_fields(sample_type_by_name(name), samples)
-        if proposed.keys() == required and sorted(proposed.values()) == parts:
+        if proposed.keys() == required and sorted(fits[0] for fits in proposed.values()) == parts:
             return name
     return _CRUDE
 
 
-def _propose_fields(sample_type: type, samples: Sequence[FirstSample]) -> dict[str, str]:
-    """Return a fitting part for each required field: the one with the field's name, or the first that is left.
+def _propose_fields(sample_type: type, samples: Sequence[FirstSample]) -> dict[str, list[str]]:
+    """Return the parts that fit each required field, the proposed one first: that with the field's name, or the first.
 
-    JSON parts are never proposed: only the user knows which value inside one is meant.
+    No part is proposed for two fields. JSON parts never are: only the user knows which value inside one is meant.
     """
-    fields: dict[str, str] = {}
+    fields: dict[str, list[str]] = {}
     parts = {part for part in _part_names(samples) if not part.endswith("json")}
     for name, required, _ in describe_fields(sample_type):
-        free = sorted(parts - set(fields.values()), key=lambda part: (part != name, part))
-        for part in free if required else ():
-            with contextlib.suppress(FieldMapError):
-                _check(name, part, sample_type, samples)
-                fields[name] = part
-                break
+        taken = {fits[0] for fits in fields.values()}
+        free = sorted(parts - taken, key=lambda part: (part != name, part)) if required else []
+        if fits := [part for part in free if _fits(name, part, sample_type, samples)]:
+            fields[name] = fits
     return fields
+
+
+def _also(parts: Sequence[str]) -> str:
+    return f"; {', '.join(parts)} would fit, too" if parts else ""
+
+
+def _fits(name: str, part: str, sample_type: type, samples: Sequence[FirstSample]) -> bool:
+    try:
+        _check(name, part, sample_type, samples)
+    except FieldMapError:
+        return False
+    return True
 
 
 def _check(name: str, access: str, sample_type: type, samples: Sequence[FirstSample]) -> None:

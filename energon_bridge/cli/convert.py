@@ -55,6 +55,8 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "
 @click.option(
     "--bytes-per-shard", default=None, metavar="SIZE", help="No larger shards: 500M, 1Gi. Looks at all first."
 )
+@click.option("--max-pixels", type=click.IntRange(min=1), default=None, help="Scale down images that have more pixels.")
+@click.option("--quality", type=click.IntRange(1, 100), default=None, help="Encode JPEG and WebP images again.")
 @click.option("--keys", type=click.Choice(["keep", "number"]), default="keep", help="Keys of a WebDataset's samples.")
 @click.option("--on-error", type=click.Choice(["stop", "skip"]), default="stop", help="What samples that fail do.")
 @click.option("--media-metadata/--no-media-metadata", default=True, help="Write down sizes and lengths of media.")
@@ -77,6 +79,8 @@ def command(
     shuffle: int | None,
     samples_per_shard: int | None,
     bytes_per_shard: str | None,
+    max_pixels: int | None,
+    quality: int | None,
     keys: str,
     on_error: str,
     media_metadata: bool,
@@ -95,7 +99,7 @@ def command(
     SOURCE is a JSON, JSONL, CSV or TSV file that names media files (conversations of LLaVA, ShareGPT and OpenAI, COCO
     captions, any table), a folder of pictures with captions beside them, a folder for each class, parquet files, a
     Hugging Face dataset on disk or of the hub (hf://OWNER/NAME), or a WebDataset to be sharded or shuffled again.
-    Media are copied as they are.
+    Media are copied as they are, unless --max-pixels or --quality says otherwise.
 
     Started again after it was killed, it goes on; when the source grew, it adds what is new.
 
@@ -104,6 +108,7 @@ def command(
     energon convert photos data/photos --split-ratio 9,1,0 --dry-run
     energon convert metadata.csv data/faces --field caption=description
     energon convert tars data/shuffled --shuffle 1 --bytes-per-shard 1Gi
+    energon convert photos data/small --max-pixels 1000000
     energon convert hf://OWNER/NAME data/name
     energon convert big.parquet data/big --task $SLURM_ARRAY_TASK_ID/16
     """
@@ -133,6 +138,8 @@ def command(
         bytes_per_shard=limit,
         media=media_metadata,
         skip_errors=on_error == "skip",
+        max_pixels=max_pixels,
+        quality=quality,
     )
     _show(opened, options)
     if dry_run:

@@ -133,15 +133,29 @@ def state_of(files: Sequence[str], world_size: int | None) -> tuple[State, int]:
     return merge(states), world_size or (max(size for _, size in ranks) if ranks else 1)
 
 
-def open_run(source: Sequence[str], options: dict[str, Any], *, by_step: bool = True) -> tuple[Run, list[str]]:
+def open_run(
+    source: Sequence[str],
+    options: dict[str, Any],
+    *,
+    by_step: bool = True,
+    balance: str | None = None,
+    window: int | None = None,
+) -> tuple[Run, list[str]]:
     """Return the run that a mix with options, or saved states, describe, and notes on it.
 
-    `by_step`: the caller asks about steps, for which the number of ranks matters.
+    Args:
+        source: The mix, or files of states.
+        options: Those of `run_options`.
+        by_step: The caller asks about steps, for which the number of ranks matters.
+        balance: `MODULE:NAME` of the `ColumnCost` by which ranks load their own shares; None: they do not.
+        window: The window of balance; None: that of the state, else 1.
     """
-    from energon_bridge.forecast.run import run_of_mix, run_of_state  # import torch, which no help text needs
+    from energon_bridge.forecast.run import run_of_mix, run_of_state, shared_out  # torch, which no help text needs
 
+    cost = None if balance is None else named(balance, "--balance", "my_project.data:COST")
     if is_mix(source):
-        return run_of_mix(open_mix(source[0], options)), []
+        run = run_of_mix(open_mix(source[0], options))
+        return (run if cost is None else shared_out(run, cost, run.config.microbatches_per_global_batch, window)), []
     state, world_size = state_of(source, options["world_size"])
     notes = []
     if options["world_size"] is None and by_step:
@@ -150,9 +164,13 @@ def open_run(source: Sequence[str], options: dict[str, Any], *, by_step: bool = 
         state,
         world_size=world_size if by_step else 1,
         mix=options["mix"],
+        balanced=cost is not None,
         **{name: options[name] for name in ("split_part", "dataset_config", "split_config", "trust_remote_code")},
     )
-    return run, notes
+    if cost is None:
+        return run, notes
+    group = None if options["global_batch_size"] is None else options["global_batch_size"] // run.spec.rows
+    return shared_out(run, cost, group, window), notes
 
 
 def encoder_of(spec: str | None) -> Any:
@@ -163,13 +181,22 @@ def encoder_of(spec: str | None) -> Any:
     """
     if spec is None:
         return None
+    found = named(spec, "--encoder", "my_project.encoders:make_encoder")
+    return found() if isinstance(found, type) or not hasattr(found, "encode_sample") else found
+
+
+def named(spec: str, option: str, example: str) -> Any:
+    """Return what `MODULE:NAME`, the value of an option, names.
+
+    Raises:
+        ConfigurationError: There is nothing of that name.
+    """
     module, colon, name = spec.partition(":")
     if not colon or not name:
-        raise ConfigurationError(f"--encoder {spec!r}: expected MODULE:NAME, such as my_project.encoders:make_encoder")
+        raise ConfigurationError(f"{option} {spec!r}: expected MODULE:NAME, such as {example}")
     try:
-        found = getattr(import_module(module), name)
+        return getattr(import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise ConfigurationError(
-            f"--encoder {spec!r}: {error}. A module of the current folder is found with PYTHONPATH=."
+            f"{option} {spec!r}: {error}. A module of the current folder is found with PYTHONPATH=."
         ) from error
-    return found() if isinstance(found, type) or not hasattr(found, "encode_sample") else found

@@ -38,6 +38,12 @@ _AT_A_TIME = 10_000
     type=click.Path(),
     help="With a state: what the run was started with, where the state alone does not say it.",
 )
+@click.option(
+    "--balance",
+    metavar="MODULE:NAME",
+    help="The ColumnCost by which ranks load their own shares: names the rank that runs each microbatch.",
+)
+@click.option("--balance-window", type=click.IntRange(min=1), help="With --balance: window of the run. [default: 1]")
 @click.option("--out", type=click.Path(path_type=Path), help="Write a row per sample to this .parquet or .json file.")
 @run_options
 def command(
@@ -49,6 +55,8 @@ def command(
     rank: int | None,
     row: int | None,
     out: Path | None,
+    balance: str | None,
+    balance_window: int | None,
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -72,8 +80,10 @@ def command(
         raise ConfigurationError(f"--out {out}: the name must end in .parquet or .json")
     if until is not None and (step or 0) >= until:
         raise ConfigurationError(f"--until {until} is not above --step {step}: no step lies between them")
-    run, notes = open_run(source, options, by_step=microbatch is None)
-    from energon_bridge.forecast.samples import assumption, name_microbatch, name_steps
+    if balance is not None and microbatch is not None:
+        raise ConfigurationError("--balance says who runs the microbatches of a step: give --step, not --microbatch")
+    run, notes = open_run(source, options, by_step=microbatch is None, balance=balance, window=balance_window)
+    from energon_bridge.forecast.samples import assumption, name_microbatch, name_shared_steps, name_steps
     from energon_bridge.topology import first_microbatch
 
     if microbatch is None and rank is not None and rank >= run.config.dp_size:
@@ -84,7 +94,8 @@ def command(
         if microbatch is not None:
             yield None, name_microbatch(run, microbatch)
             return
-        for number, found in zip(steps, name_steps(run, steps), strict=True):
+        by_step = name_steps(run, steps) if run.sharing is None else name_shared_steps(run, steps, run.sharing)
+        for number, found in zip(steps, by_step, strict=True):
             yield from ((number, one) for one in found if rank is None or one.rank == rank)
 
     if out is not None:

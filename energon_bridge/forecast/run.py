@@ -18,13 +18,15 @@ from energon_bridge.errors import ConfigurationError
 from energon_bridge.format.jsonl import is_jsonl
 from energon_bridge.loader.bans import banned_of
 from energon_bridge.loader.document import State, read
-from energon_bridge.loader.fits import check_fits
+from energon_bridge.loader.fits import WINDOWS, check_fits, check_windows
 from energon_bridge.loader.run_plan import DatasetSpec, RunPlan, plan_run, without_banned
+from energon_bridge.loader.shares import Sharing, sharing_of, why_unplanned
 from energon_bridge.mix import Blend, Concat, DatasetOpener, LeafRef, Mix, MixSource, Node, WeightSchedule, flatten
 from energon_bridge.mix.leaves import OpenLeaf, kept_samples
 from energon_bridge.mix.tree import EpochizedBlend as MixedEpochs
 from energon_bridge.stream.state import LaneState
 from energon_bridge.task_encoder.base import DefaultTaskEncoder
+from energon_bridge.task_encoder.costs import ColumnCost
 from energon_bridge.topology import Ownership, WorkerConfig
 
 _STREAM = ("batch_size", "shuffle_buffer_size", "max_samples_per_sequence", "parallel_shard_iters", "batch_drop_last")
@@ -42,6 +44,7 @@ class Run:
         plan: The leaves and their order.
         state: The saved state that it was described by, None where it is a run from the beginning.
         lanes: Where the lanes stand in the state, those that it holds.
+        sharing: How it is shared out, if ranks load their own shares.
     """
 
     spec: DatasetSpec
@@ -49,6 +52,7 @@ class Run:
     plan: RunPlan
     state: State | None = None
     lanes: Mapping[int, LaneState] = field(default_factory=dict)
+    sharing: Sharing | None = None
 
     @property
     def microbatches(self) -> int:
@@ -76,6 +80,7 @@ def run_of_state(
     dataset_config: str = "dataset.yaml",
     split_config: str = "split.yaml",
     trust_remote_code: bool = False,
+    balanced: bool = False,
 ) -> Run:
     """Return the run that a state belongs to.
 
@@ -86,6 +91,7 @@ def run_of_state(
         split_part: Of `mix`; default: that of the state's leaves.
         dataset_config, split_config: Names of the files in `.nv-meta`.
         trust_remote_code: Allow the dataset's `sample_loader.py` to be loaded.
+        balanced: `shared_out` is called next, and compares windows of balance.
 
     Raises:
         DatasetError: A dataset cannot be opened.
@@ -115,13 +121,52 @@ def run_of_state(
         spec = _spec_of_mix(mix, kind, settings, config, split_part=part, **names)
     blocks = {row["identity"]: row["block"] for row in rows}
     plan = plan_run(spec, config, num_lanes, saved.changes, blocks)
-    check_fits(saved, spec.kind, plan.settings, plan.table)
+    windows = {name: value for name, value in settings.items() if name.startswith(WINDOWS)}
+    if windows and not balanced:
+        raise ConfigurationError(
+            f"the run cuts windows of {settings.get(WINDOWS)} global batches anew, so that costs decide what comes "
+            "together: give the ColumnCost of the run (--balance MODULE:NAME), if its ranks load their own shares"
+        )
+    check_fits(saved, spec.kind, plan.settings | windows, plan.table)
     plan = without_banned(plan, banned_of(saved, saved.bans, spec.leaves))
     if kind == "train":
         Ownership(plan.num_lanes, world_size, 0)
         # Parked leaves stand at the end, and nothing is drawn from them.
         lanes = {lane: replace(s, leaf_draws=s.leaf_draws[: len(plan.leaves)]) for lane, s in lanes.items()}
     return Run(spec=spec, config=config, plan=plan, state=state, lanes=lanes)
+
+
+def shared_out(run: Run, cost: Any, group: int | None, window: int | None) -> Run:
+    """Return a run whose ranks load their own shares.
+
+    Args:
+        run: The run.
+        cost: The `ColumnCost` that it was started with.
+        group: Microbatches in a global batch; None: as the state says.
+        window: Global batches that are cut anew together; None: as the state says, else 1.
+
+    Raises:
+        ConfigurationError: The run cannot be planned from columns, or something is missing.
+        SettingMismatchError: The windows are not those of the state.
+    """
+    settings = {} if run.state is None else run.state["settings"]
+    group, window = group or settings.get("balance_window_of"), window or settings.get(WINDOWS, 1)
+    if not isinstance(cost, ColumnCost):
+        raise ConfigurationError(f"--balance must name a ColumnCost, got {type(cost).__name__}")
+    if run.spec.finite:
+        raise ConfigurationError("--balance: validation is never balanced")
+    if group is None or group % run.config.dp_size:
+        raise ConfigurationError(
+            f"--balance: {run.config.dp_size} ranks cannot share a global batch of "
+            f"{'an unknown number of' if group is None else group} microbatches: give --global-batch-size, and the "
+            "number of ranks with --world-size"
+        )
+    if (why := why_unplanned(run.spec)) is not None:
+        raise ConfigurationError(f"--balance: ranks cannot load their own share, since {why}")
+    sharing = sharing_of(run.spec, group, cost, window)
+    if run.state is not None:
+        check_windows(settings, sharing.settings)
+    return replace(run, sharing=sharing)
 
 
 def _spec_of_mix(mix: MixSource, kind: str, settings: State, config: WorkerConfig, **names: Any) -> DatasetSpec:

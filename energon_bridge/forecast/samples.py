@@ -23,6 +23,7 @@ from energon_bridge.format.key_index import KeyIndex, keys_at, keys_of_shard, lo
 from energon_bridge.format.nvmeta import INDEX_SQLITE, meta_path, read_info
 from energon_bridge.loader.document import read_leaves
 from energon_bridge.loader.run_plan import draws_of_pass
+from energon_bridge.loader.shares import GlobalBatches, SharedBatch, Sharing
 from energon_bridge.plan.leaf import Round
 from energon_bridge.rng import IntArray
 from energon_bridge.storage import LocalStore
@@ -171,6 +172,46 @@ def _endless_step(run: Run, step: int, names: _Names) -> list[NamedMicrobatch]:
     return delivered
 
 
+def name_shared_steps(
+    run: Run, steps: Iterable[int], sharing: Sharing, *, keys: bool = True
+) -> Iterator[list[NamedMicrobatch]]:
+    """Name the samples of steps of a run whose ranks load their own shares, for every rank.
+
+    Args:
+        run: The run.
+        steps: As for `name_steps`, rising.
+        sharing: How the run is shared out.
+        keys: Look keys up.
+
+    Raises:
+        MissingRankError: The state has not the lanes that are needed.
+    """
+    names, of_sample = _Names(run, keys=False), _SampleNames(run.plan.leaves, keys=keys)
+    ranks, config = run.config.dp_size, run.config
+    rounds, rules = sharing.group // ranks, sharing.rules(run.spec, run.plan)
+    planned: GlobalBatches | None = None
+    window: list[SharedBatch] = []
+    for step in steps:
+        number, turn = divmod(step, rounds)
+        begin = sharing.begin(number * sharing.group)
+        while not window or window[-1].number < number:
+            if planned is None or (planned.end <= begin and not names.has_bans):
+                # Without bans, where lanes stand is arithmetic.
+                known = sharing.begin(run.microbatches)
+                start = begin if not names.has_bans else known if known <= begin else 0
+                lanes = {lane: names.lane_at(lane, start, known) for lane in range(run.num_lanes)}
+                planned = GlobalBatches(sharing, rules, run.plan, ranks, config.seed + config.seed_offset, lanes, start)
+            window = planned.next_window(states=False)
+        shared = window[number - window[0].number]
+        delivered = []
+        for rank, place in enumerate(shared.assignment[turn].tolist()):
+            batch = shared.batches[place]
+            samples = [of_sample.of(row, *member) for row, member in enumerate(batch.members.tolist())]
+            m = batch.number * run.num_lanes + batch.lane
+            delivered.append(NamedMicrobatch(rank=rank, microbatch=m, lane=batch.lane, samples=tuple(samples)))
+        yield delivered
+
+
 def name_microbatch(run: Run, m: int) -> NamedMicrobatch:
     """Name the samples of microbatch m of an endless run, whichever rank delivers it (given as the rank -1)."""
     if run.spec.finite:
@@ -224,6 +265,27 @@ class _Names:
             {} if of is None else dict(zip(of.samples.tolist(), of.starts.tolist(), strict=True)) for of in bans
         ]
         self._walks: dict[int, tuple[int, int, Iterator[tuple[int, int, int]]]] = {}
+
+    @property
+    def has_bans(self) -> bool:
+        """Whether samples are banned."""
+        return any(self._bans)
+
+    def lane_at(self, lane: int, m: int, known: int) -> LaneState:
+        """Return where a lane stands before microbatch m, as if no draw before it was banned since the state.
+
+        `known` is the microbatch before which the lanes of the state stand.
+        """
+        stand, blend = self._stand(lane, self._run.microbatches if m >= known else m), self._run.plan.blend
+        number = microbatches_before(lane, m, self._run.num_lanes)
+        draw = stand.draw + (number - stand.microbatches) * self._run.spec.rows
+        leaf_draws: IntArray = np.array(stand.leaf_draws)
+        if blend is None:
+            leaf_draws = leaf_draws + (draw - stand.draw)
+        else:
+            counts = (blend.counts(lane, at - stand.origin) for at in (draw, stand.draw))
+            leaf_draws = leaf_draws + next(counts) - next(counts)
+        return LaneState(number, draw, 0, tuple(leaf_draws.tolist()), stand.origin)
 
     def microbatch(self, m: int, rank: int) -> NamedMicrobatch:
         lane = m % self._run.num_lanes

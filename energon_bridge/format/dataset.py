@@ -98,7 +98,6 @@ def read_prepared(
 
     Errors are those of `open_dataset`.
     """
-    store.check_root()
     info = read_info(store)
     config = configs.read(store, dataset_config)
     splits = read_splits(store, config.split_config or split_config)

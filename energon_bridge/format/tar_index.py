@@ -7,6 +7,7 @@ then the offset behind the last member; n samples take 8 * (n + 1) bytes. Sample
 from __future__ import annotations
 
 import logging
+import re
 import sys
 import zlib
 from array import array
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from energon_bridge.errors import CorruptShardError, ShardMissingError
+from energon_bridge.errors import CorruptShardError, ShardMissingError, UnsupportedShardError
 from energon_bridge.format.tar import BLOCK, Member, NeedMoreBytes, next_member, split_member_name
 from energon_bridge.storage import Store
 
@@ -76,6 +77,7 @@ _START_WINDOW = 256 << 10
 _MAX_WINDOW = 2 << 20
 _MAX_HEADERS = 64 << 20  # a longer chain of long names is no tar
 _ADLER_MODULUS = 65521
+_COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ\0", b"\x28\xb5\x2f\xfd")  # gzip, bzip2, xz, zstd
 
 _logger = logging.getLogger(__name__)
 
@@ -102,8 +104,25 @@ class ShardScan:
 def scan_tar(store: Store, rel: str) -> ShardScan:
     """Walk all headers of a tar; raises CorruptShardError naming the shard and the byte offset of the defect.
 
-    A tar without samples is an error, too.
+    A tar without samples is an error too: nothing could be read from it. A compressed one is an UnsupportedShardError.
     """
+    try:
+        return _scan(store, rel)
+    except CorruptShardError as error:
+        if store.read_range(rel, 0, min(6, store.size(rel))).startswith(_COMPRESSED):
+            raise compressed_shard(store.url(rel), exclude=re.escape(rel)) from error
+        raise
+
+
+def compressed_shard(url: str, *, exclude: str, count: int = 1) -> UnsupportedShardError:
+    """Return the error for `count` compressed tars, the first of which is at `url`; the pattern leaves them out."""
+    return UnsupportedShardError(
+        f"{url}: compressed tars cannot be read by range, and there {'is 1' if count == 1 else f'are {count}'} of "
+        f"them. Unpack the compression (gunzip makes x.tar of x.tgz), or leave them out with --exclude '{exclude}'."
+    )
+
+
+def _scan(store: Store, rel: str) -> ShardScan:
     where = store.url(rel)
     size = store.size(rel)
     scan = ShardScan()
@@ -125,7 +144,10 @@ def scan_tar(store: Store, rel: str) -> ShardScan:
         found = len(scan.part_names) - before
         window = min(window * 4, _MAX_WINDOW) if found > 8 else max(window // 4, _MIN_WINDOW) if found < 4 else window
     if not scan.keys:
-        raise CorruptShardError(f"{where}: no samples up to byte {base}, where the archive ends.")
+        raise CorruptShardError(
+            f"{where}: no samples up to byte {base}, where the archive ends. Leave it out with --exclude "
+            f"'{re.escape(rel)}', or write it again."
+        )
     scan.offsets.append(base)
     return scan
 

@@ -12,13 +12,13 @@ ranks (`rank_files`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from energon_bridge.dataloader import EnergonDataloader
-from energon_bridge.datamodule import EnergonMultiModalDataModule, ReplicaLoading
+from energon_bridge.datamodule import BalanceMode, EnergonMultiModalDataModule, ReplicaLoading
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.integrations.bridge_encoders import (
     HFEnergonTaskEncoderConfig,
@@ -28,6 +28,7 @@ from energon_bridge.integrations.bridge_encoders import (
 )
 from energon_bridge.integrations.task_encoders import TaskEncoderConfig, TaskEncoderContext
 from energon_bridge.replica import StageKeys
+from energon_bridge.task_encoder.costs import BatchCost
 
 __all__ = [
     "DatasetBuildContext",
@@ -43,6 +44,7 @@ _RESERVED = frozenset(
     {
         "batch_size",
         "max_samples_per_sequence",
+        "max_tokens_per_microbatch",
         "packing_buffer_size",
         "shuffle_buffer_size",
         "split_part",
@@ -81,6 +83,12 @@ class EnergonDatasetConfig:
         shuffle_buffer_size: Samples among which the order is shuffled.
         max_samples_per_sequence: Maximum samples per slice, the unit of shuffled reading; None: no limit.
         packing_buffer_size: Samples from which packs are selected; None: nothing is packed.
+        max_tokens_per_microbatch: Make microbatches of as many samples as fit into so many tokens, padding included;
+            batch sizes then count microbatches. None: of `micro_batch_size` samples.
+        balance: `global_batch`: the data-parallel ranks exchange the microbatches of each global batch, so that all
+            have the same work; needs `global_batch_size`. `none`: each runs what it loads.
+        balance_cost: The weights of what a microbatch costs, as arguments of `BatchCost`: `tokens`, `attention`,
+            `patches`, `patch_size`; or a function of the batch. None: its tokens.
         dataset_kwargs: More arguments of `get_train_dataset`, plain values.
         enable_in_batch_packing: Pack the samples of each microbatch into one row; only with the encoders that
             this module's configurations declare. `packing_buffer_size` chooses
@@ -115,6 +123,9 @@ class EnergonDatasetConfig:
     shuffle_buffer_size: int | None = 100
     max_samples_per_sequence: int | None = None
     packing_buffer_size: int | None = None
+    max_tokens_per_microbatch: int | None = None
+    balance: BalanceMode = "none"
+    balance_cost: dict[str, float] | Callable[[Any], float] | None = None
     dataset_kwargs: dict[str, Any] = field(default_factory=dict)
     enable_in_batch_packing: bool = False
     defer_in_batch_packing_to_step: bool = False
@@ -137,7 +148,8 @@ class EnergonDatasetConfig:
             _refuse("path is empty: name a prepared dataset, or a file that describes a mix")
         for name in ("seq_length", "micro_batch_size", "pad_to_multiple_of", "in_batch_packing_pad_to_multiple_of"):
             _check_number(name, getattr(self, name), 1)
-        for name in ("global_batch_size", "shuffle_buffer_size", "max_samples_per_sequence", "packing_buffer_size"):
+        optional = ("global_batch_size", "shuffle_buffer_size", "max_samples_per_sequence", "packing_buffer_size")
+        for name in (*optional, "max_tokens_per_microbatch"):
             _check_number(name, getattr(self, name), 1, optional=True)
         _check_number("num_workers", self.num_workers, 0)
         _check_number("num_val_workers", self.num_val_workers, 0, optional=True)
@@ -148,6 +160,7 @@ class EnergonDatasetConfig:
         if not self.data_sharding:
             _refuse("data_sharding=False, but data-parallel ranks always share the data out: leave it out")
         self._check_packing()
+        self._check_balance()
         if self.global_batch_size is not None and self.global_batch_size % self.micro_batch_size:
             _refuse(
                 f"global_batch_size={self.global_batch_size} is no multiple of micro_batch_size={self.micro_batch_size}"
@@ -186,6 +199,18 @@ class EnergonDatasetConfig:
                 f"{', '.join(kind.__name__ for kind in _PACK_BATCHES)} pack inside a batch. Set packing_buffer_size "
                 "instead, or let your encoder's batch do it"
             )
+
+    def _check_balance(self) -> None:
+        if self.balance != "none" and self.global_batch_size is None:
+            _refuse(f"balance={self.balance!r} shares out the microbatches of a global batch: give global_batch_size")
+        cost: Any = self.balance_cost
+        if isinstance(cost, Mapping):
+            known = [entry.name for entry in fields(BatchCost)]
+            if unknown := sorted(set(cost) - set(known)):
+                _refuse(f"balance_cost has {', '.join(unknown)}; BatchCost takes {', '.join(known)}")
+            BatchCost(**cost)
+        elif cost is not None and not callable(cost):
+            _refuse(f"balance_cost must be weights or a function of a batch, got {cost!r}")
 
     def _packs_batches(self) -> bool:
         return self.enable_in_batch_packing and not self.defer_in_batch_packing_to_step
@@ -235,6 +260,7 @@ class EnergonDatasetBuilder:
         """Return the data module of the run: one task encoder for training and validation."""
         config = self.config
         encoder = config.task_encoder
+        cost: Any = config.balance_cost
         if isinstance(encoder, TaskEncoderConfig):
             encoder = encoder.build(
                 TaskEncoderContext(
@@ -264,6 +290,9 @@ class EnergonDatasetBuilder:
             max_samples_per_sequence=config.max_samples_per_sequence,
             task_encoder=encoder,
             packing_buffer_size=config.packing_buffer_size,
+            max_tokens_per_microbatch=config.max_tokens_per_microbatch,
+            balance=config.balance,
+            balance_cost=BatchCost(**cost) if isinstance(cost, Mapping) else cost,
             pg_collection=context.pg_collection,
             seed=config.seed,
             num_lanes=config.num_lanes,

@@ -34,6 +34,7 @@ from energon_bridge.dataloader import EnergonDataloader
 from energon_bridge.datasets import get_savable_loader
 from energon_bridge.errors import ConfigurationError, MaskedMicrobatchesError, StateFormatError
 from energon_bridge.loader.run_plan import DatasetSpec
+from energon_bridge.replica import Balance
 from energon_bridge.samples.devices import normalise_on_device
 
 STATE_FILE = "energon_bridge_data.json"
@@ -101,6 +102,8 @@ class EnergonTrainer(Trainer):
         eval_dataset: From `get_val_dataset`, several of them by name, or None.
         model_inputs: Makes the model's arguments of a batch; default: the function of that name here.
         loader_arguments: Arguments of `get_savable_loader` for training, such as `prefetch_factor` or `cache_pool`.
+        balance: From `make_balance`, called on all processes after the training arguments were made: the processes
+            share the microbatches of each optimizer step out by their costs.
 
     The others are those of `transformers.Trainer`. `args.ignore_data_skip` is set.
 
@@ -117,8 +120,10 @@ class EnergonTrainer(Trainer):
         eval_dataset: DatasetSpec | Mapping[str, DatasetSpec] | None = None,
         model_inputs: Callable[[Any], Inputs] = model_inputs,
         loader_arguments: Mapping[str, Any] | None = None,
+        balance: Balance | None = None,
         **kwargs: Any,
     ) -> None:
+        self._balance = balance
         self._model_inputs = model_inputs
         self._loader_arguments = dict(loader_arguments or {})
         self._resume_from: str | None = None
@@ -181,6 +186,10 @@ class EnergonTrainer(Trainer):
                 "loss would be NaN: leave repeat out, and bound the run by max_steps or num_train_epochs"
             )
         accumulate = self.args.gradient_accumulation_steps
+        if self._balance is not None:
+            config = spec.worker_config
+            config = dataclasses.replace(config, microbatches_per_global_batch=accumulate * config.dp_size)
+            spec = dataclasses.replace(spec, worker_config=config)
         loader = get_savable_loader(spec, **self._loader_arguments)
         steps = len(loader)
         if spec.virtual_epoch_length is not None and steps % accumulate:
@@ -190,7 +199,8 @@ class EnergonTrainer(Trainer):
             )
         if not spec.finite:
             steps = max(accumulate, steps - steps % accumulate)
-        batches = TrainBatches(EnergonDataloader(loader), steps, self.train_dataset, self._model_inputs)
+        dataloader = EnergonDataloader(loader, balance=self._balance)
+        batches = TrainBatches(dataloader, steps, self.train_dataset, self._model_inputs)
         if self._resume_from is not None:
             batches.restore(_read_states(self._resume_from))
         self._train_batches = batches

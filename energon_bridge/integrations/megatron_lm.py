@@ -458,11 +458,14 @@ def _check_sizes(data: EnergonMultiModalDataModule, arguments: Any) -> None:
 def _check_can_seek(data: EnergonMultiModalDataModule) -> None:
     """Refuse encoders with which a step number does not determine the samples before it."""
     packs = data.packing_buffer_size is not None
-    if packs or HookRunner(data.task_encoder, packs=packs).groups:
+    by_length = data.dataset_kwargs.get("max_tokens_per_microbatch") is not None
+    if packs or by_length or HookRunner(data.task_encoder).groups:
+        does = (
+            "max_tokens_per_microbatch selects" if by_length else f"the task encoder {'packs' if packs else 'groups'}"
+        )
         raise ConfigurationError(
-            "resume='seek' finds a step by counting samples, but the task encoder "
-            f"{'packs' if packs else 'groups'} them, so that their number differs from step to step: give "
-            "resume='files' and --dataloader-save"
+            f"resume='seek' finds a step by counting samples, but {does} them, so that their number differs from step "
+            "to step: give resume='files' and --dataloader-save"
         )
 
 

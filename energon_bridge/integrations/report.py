@@ -29,6 +29,8 @@ MOST_LOOKS = 200
 """Looks at how much of each dataset was drawn; beyond them, every second one is forgotten."""
 MOST_SLOW = 20
 """Microbatches that are named as the slowest ones."""
+BALANCE = ("step_before", "step", "round_before", "round")
+"""What is shown of balance, as `BalancedLoader.metrics` names it; and `cost`, that of the rank itself."""
 _MOST_KEYS = 8
 _MOST_KEY = 200
 _LOSSES_AT_ONCE = 100
@@ -57,6 +59,16 @@ class Curve:
                 self.add(step, value)
                 return
         points.append([step, 1, value, value, value])
+
+    def plain(self) -> list[Any]:
+        """Return it as plain values."""
+        return [self.per_point, self.points]
+
+    @property
+    def mean(self) -> float | None:
+        """The mean of all values; None if there are none."""
+        count = sum(point[1] for point in self.points)
+        return sum(point[2] for point in self.points) / count if count else None
 
 
 def _joined(first: list[float], second: list[float] | None) -> list[float]:
@@ -94,6 +106,7 @@ class RunRecorder:
     Attributes:
         loss, waiting: Curves of the losses, and of the share of each step that was spent waiting for data.
         draws: How much of each dataset was drawn, by step.
+        balance: With balance, curves of how uneven global batches are (`BALANCE`), and of this rank's cost (`cost`).
         not_finite: Steps whose loss was not a finite number.
         seconds, waited: Time spent training, and that spent waiting for data.
         slowest: The slowest microbatches: seconds, whether these are what it took to make it (else: to wait for it),
@@ -102,6 +115,8 @@ class RunRecorder:
 
     def __init__(self) -> None:
         self.loss, self.waiting, self.draws = Curve(), Curve(), Draws()
+        self.balance: dict[str, Curve] = {}
+        self._balanced: tuple[int, list[float]] = (0, [0.0] * len(BALANCE))
         self.not_finite = 0
         self.seconds = self.waited = 0.0
         self.slowest: list[tuple[float, bool, int, int, list[str]]] = []
@@ -140,12 +155,26 @@ class RunRecorder:
             self.waiting.add(step, min(1.0, max(0.0, spent / passed)))
         if loader is not None:
             self.draws.look(loader.loader, step)
+            self._look_at_balance(loader, step)
         if isinstance(loss, Tensor):
             self._pending.append((step, loss.detach().reshape(())))
             if len(self._pending) >= _LOSSES_AT_ONCE:
                 self.flush()
         elif loss is not None:
             self.add_loss(step, loss)
+
+    def _look_at_balance(self, loader: EnergonDataloader, step: int) -> None:
+        """Note how uneven the global batches were that were exchanged since the last step."""
+        found = getattr(_inner(loader), "balance_sums", None)
+        if found is None:
+            return
+        count, own, sums = found[0], found[1], list(found[2][: len(BALANCE)])
+        before, self._balanced = self._balanced, (count, sums)
+        if count <= before[0]:
+            return
+        values = [(after - known) / (count - before[0]) for after, known in zip(sums, before[1], strict=True)]
+        for name, value in zip((*BALANCE, "cost"), (*values, own), strict=True):
+            self.balance.setdefault(name, Curve()).add(step, value)
 
     def add_loss(self, step: int, loss: float) -> None:
         """Record a loss."""
@@ -172,7 +201,8 @@ class RunRecorder:
     def state_dict(self) -> dict[str, Any]:
         """Return what was recorded as plain values."""
         self.flush()
-        curves = {name: [c.per_point, c.points] for name, c in (("loss", self.loss), ("waiting", self.waiting))}
+        curves: dict[str, Any] = {"loss": self.loss.plain(), "waiting": self.waiting.plain()}
+        curves["balance"] = {name: curve.plain() for name, curve in self.balance.items()}
         figures = {"not_finite": self.not_finite, "seconds": self.seconds, "waited": self.waited}
         draws = {"every": self.draws.every, "looks": [[step, dict(draws)] for step, draws in self.draws.looks]}
         return curves | figures | {"slowest": [list(entry) for entry in self.slowest], "draws": draws}
@@ -180,6 +210,7 @@ class RunRecorder:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` returned."""
         self.loss, self.waiting = (Curve(state[name][1], state[name][0]) for name in ("loss", "waiting"))
+        self.balance = {name: Curve(points, per) for name, (per, points) in state.get("balance", {}).items()}
         self.not_finite, self.seconds, self.waited = state["not_finite"], state["seconds"], state["waited"]
         self.slowest = [(took, made, step, number, list(keys)) for took, made, step, number, keys in state["slowest"]]
         draws = state.get("draws", {"every": 1, "looks": ()})  # states of the first reports have none
@@ -212,6 +243,7 @@ class RankSummary:
         metrics: Of the loader.
         slowest: As `RunRecorder.slowest`.
         draws: Draws of each dataset by its identity, after some steps.
+        cost: With balance, the mean cost of what it ran in a global batch.
     """
 
     rank: int
@@ -223,17 +255,15 @@ class RankSummary:
     metrics: dict[str, float] = field(default_factory=dict)
     slowest: tuple[tuple[float, bool, int, int, list[str]], ...] = ()
     draws: tuple[tuple[int, dict[str, int]], ...] = ()
+    cost: float | None = None
 
 
 def summary(recorder: RunRecorder, loader: EnergonDataloader | None) -> RankSummary | None:
     """Return what this rank knows; None on a rank of a replica that another rank loads for."""
     recorder.flush()
-    inner = None if loader is None else loader.loader
-    replica = getattr(inner, "replica", None)
-    if replica is not None:
-        if not replica.is_source:
-            return None
-        inner = inner.source  # type: ignore[union-attr]
+    inner = None if loader is None else _inner(loader)
+    if loader is not None and inner is None:
+        return None
     spec, config = getattr(inner, "spec", None), getattr(inner, "config", None)
     return RankSummary(
         rank=0 if config is None else config.dp_rank,
@@ -245,6 +275,7 @@ def summary(recorder: RunRecorder, loader: EnergonDataloader | None) -> RankSumm
         metrics={} if loader is None else loader.metrics(),
         slowest=tuple(sorted(recorder.slowest, reverse=True)),
         draws=tuple(recorder.draws.looks),
+        cost=recorder.balance["cost"].mean if recorder.balance else None,
     )
 
 
@@ -256,6 +287,15 @@ def gathered(own: RankSummary | None) -> list[RankSummary]:
         torch.distributed.all_gather_object(found, own)
     by_rank = {one.rank: one for one in reversed(found) if one is not None}
     return [by_rank[rank] for rank in sorted(by_rank)]
+
+
+def _inner(loader: EnergonDataloader) -> Any:
+    """Return the loader that loads; None on a rank of a replica that another rank loads for."""
+    inner: Any = loader.loader
+    replica = getattr(inner, "replica", None)
+    if replica is None:
+        return inner
+    return inner.source if replica.is_source else None
 
 
 def _make_seconds(loader: EnergonDataloader | None) -> float | None:

@@ -90,6 +90,7 @@ def _sections(
         yield f"<p>NaN or infinite, and not shown above: the loss in {recorder.not_finite:,} steps.</p>"
     yield "<h2>Waiting for data</h2>"
     yield _chart(recorder.waiting, "share of each step spent waiting for data", percent=True)
+    yield from _balance_section(ranks, recorder)
     yield from _mix_section(ranks)
     yield from _left_out_section(ranks)
     yield from _time_section(ranks)
@@ -148,6 +149,40 @@ def _mix_section(ranks: Sequence[RankSummary]) -> Iterator[str]:
     yield _table(columns, lines, numbers=(1, 2, 4, 5, 6, 7, 8))
     yield '<p class="quiet">Planned: what the mix says, or, if its weights moved, what was drawn by them.</p>'
     yield _shares_chart(ranks, names)
+
+
+def _balance_section(ranks: Sequence[RankSummary], recorder: RunRecorder) -> Iterator[str]:
+    """Yield how uneven the work of the ranks was as it came, and as it was shared out."""
+    curves = recorder.balance
+    if not curves:
+        return
+    yield "<h2>Balance of the ranks</h2>"
+    for name, what in (
+        ("step", "largest cost of a rank in a step over the mean of the ranks"),
+        ("round", "sum of the largest costs of the rounds of microbatches over the mean cost of a rank"),
+    ):
+        before, after = curves[f"{name}_before"], curves[name]
+        points = [*before.points, *after.points]
+        high = max(1.01, *(point[4] for point in points))
+        first, last = min(point[0] for point in points), max(point[0] for point in points)
+        lines = [
+            f'<polyline class="share{kind}" style="stroke:{_LINES[0]}" points="'
+            + " ".join(_place(p[0], (p[2] / p[1] - 1) / (high - 1), first, last) for p in curve.points)
+            + '"/>'
+            for curve, kind in ((before, " plan"), (after, ""))
+        ]
+        marks = _grid(1.0, high, first, last, percent=False)
+        label = f"{what}, steps {int(first)} to {int(last)}"
+        yield f'<svg role="img" aria-label="{label}" viewBox="0 0 {_WIDTH} {_HEIGHT}">{marks}{"".join(lines)}</svg>'
+        yield (
+            f'<p class="quiet">{what[0].upper()}{what[1:]}: {before.mean:.3f} as it came (dashed), {after.mean:.3f} '
+            "balanced; means of the steps.</p>"
+        )
+    costs = [(rank.rank, rank.cost) for rank in ranks if rank.cost is not None]
+    mean = sum(cost for _, cost in costs) / len(costs) if costs else 0.0
+    if mean:
+        rows = [(str(rank), f"{cost:,.4g}", f"{cost / mean:.3f}") for rank, cost in costs]
+        yield _table(("rank", "mean cost of a step", "over the mean of the ranks"), rows, numbers=range(3))
 
 
 def _left_out_section(ranks: Sequence[RankSummary]) -> Iterator[str]:

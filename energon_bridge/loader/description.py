@@ -20,7 +20,7 @@ from energon_bridge.stream.dealt import ENDLESS
 from energon_bridge.stream.failure_log import FailureLog
 from energon_bridge.stream.finite import num_microbatches
 from energon_bridge.stream.policy import ErrorPolicy
-from energon_bridge.stream.user_code import HookRunner, is_default
+from energon_bridge.stream.user_code import HookRunner, is_default, selection_of
 from energon_bridge.task_encoder.collate import REMEDY_FOR_TYPES
 from energon_bridge.topology import WorkerConfig
 
@@ -59,6 +59,7 @@ class Description:
     shuffled: bool = True
     virtual_epoch_length: int | None = None
     packing_buffer_size: int | None = None
+    max_tokens_per_microbatch: int | None = None
     cache_pool: CachePool = field(default_factory=NoCachePool)
     error_policy: ErrorPolicy = field(default_factory=ErrorPolicy)
     as_energon: bool = False
@@ -83,8 +84,9 @@ class Description:
                 )
 
     def check_types(self) -> None:
-        """Raise if the leaves' sample types cannot share microbatches; loaders check this, forecasts need not."""
-        if self.rows > 1 and self.packing_buffer_size is None and not self.grouped:
+        """Refuse a mix of types that cannot be put into microbatches; a loader asks, a forecast need not."""
+        together = self.rows > 1 and self.packing_buffer_size is None and not self.grouped
+        if together or self.max_tokens_per_microbatch is not None:
             _check_types(self.leaves, self.task_encoder)
 
     @property
@@ -107,7 +109,8 @@ class Description:
     @cached_property
     def grouped(self) -> bool:
         """Whether the encoder batches rows by groups."""
-        return HookRunner(self.task_encoder, packs=self.packing_buffer_size is not None).groups
+        selects = selection_of(self.packing_buffer_size, self.max_tokens_per_microbatch)
+        return HookRunner(self.task_encoder, selects=selects).groups
 
     @property
     def listed(self) -> bool:

@@ -82,9 +82,12 @@ _SETTINGS = {
     "seed": (-(1 << 64), 1 << 64),
     "batch_size": (1, 1 << 32),
     "packing_buffer_size": (1, 1 << 32),
+    "max_tokens_per_microbatch": (1, 1 << 31),
     "max_samples_per_sequence": (1, LARGEST),
     "shuffle_buffer_size": (0, LARGEST),
     "parallel_shard_iters": (0, LARGEST),
+    "balance_window": (1, 1 << 20),
+    "balance_window_of": (1, 1 << 32),
 }
 """Settings that are numbers or None."""
 _MOST_COUNTED = 1 << 56

@@ -27,11 +27,20 @@ _SETTING_ERRORS: dict[str, type[SettingMismatchError]] = {
 
 _AFFECTED = {
     "image_target": "how images are decoded",
+    "image_backend": "how images are decoded",
     "pixels": "the values of pixels",
     "pixels_dtype": "the type of pixels",
+    "balance_window": "which samples a global batch has",
+    "balance_window_of": "which samples a global batch has",
+    "balance_window_cost": "which samples a global batch has",
 }
 """What a setting changes, for those that change something other than the order."""
 
+WINDOWS = "balance_window"
+"""The setting that says how many global batches are cut anew together; more about them begins with it."""
+_ABSENT = {WINDOWS: 1}
+"""What a setting is where a state or a run does not have it, if not None."""
+_OF_WINDOWS = (WINDOWS, "balance_window_of", "balance_window_cost")
 _OF_THE_MIX = ("mode", "schedule", "shuffle")
 
 
@@ -56,17 +65,13 @@ def check_fits(saved: SavedRun, kind: str, settings: State, leaves: list[State],
     difference = diff_leaves(saved_leaves, leaves)
     of_the_mix = []
     for name in sorted(settings.keys() | saved.settings.keys(), key=lambda n: (n not in _SETTING_ERRORS, n)):
-        then, now = saved.settings.get(name), settings.get(name)
+        then, now = (of.get(name, _ABSENT.get(name)) for of in (saved.settings, settings))
         if then == now:
             continue
         if name in _OF_THE_MIX and (adapt or difference):  # for another mix, the leaves say more
             of_the_mix.append(f"~ {name}: {then} is {now} now")
             continue
-        raise _SETTING_ERRORS.get(name, SettingMismatchError)(
-            f"the state was saved with {name}={then!r}, this run has {name}={now!r}: "
-            f"{_AFFECTED.get(name, 'the order of samples')} depends on it; set {name}={then!r} to resume, or start a "
-            "new run"
-        )
+        raise _mismatch(name, then, now)
     if difference and not adapt:
         raise DatasetMismatchError(
             "the state belongs to other data (- in the state, + in this run):\n"
@@ -109,6 +114,26 @@ def _describe(leaf: State) -> str:
     part = f" of {leaf['subset']}" if leaf["subset"] else ""
     samples = f"{leaf['num_samples']} samples{part}"
     return f"{leaf['path']} [{leaf['split_part']}], {samples}, identity {leaf['identity']}"
+
+
+def check_windows(then: State, now: Mapping[str, object]) -> None:
+    """Refuse the settings of a state that was saved with other windows of balance, or none.
+
+    Raises:
+        SettingMismatchError: They differ.
+    """
+    for name in _OF_WINDOWS:
+        before, after = (of.get(name, _ABSENT.get(name)) for of in (then, now))
+        if before != after:
+            raise _mismatch(name, before, after)
+
+
+def _mismatch(name: str, then: object, now: object) -> SettingMismatchError:
+    return _SETTING_ERRORS.get(name, SettingMismatchError)(
+        f"the state was saved with {name}={then!r}, this run has {name}={now!r}: "
+        f"{_AFFECTED.get(name, 'the order of samples')} depends on it; set {name}={then!r} to resume, or start a "
+        "new run"
+    )
 
 
 def check_lanes(lanes: Mapping[int, LaneState], wanted: Iterable[int], microbatches: int, num_lanes: int) -> None:

@@ -257,7 +257,7 @@ class WorkerPool:
             if not data:
                 self._replace(worker)
                 continue
-            current, failed, message = pickle.loads(data)
+            current, failed, *message = pickle.loads(data)
             if current != worker.current:
                 continue  # of a pass that was broken off
             worker.send(CREDIT)  # at once: the worker makes its next microbatch while this one is unpacked

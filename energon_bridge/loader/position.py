@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from energon_bridge.errors import ConfigurationError
+from energon_bridge.errors import ConfigurationError, LoaderError
 from energon_bridge.loader import document as doc
 from energon_bridge.loader.bans import (
     banned_of,
@@ -28,7 +28,8 @@ from energon_bridge.loader.bans import (
 )
 from energon_bridge.loader.description import Description
 from energon_bridge.loader.fits import check_fits, check_lanes
-from energon_bridge.loader.run_plan import deal_of_pass, draws_of_pass, plan_run, without_banned
+from energon_bridge.loader.run_plan import RunPlan, deal_of_pass, draws_of_pass, plan_run, without_banned
+from energon_bridge.loader.shares import Sharing, open_shared
 from energon_bridge.loader.streams import Start, Stream, WorkerFacts, listing_of_pass, open_stream
 from energon_bridge.loader.summary import leaf_rows
 from energon_bridge.mix import parse_weight
@@ -49,16 +50,19 @@ class Position:
 
     Attributes:
         plan: The data, cut into lanes.
-        ownership: Says which lanes belong to this rank.
-        microbatches: Microbatches delivered by the whole run; for a finite stream, in this pass.
-        epoch: Completed passes of a finite stream.
-        epoch_steps: Delivered steps of the virtual epoch.
-        lanes: The state of each lane after its last delivered microbatch.
+        ownership: Which lanes are this rank's.
+        microbatches: Delivered by the whole run; of a finite stream, in this pass.
+        epoch: Passes that are done, of a finite stream.
+        epoch_steps: Steps delivered of the virtual epoch.
+        lanes: State of each lane after its last delivered microbatch; of a run that is shared out before it is loaded,
+            of all its lanes at the beginning of the window.
+        sharing: How the run is shared out before it is loaded; None: each rank loads its own lanes.
     """
 
     def __init__(self, data: Description, config: WorkerConfig) -> None:
         self._data = data
         self._config = config
+        self.sharing: Sharing | None = None
         self._blocks: dict[str, int] = {}
         self.plan = plan_run(data, config)
         self.ownership = Ownership(self.plan.num_lanes, config.dp_size, 0)
@@ -122,7 +126,22 @@ class Position:
     def stream(self, watchdog: WatchdogSettings | None = None, worker: WorkerFacts | None = None) -> Stream:
         """Return the stream that makes the units of this process from here on."""
         start = Start(lanes=self.lanes, epoch=self.epoch, listing=self.listing, delivered=self.delivered)
+        if self.sharing is not None:
+            return open_shared(
+                self._data, self.plan, self._config, self.sharing, start, self.microbatches, watchdog, worker
+            )
         return open_stream(self._data, self.plan, self._config, start, watchdog, worker)
+
+    def share_out(self, sharing: Sharing) -> None:
+        """Share the run out before it is loaded, from its beginning on, or from the next state that is restored."""
+        self.sharing = sharing
+        self.plan = self._with_settings(self.plan)
+
+    def _with_settings(self, plan: RunPlan) -> RunPlan:
+        """Return a plan with what states say of sharing out."""
+        if self.sharing is None or not self.sharing.settings:
+            return plan
+        return dataclasses.replace(plan, settings=plan.settings | dict(self.sharing.settings))
 
     def copied(self) -> Position:
         """Return an independent copy."""
@@ -180,10 +199,19 @@ class Position:
             return
         self.microbatches = first_microbatch(step, num_lanes=lanes, world_size=ranks)
         self.ownership = Ownership(lanes, ranks, self.microbatches)
-        self.lanes = {lane: self._unskipped(lane) for lane in self.own_lanes}
+        begin = self._begin(self.microbatches)
+        self.lanes = {lane: self._unskipped(lane, begin) for lane in self._needed_lanes(self.ownership)}
 
-    def _unskipped(self, lane: int) -> LaneState:
-        microbatches = microbatches_before(lane, self.microbatches, self.plan.num_lanes)
+    def _begin(self, microbatches: int) -> int:
+        """Return the microbatch at which lanes stand where so many were delivered."""
+        return microbatches if self.sharing is None else self.sharing.begin(microbatches)
+
+    def _needed_lanes(self, ownership: Ownership) -> range:
+        """Return the lanes whose states this rank needs to go on."""
+        return range(ownership.num_lanes) if self.sharing is not None else ownership.lanes_of(self._config.dp_rank)
+
+    def _unskipped(self, lane: int, begin: int) -> LaneState:
+        microbatches = microbatches_before(lane, begin, self.plan.num_lanes)
         draw = microbatches * self._data.rows
         blend = self.plan.blend
         leaf_draws = (draw,) if blend is None else tuple(blend.counts(lane, draw).tolist())
@@ -216,7 +244,7 @@ class Position:
         kept = [(draw, weights) for draw, weights in self._changes if draw != start]
         self._changes = tuple(sorted([*kept, (start, changed)], key=lambda change: change[0]))
         plan = plan_run(self._data, self._config, lanes, self._changes, self._blocks)
-        self.plan = without_banned(plan, self._banned)
+        self.plan = without_banned(self._with_settings(plan), self._banned)
         return start
 
     def _agreed(self, what: str, own: int, choose: Callable[[list[int]], int]) -> int:
@@ -365,14 +393,14 @@ class Position:
         num_lanes = self.plan.num_lanes if data.finite else saved.num_lanes  # a pass is the same on any ranks
         changes = saved.changes
         blocks = {row["identity"]: row["block"] for row in saved.leaves}
-        plan = plan_run(data, config, num_lanes, blocks=blocks)
+        plan = self._with_settings(plan_run(data, config, num_lanes, blocks=blocks))
         difference = check_fits(
             saved, data.kind, plan.settings, plan.table, adapt=on_mismatch == "adapt" and data.kind == "train"
         )
         microbatches, lanes = saved.microbatches, saved.lanes
         ownership = Ownership(num_lanes, config.dp_size, microbatches)
         if not data.finite:
-            check_lanes(lanes, ownership.lanes_of(config.dp_rank), microbatches, num_lanes)
+            check_lanes(lanes, self._needed_lanes(ownership), self._begin(microbatches), num_lanes)
         if config.num_lanes not in (None, num_lanes):
             logger.info("num_lanes=%d comes from the state; the configuration says %s", num_lanes, config.num_lanes)
         if difference:
@@ -381,7 +409,7 @@ class Position:
                 logger.warning("what set_weights changed before does not apply to the new mix")
                 changes = ()
         if changes:
-            plan = plan_run(data, config, num_lanes, changes, blocks)
+            plan = self._with_settings(plan_run(data, config, num_lanes, changes, blocks))
         bans = moved_bans(saved, data.leaves)
         self._banned = banned_of(saved, bans, data.leaves)
         self.plan = without_banned(plan, self._banned)
@@ -437,3 +465,25 @@ def _renumbered(held: BufferedRefs, kept: Sequence[int | None]) -> BufferedRefs:
     if lost:
         logger.warning("%d samples of datasets that are gone waited to be packed or batched, and are left out", lost)
     return BufferedRefs.of(rows)
+
+
+def merged_state(own: doc.State, config: WorkerConfig, global_dst_rank: int | None = None) -> doc.State | None:
+    """Return the state of the whole run from those of its data-parallel ranks, all of which must call it.
+
+    Args:
+        own: The state of this rank.
+        config: Of its loader.
+        global_dst_rank: Only this global rank gets the state (others None); default: every rank gets it.
+    """
+    if config.dp_size == 1:
+        return own
+    if not torch.distributed.is_initialized():
+        raise LoaderError(
+            f"save_state_global needs torch.distributed to reach the other {config.dp_size - 1} ranks: save "
+            "save_state_rank() of every rank and give the list of them to restore_state_rank"
+        )
+    states: list[Any] = [None] * config.dp_size
+    torch.distributed.all_gather_object(states, own, group=config.data_parallel_group)
+    if global_dst_rank is not None and torch.distributed.get_rank() != global_dst_rank:
+        return None
+    return doc.merge(states)

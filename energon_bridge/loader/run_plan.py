@@ -98,6 +98,8 @@ def plan_run(
             settings |= {"dp_size": config.dp_size, "num_workers": max(1, config.num_workers), "limit": data.limit}
     if data.packing_buffer_size is not None:
         settings |= {"packing_buffer_size": data.packing_buffer_size}
+    if data.max_tokens_per_microbatch is not None:
+        settings |= {"max_tokens_per_microbatch": data.max_tokens_per_microbatch}
     if data.kind != "finite":
         shuffle = [_shuffle_setting(leaf.shuffle_epochs) for leaf in data.ordered]
         settings |= {
@@ -112,6 +114,8 @@ def plan_run(
     target = getattr(data.task_encoder.decoder, "image_target", None)
     if target is not None:  # this changes pixels, not the order, and nobody would see it
         settings["image_target"] = list(target)
+    if getattr(data.task_encoder.decoder, "image_backend", "auto") != "auto":
+        settings["image_backend"] = data.task_encoder.decoder.image_backend
     settings |= getattr(data.task_encoder, "pixel_settings", {})
     # A pass has the same order whoever delivers it.
     cut = 1 if data.finite else lanes
@@ -259,6 +263,8 @@ class DatasetSpec(Description):
         )
 
     def _what_batches_have(self) -> str:
+        if self.max_tokens_per_microbatch is not None:
+            return f"up to {counted(self.max_tokens_per_microbatch, 'token')}"
         if self.batch_size is None:
             return "one sample"
         return counted(self.batch_size, "sample" if self.packing_buffer_size is None else "pack")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import itertools
 import logging
 import os
 import warnings
@@ -23,13 +22,14 @@ from typing import Any, ClassVar, NoReturn
 import torch
 import torch.utils.data
 
-from energon_bridge.errors import ConfigurationError, ForkedLoaderError, LoaderError, WrongUseError
+from energon_bridge.errors import ConfigurationError, ForkedLoaderError, WrongUseError
 from energon_bridge.format.parallel import available_cores
 from energon_bridge.loader import document as doc
 from energon_bridge.loader.metrics import AT_ANY_TIME, AT_END, AT_EPOCH, check_rates, flat_metrics, name_losses
 from energon_bridge.loader.pool import WorkerPool
-from energon_bridge.loader.position import OnMismatch, Position
+from energon_bridge.loader.position import OnMismatch, Position, merged_state
 from energon_bridge.loader.run_plan import DATASET_IS_NO_LOADER, DatasetSpec
+from energon_bridge.loader.shares import Sharing
 from energon_bridge.loader.streams import open_pipeline
 from energon_bridge.loader.workers import Work, keep_freed_memory, produced, schedule
 from energon_bridge.samples.base import pin_value
@@ -39,7 +39,7 @@ from energon_bridge.stream.finite import mask_loss
 from energon_bridge.stream.leaf import Leaf
 from energon_bridge.stream.pipeline import Pipeline, attach
 from energon_bridge.stream.reencode import describe, restore
-from energon_bridge.stream.state import LaneBatch, NoBatch
+from energon_bridge.stream.state import LaneBatch, NoBatch, ShareEnd
 from energon_bridge.stream.watchdog import WatchdogSettings
 from energon_bridge.topology import Ownership, WorkerConfig, check_data_parallel
 
@@ -111,6 +111,7 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         self._held: deque[LaneBatch] = deque()
         self._last: Any = None
         self._resumed, self._pass = False, 0
+        self.share_end: ShareEnd | None = None
         self._seconds = [0.0] * (3 + len(REQUESTS))
         self._steps, self._epoch_length = 0, dataset.epoch_length(config.dp_size)
         # Runs that nobody closes end with the loader or with the process; a worker's copy of the loader is no run.
@@ -182,6 +183,11 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
                     self._name_losses(AT_EPOCH)
                     raise StopIteration
                 item = self._pull()
+        elif position.sharing is not None:
+            item = self._pull()
+            if item.end is not None:
+                position.lanes |= item.end.states
+                self.share_end = item.end
         else:
             lane = position.lane()
             if lane is None:
@@ -216,9 +222,8 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         except BaseException:
             self._stop()  # whatever comes next starts from the delivered state
             raise
-        self._seconds = [
-            before + more for before, more in itertools.zip_longest(self._seconds, item.seconds, fillvalue=0.0)
-        ]
+        for number, more in enumerate(item.seconds):
+            self._seconds[number] += more
         if self._pin:
             item.batch = pin_value(item.batch)
         return item
@@ -254,6 +259,21 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
     def ownership(self) -> Ownership:
         """Which rank delivers which lane, for the run as it was started or last restored."""
         return self._position.ownership
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches that the whole run has delivered; of a finite stream, in this pass."""
+        return self._position.microbatches
+
+    @property
+    def sharing(self) -> Sharing | None:
+        """How the run is shared out before it is loaded; None: each rank loads its own lanes."""
+        return self._position.sharing
+
+    def share_out(self, sharing: Sharing) -> None:
+        """Load of each global batch what `sharing` gives this rank; all ranks must do so, before the first batch."""
+        self._position.share_out(sharing)
+        self._stop()
 
     @property
     def make_seconds(self) -> float:
@@ -533,28 +553,6 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
     def _pipeline(self) -> Pipeline:
         plan = self._position.plan
         return open_pipeline(self.spec, plan, self.config, threads=0, delivered=range(len(plan.leaves)))
-
-
-def merged_state(own: doc.State, config: WorkerConfig, global_dst_rank: int | None = None) -> doc.State | None:
-    """Return the state of the whole run from those of its data-parallel ranks, all of which must call it.
-
-    Args:
-        own: The state of this rank.
-        config: Of its loader.
-        global_dst_rank: Only this global rank gets the state (others None); default: every rank gets it.
-    """
-    if config.dp_size == 1:
-        return own
-    if not torch.distributed.is_initialized():
-        raise LoaderError(
-            f"save_state_global needs torch.distributed to reach the other {config.dp_size - 1} ranks: save "
-            "save_state_rank() of every rank and give the list of them to restore_state_rank"
-        )
-    states: list[Any] = [None] * config.dp_size
-    torch.distributed.all_gather_object(states, own, group=config.data_parallel_group)
-    if global_dst_rank is not None and torch.distributed.get_rank() != global_dst_rank:
-        return None
-    return doc.merge(states)
 
 
 class _Iterator:

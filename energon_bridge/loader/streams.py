@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -20,6 +21,7 @@ from energon_bridge.loader.run_plan import RunPlan, deal_of_pass, draws_of_pass
 from energon_bridge.plan.blend import Blend
 from energon_bridge.samples.slabs import Lender
 from energon_bridge.stream.dealt import Dealt
+from energon_bridge.stream.draws import SAMPLE
 from energon_bridge.stream.finite import (
     WHOLE_PACK,
     DrawnRows,
@@ -37,7 +39,7 @@ from energon_bridge.stream.grouping import Groups
 from energon_bridge.stream.lane import Lane
 from energon_bridge.stream.pipeline import Pipeline
 from energon_bridge.stream.settings import StreamSettings
-from energon_bridge.stream.state import BufferedRefs, Counts, LaneBatch, LaneState, Stage
+from energon_bridge.stream.state import BufferedRefs, Counts, LaneBatch, LaneState, SampleRef, Stage
 from energon_bridge.stream.watchdog import WatchdogSettings
 from energon_bridge.task_encoder.images import IMAGE_EXTENSIONS
 from energon_bridge.topology import WorkerConfig
@@ -125,6 +127,7 @@ def open_pipeline(
         draws_ahead=min(_TOGETHER, max(_LEAST_AHEAD, _TOGETHER_BYTES // unit)) if is_far else 0,
         restore_generators=not config.num_workers,
         packing_buffer_size=data.packing_buffer_size,
+        max_tokens_per_microbatch=data.max_tokens_per_microbatch,
         buffer_bytes=config.buffer_bytes,
         lanes=lanes,
         cache=data.cache_pool,
@@ -138,6 +141,7 @@ def open_pipeline(
         config=config if data.as_energon else None,
         words=() if worker is None else worker.words,
         barred=frozenset() if worker is None else worker.barred,
+        in_worker=worker is not None,
     )
     return Pipeline(plan.leaves, settings)
 
@@ -180,7 +184,7 @@ class LaneStreams:
         self._lane(unit).prepare(count)
 
     def produce(self, unit: int) -> LaneBatch:
-        return _reported(self._pipeline, unit, self._lane(unit).produce)
+        return reported(self._pipeline, unit, self._lane(unit).produce)
 
     def write_into(self, memory: Lender) -> None:
         self._pipeline.write_into(memory)
@@ -204,7 +208,7 @@ class FiniteStreams:
         self._stream.prepare(unit)
 
     def produce(self, unit: int) -> LaneBatch:
-        return _reported(self._pipeline, unit, lambda: self._stream.produce(unit))
+        return reported(self._pipeline, unit, lambda: self._stream.produce(unit))
 
     def write_into(self, memory: Lender) -> None:
         self._pipeline.write_into(memory)
@@ -213,8 +217,8 @@ class FiniteStreams:
         self._pipeline.close()
 
 
-def _reported(pipeline: Pipeline, unit: int, make: Callable[[], LaneBatch]) -> LaneBatch:
-    """Return the next microbatch of a unit with the failures on its way, watched by the watchdog."""
+def reported(pipeline: Pipeline, unit: int, make: Callable[[], LaneBatch]) -> LaneBatch:
+    """Return the next microbatch of a unit with what failed on the way, under the eyes of the watchdog."""
     watchdog, start = pipeline.watchdog, time.perf_counter()
     try:
         if watchdog is None:
@@ -257,18 +261,31 @@ def open_stream(
         watchdog: The settings of the watchdog.
         worker: What a worker process knows about itself; None: this is the training process.
     """
-    threads = 0 if worker is not None and worker.careful else None
-    pipeline = open_pipeline(data, plan, config, threads, start.delivered, worker)
-    if watchdog is not None and worker is None:
-        pipeline.watch(watchdog, f"rank {config.dp_rank}")
-    elif watchdog is not None and worker is not None:
-        pipeline.watch(watchdog, f"rank {config.dp_rank}, worker {worker.number}", worker.said)
+    pipeline = watched_pipeline(data, plan, config, start.delivered, watchdog, worker)
     if not data.finite:
         return LaneStreams(pipeline, plan.blend, start.lanes)
     dealt = deal_of_pass(data, plan, config)
     draws = dealt or draws_of_pass(data, plan, start.epoch)
     rows = DrawnRows(pipeline, draws) if start.listing is None else ListedRows(pipeline, start.listing)
     return FiniteStreams(pipeline, rows, drop_last=data.batch_drop_last, dealt=dealt)
+
+
+def watched_pipeline(
+    data: Description,
+    plan: RunPlan,
+    config: WorkerConfig,
+    delivered: Collection[int],
+    watchdog: WatchdogSettings | None,
+    worker: WorkerFacts | None,
+) -> Pipeline:
+    """Build what loads, encodes and batches in one process, under the eyes of its watchdog (see `open_stream`)."""
+    threads = 0 if worker is not None and worker.careful else None
+    pipeline = open_pipeline(data, plan, config, threads, delivered, worker)
+    if watchdog is not None and worker is None:
+        pipeline.watch(watchdog, f"rank {config.dp_rank}")
+    elif watchdog is not None and worker is not None:
+        pipeline.watch(watchdog, f"rank {config.dp_rank}, worker {worker.number}", worker.said)
+    return pipeline
 
 
 def _decodes_media(dataset: PreparedDataset | JoinedDataset) -> bool:
@@ -285,7 +302,8 @@ def _decodes_media(dataset: PreparedDataset | JoinedDataset) -> bool:
 # The listing of a finite pass whose encoder packs or groups: all ranks agree on it before the first step.
 #
 # *Packs*: the draws of the pass are cut into blocks of `packing_buffer_size`, whatever the number of ranks. Each rank
-# encodes its share of the blocks and lets the encoder select packs; the lists of references are gathered.
+# encodes the blocks that are its share and lets the encoder select packs; the lists of references are gathered. With
+# `max_tokens_per_microbatch` the packs are the microbatches.
 #
 # *Groups*: the rows (samples, or the outputs of each pack) are cut into blocks in the same way; each rank asks the
 # encoder for the groups of its share, and the answers are gathered. A full group is a microbatch. Rows left at the end
@@ -347,12 +365,15 @@ def _packs(
     def select(start: int, stop: int, counted: Counts) -> BufferedRefs:
         return BufferedRefs.of((Stage.PACK, pack, 0) for pack in packs_of(pipeline, plan, start, stop, counted))
 
-    rows: list[ListedRow] = []
+    packs: list[list[SampleRef]] = []
     for found in _blocks(select, plan.num_draws, buffer, config, counts):
-        rows += [(refs, WHOLE_PACK) for _, refs, _ in found.entries()]
-        if len(rows) >= enough:
+        packs += [refs for _, refs, _ in found.entries()]
+        if len(packs) >= enough:
             break
-    return Listing(rows=rows, ends=None)
+    if pipeline.code.by_length:
+        rows = [((ref,), SAMPLE) for refs in packs for ref in refs]
+        return Listing(rows=rows, ends=list(accumulate(map(len, packs))))
+    return Listing(rows=[(refs, WHOLE_PACK) for refs in packs], ends=None)
 
 
 def _groups(

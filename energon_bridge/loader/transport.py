@@ -46,6 +46,8 @@ from energon_bridge.samples.slabs import Block, block_over
 _ALIGN = 64
 _SMALL = 1024
 """Bytes of a tensor up to which it stays in the pickle: handing a buffer over costs more than copying those."""
+_INLINE = 1 << 15
+"""Bytes of a pickle without buffers up to which it is sent in the message: a block costs more than copying those."""
 _SLOTS = 256
 _HEADER = _SLOTS
 """Bytes in front of an arena: one flag per slot, not 0 while its block is in use."""
@@ -199,8 +201,7 @@ class Outbox:
         self._files: deque[list[int]] = deque()  # of each of the last messages
 
     def pack(self, item: Any) -> BatchMessage:
-        """Pickle an item into a block of the arena or into a memory file; return the message that finds it."""
-        self._files.append([])
+        """Pickle an item into a block of the arena or a memory file, a small one into its message; return that."""
         buffers: list[memoryview] = []
 
         def stays(buffer: pickle.PickleBuffer) -> bool:
@@ -215,6 +216,9 @@ class Outbox:
         # Tensors by `_reduced`, subclasses of theirs as they wish.
         pickler.dispatch_table = copyreg.dispatch_table | {torch.Tensor: _reduced}
         pickler.dump(item)
+        if not buffers and stream.tell() <= _INLINE:
+            return BatchMessage(stream.getvalue())
+        self._files.append([])
         parts = [stream.getbuffer(), *buffers]
         elsewhere: list[tuple[int, Place]] = []
         if self._arena is not None:
@@ -288,14 +292,16 @@ Place = tuple[int, int, int] | MemoryFile
 
 
 class BatchMessage(NamedTuple):
-    """Where a packed item is; `elsewhere` has number and place of each buffer that lies in a block of its own."""
+    """Where a packed item is, or its pickle; `elsewhere` has number and place of each buffer in a block of its own."""
 
-    place: Place
+    place: Place | bytes
     elsewhere: tuple[tuple[int, Place], ...] = ()
 
 
 def unpack(message: BatchMessage, arena: Arena | None) -> Any:
     """Return the item that a message of an outbox stands for; its tensors are views of shared memory."""
+    if isinstance(message.place, bytes):
+        return pickle.loads(message.place)
     view = _opened(message.place, arena)
     (count,) = struct.unpack_from("<Q", view, 0)
     lengths = struct.unpack_from(f"<{count}Q", view, 8)

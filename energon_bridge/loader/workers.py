@@ -1,6 +1,7 @@
 """What runs in one process of a loader: the units of a rank, in order, each made by a stream.
 
-A *unit* is a lane (of an endless run) or the number of a microbatch (of a finite one). The same generator runs in a
+A *unit* is a lane (of an endless run), the number of a microbatch (of a finite one), or, in a run that is shared out
+before it is loaded, that of a microbatch of the rank. The same generator runs in a
 worker process, in the training process with `num_workers=0`, and in tests, which is why no order can depend on where
 it runs.
 
@@ -104,6 +105,8 @@ def schedule(spec: Description, config: WorkerConfig, position: Position, began:
     `began` is the microbatch of a finite pass at which its units were shared out among the workers.
     """
     ranks, rank, workers = config.dp_size, config.dp_rank, max(1, config.num_workers)
+    if position.sharing is not None:
+        return ((unit, unit % workers) for unit in itertools.count(position.microbatches // ranks))
     if not spec.finite:
         return lane_units(position.ownership, rank, position.microbatches, workers)
     steps, turn = range(position.microbatches, position.end, ranks), (position.microbatches - began) // ranks
@@ -200,7 +203,7 @@ def _one_pass(
     """Send a pass, as far as it is asked for; return the command that ends it."""
 
     def send(failed: bool, message: BatchMessage) -> None:
-        data = pickle.dumps((number, failed, message), pickle.HIGHEST_PROTOCOL)
+        data = pickle.dumps((number, failed, *message), pickle.HIGHEST_PROTOCOL)
         try:
             link.send(data)
         except ConnectionError:

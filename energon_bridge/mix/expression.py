@@ -1,4 +1,6 @@
-"""Filter expressions such as `aesthetic > 5 and language in ["en", "de"]`, over arrays with one entry per sample.
+"""Expressions such as `aesthetic > 5 and language in ["en", "de"]`, over arrays with one entry per sample.
+
+Filters keep the samples for which one is true; costs of balance are the numbers that one gives.
 
 A subset of Python's grammar: column names, numbers, strings, True and False, comparisons (chained ones too), `in` and
 `not in` a literal list, `and`, `or`, `not`, + - * / // % and parentheses. Nothing is executed: the syntax tree is
@@ -52,13 +54,7 @@ def evaluate(text: str, columns: Mapping[str, np.ndarray], *, num_samples: int) 
 
     Columns have shape (num_samples,) and hold bools, integers, floats or strings. Raises ConfigurationError.
     """
-    try:
-        with np.errstate(over="ignore", invalid="ignore"):  # inf and NaN compare as Python's do
-            kept = _Evaluation(text, columns).value(_parse(text))
-    except RecursionError:
-        raise ConfigurationError(
-            f"filter {text[:60]!r}...: is nested too deeply. Use fewer parentheses and `not`s, or compute a column."
-        ) from None
+    kept = _value(text, columns)
     if kept.dtype.kind != "b":
         raise ConfigurationError(
             f"filter {text!r}: gives {_kind(kept)}, expected true or false. Compare it, as in `{text.strip()} > 0`."
@@ -66,17 +62,44 @@ def evaluate(text: str, columns: Mapping[str, np.ndarray], *, num_samples: int) 
     return np.array(np.broadcast_to(kept, (num_samples,)))
 
 
+def evaluate_number(text: str, columns: Mapping[str, np.ndarray], *, num_samples: int) -> np.ndarray:
+    """Return the number that an expression, such as `width * height / 196`, gives for each sample, as floats.
+
+    Shapes are those of `evaluate`. Raises ConfigurationError, also where a number is negative or not finite.
+    """
+    found = _value(text, columns)
+    if found.dtype.kind not in "bif":
+        raise ConfigurationError(f"expression {text!r}: gives {_kind(found)}, expected numbers.")
+    numbers = np.array(np.broadcast_to(found, (num_samples,)), dtype=np.float64)
+    wrong = np.flatnonzero(~(np.isfinite(numbers) & (numbers >= 0)))
+    if wrong.size:
+        raise ConfigurationError(
+            f"expression {text!r}: gives {numbers[wrong[0]]} for sample {wrong[0]}, expected a number, 0 or more."
+        )
+    return numbers
+
+
+def _value(text: str, columns: Mapping[str, np.ndarray]) -> np.ndarray:
+    try:
+        with np.errstate(over="ignore", invalid="ignore"):  # inf and NaN compare as Python's do
+            return _Evaluation(text, columns).value(_parse(text))
+    except RecursionError:
+        raise ConfigurationError(
+            f"expression {text[:60]!r}...: is nested too deeply. Use fewer parentheses and `not`s, or compute a column."
+        ) from None
+
+
 def _parse(text: str) -> ast.expr:
     if len(text) > _MOST_CHARACTERS:
         raise ConfigurationError(
-            f"filter {text[:60]!r}...: has {len(text)} characters, expected at most {_MOST_CHARACTERS}. "
+            f"expression {text[:60]!r}...: has {len(text)} characters, expected at most {_MOST_CHARACTERS}. "
             f"Compute a column of it."
         )
     try:
         return ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ConfigurationError(
-            f"filter {text!r}: cannot be parsed: {error}. Write one like `aesthetic > 5 and tokens < 4096`."
+            f"expression {text!r}: cannot be parsed: {error}. Write one like `aesthetic > 5 and tokens < 4096`."
         ) from None
 
 
@@ -117,7 +140,7 @@ class _Evaluation:
             return self._columns[name]
         known = ", ".join(sorted(self._columns)) or "none"
         raise ConfigurationError(
-            f"filter {self._text!r}: no column {name!r}.{did_you_mean(name, self._columns)} Columns: {known}."
+            f"expression {self._text!r}: no column {name!r}.{did_you_mean(name, self._columns)} Columns: {known}."
         )
 
     def _truth(self, node: ast.expr) -> np.ndarray:
@@ -158,8 +181,8 @@ class _Evaluation:
 
     def _refuse(self, node: ast.expr, why: str) -> NoReturn:
         raise ConfigurationError(
-            f"filter {self._text!r}: `{ast.unparse(node)}` {why}. A filter has columns, numbers, strings, comparisons, "
-            f"`in` with a list, and, or, not, and + - * / // %."
+            f"expression {self._text!r}: `{ast.unparse(node)}` {why}. An expression has columns, numbers, strings, "
+            f"comparisons, `in` with a list, and, or, not, and + - * / // %."
         )
 
 

@@ -20,7 +20,7 @@ from energon_bridge.format.join import JoinedDataset
 from energon_bridge.format.jsonl import JsonlDataset, is_jsonl, open_jsonl
 from energon_bridge.format.key_index import key_index_version
 from energon_bridge.format.nvmeta import read_info
-from energon_bridge.mix.expression import all_of, column_names, evaluate
+from energon_bridge.mix.expression import all_of, column_names, evaluate, evaluate_number
 from energon_bridge.mix.flatten import Mix
 from energon_bridge.mix.joins import aux_of_join, open_join
 from energon_bridge.mix.opener import DatasetOpener
@@ -175,9 +175,37 @@ def kept_samples(
     Raises ConfigurationError for a wrong expression or column, MetadataError for a column of other shards or a dataset
     that can have none, and EmptyDatasetError if nothing is kept.
     """
+    columns, hint = _columns_of(dataset, text, start, stop, where=where, use="filtered")
+    try:
+        kept = evaluate(text, columns, num_samples=stop - start)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{dataset.path}: {error}{hint}") from error
+    numbers = start + np.flatnonzero(kept)
+    if not numbers.size:
+        raise EmptyDatasetError(f"{dataset.path}: none of its {stop - start} samples passes the filter {text!r}")
+    return numbers.astype(np.int32) if stop <= np.iinfo(np.int32).max else numbers
+
+
+def numbers_of_samples(dataset: PreparedDataset | JoinedDataset, text: str, *, where: str) -> np.ndarray:
+    """Return the number that an expression of columns gives for each sample, floats of shape (dataset.num_samples,).
+
+    Raises ConfigurationError for a wrong expression or column, MetadataError for a column of other shards or a dataset
+    that can have none.
+    """
+    columns, hint = _columns_of(dataset, text, 0, dataset.num_samples, where=where, use="balanced by them")
+    try:
+        return evaluate_number(text, columns, num_samples=dataset.num_samples)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{dataset.path}: {error}{hint}") from error
+
+
+def _columns_of(
+    dataset: PreparedDataset | JoinedDataset, text: str, start: int, stop: int, *, where: str, use: str
+) -> tuple[dict[str, np.ndarray], str]:
+    """Return the columns that an expression names, of the samples in [start, stop), and a hint where there are none."""
     if isinstance(dataset, (JoinedDataset, JsonlDataset)):
         what = "a join" if isinstance(dataset, JoinedDataset) else "a JSONL file"
-        raise MetadataError(f"{where}: {what} has no columns and cannot be filtered: {text}")
+        raise MetadataError(f"{where}: {what} has no columns and cannot be {use}: {text}")
     columns: dict[str, np.ndarray]
     hint = ""
     if isinstance(dataset, TableDataset):
@@ -189,14 +217,7 @@ def kept_samples(
         hint = "" if added else f" Add one: energon columns add {dataset.path} --help"
     if len(columns) < len(known):  # for the error, which lists them
         columns |= {name: np.empty(0) for name in known.keys() - columns.keys()}
-    try:
-        kept = evaluate(text, columns, num_samples=stop - start)
-    except ConfigurationError as error:
-        raise ConfigurationError(f"{dataset.path}: {error}{hint}") from error
-    numbers = start + np.flatnonzero(kept)
-    if not numbers.size:
-        raise EmptyDatasetError(f"{dataset.path}: none of its {stop - start} samples passes the filter {text!r}")
-    return numbers.astype(np.int32) if stop <= np.iinfo(np.int32).max else numbers
+    return columns, hint
 
 
 def _numbered(leaves: Sequence[OpenLeaf]) -> tuple[OpenLeaf, ...]:

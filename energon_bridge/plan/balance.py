@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from energon_bridge.errors import ConfigurationError
+from energon_bridge.rng import shuffled
 
 Integers = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -64,6 +65,24 @@ def assign_microbatches(costs: npt.ArrayLike, ranks: int) -> Integers:
         return came
     scaled = np.rint(values / values.max() * _RESOLUTION).astype(np.int64)
     return _relabelled(_best(scaled, came))
+
+
+def cut_window(costs: npt.ArrayLike, group: int, key: int) -> Integers:
+    """Cut the microbatches of a window into global batches of about equal ones, whatever the number of ranks is.
+
+    They are sorted by cost, and G neighbours are a global batch: where each rank runs one microbatch of it, no others
+    are more even. The order of the global batches is shuffled, for training not to see them from long to short.
+
+    Args:
+        costs: Of the K G microbatches of the window, 0 or more; shape (K G,).
+        group: G.
+        key: Of the window.
+
+    Returns:
+        Shape (K, G): the microbatches of each global batch, as they come.
+    """
+    order = np.argsort(-np.asarray(costs, np.float64), kind="stable").reshape(-1, group)
+    return np.sort(order[shuffled(key, len(order))], axis=1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -35,12 +35,13 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 
-from energon_bridge.rng import IntArray, Permutation, below, draws, fold, shuffled
+from energon_bridge.rng import IntArray, Permutation, below, below_at, draws_at, fold, shuffled
 
 ORDER_VERSION = 5
 """The version of the order: raised with every change, here or in `stream/packing.py`, of which sample comes when.
@@ -159,18 +160,36 @@ class LeafOrder:
 
     def round_at(self, lane: int, draw: int) -> Round:
         """Return the round that holds a draw of a lane."""
-        if self.is_dealt:
-            return self._dealt_round(lane, draw)
+        return self.rounds_at(lane, draw, 1)
+
+    def rounds_at(self, lane: int, draw: int, fewest: int) -> Round:
+        """Return the round that holds a draw of a lane, with so many of those after it that they have `fewest` draws.
+
+        Together they cost little more than one alone.
+        """
+        parts = [self._dealt_round(lane, draw) if self.is_dealt else self._window_rounds(lane, draw, fewest)]
+        count = parts[0].indices.size
+        while count < fewest:
+            after = parts[0].first + count
+            parts.append(
+                self._dealt_round(lane, after) if self.is_dealt else self._window_rounds(lane, after, fewest - count)
+            )
+            count += parts[-1].indices.size
+        if len(parts) == 1:
+            return parts[0]
+        columns = ([part.indices for part in parts], [part.epochs for part in parts])
+        return Round(parts[0].first, *map(np.concatenate, columns))
+
+    def _window_rounds(self, lane: int, draw: int, fewest: int) -> Round:
+        """Return the round that holds a draw, with those after it in its window until there are `fewest` draws."""
         n, lanes, rank = self._line_length, self.num_lanes, self._rank(lane)
         epoch = self.epoch_of(lane, draw)
         first = (epoch * n + rank) // lanes
         share = ((epoch + 1) * n + rank) // lanes - first
         start = _sum_of_floors(rank, (epoch + 1) * n, lanes) - _sum_of_floors(rank, epoch * n, lanes)
         window = self._window_at(epoch, rank, start, start + share, draw - first)
-        t, taken, indices, sizes = window.deal(draw - first - window.before)
-        places = indices[_spread(sizes, fold(window.key, _ROUND, t))]
-        epochs = np.full(indices.size, epoch, dtype=np.int64)
-        return self._round(first + window.before + taken, epochs, places)
+        taken, places = window.deal(draw - first - window.before, fewest)
+        return self._round(first + window.before + taken, np.full(places.size, epoch, dtype=np.int64), places)
 
     def _round(self, first: int, lines: IntArray, places: IntArray) -> Round:
         """Return a round of samples, given by epoch line and place among the E copies on it."""
@@ -278,14 +297,23 @@ def _sum_of_floors(count: int, numerator: int, lanes: int) -> int:
     return count * whole + max(0, count - (lanes - rest))
 
 
-def _spread(sizes: IntArray, key: int) -> IntArray:
-    """Return an order of the samples of a round that are given piece by piece, shape (sum of sizes,)."""
-    total, pieces = int(sizes.sum()), np.arange(sizes.size)
-    piece, firsts = np.repeat(pieces, sizes), np.repeat(np.cumsum(sizes) - sizes, sizes)
-    shuffled_pieces = np.lexsort((draws(key, total), piece))
-    number = np.arange(total) - firsts
-    moments = ((number << 32) + below(fold(key, 0), total, (1 << 32) - 1)) // sizes[piece]
-    return shuffled_pieces[np.argsort(moments, kind="stable")]
+def _spread(sizes: IntArray, keys: Sequence[int]) -> IntArray:
+    """Return an order of the samples of some rounds, which are given piece by piece, round after round.
+
+    Args:
+        sizes: Samples that each round has of each piece, shape (rounds, pieces).
+        keys: Of each round.
+    """
+    totals = sizes.sum(axis=1)
+    of_round, flat = np.repeat(np.arange(totals.size), totals), sizes.ravel()
+    piece, firsts = np.repeat(np.arange(flat.size), flat), np.cumsum(flat) - flat
+    place = np.arange(piece.size)
+    steps = place - (np.cumsum(totals) - totals)[of_round]
+    shuffled_pieces = np.lexsort((draws_at(keys, of_round, steps), piece))
+    number = place - firsts[piece]
+    chances = below_at([fold(key, 0) for key in keys], of_round, steps, (1 << 32) - 1)
+    moments = ((number << 32) + chances) // flat[piece]
+    return shuffled_pieces[np.argsort((of_round << 32) + moments, kind="stable")]
 
 
 class _Window:
@@ -299,24 +327,24 @@ class _Window:
         self.rounds = max(1, self._total // max(buffer, lengths.size))
         self._phase = below(key, lengths.size, self.rounds)
 
-    def deal(self, draw: int) -> tuple[int, int, IntArray, IntArray]:
-        """Return the round that holds a draw: its number, its first draw, its indices and how many each piece has."""
-        t = min(draw * self.rounds // self._total, self.rounds - 1)
-        low, high = self._dealt(t), self._dealt(t + 1)
-        while int(low.sum()) > draw:
-            t -= 1
-            low, high = self._dealt(t), low
-        while int(high.sum()) <= draw:
-            t += 1
-            low, high = high, self._dealt(t + 1)
-        sizes = high - low
-        ends = np.cumsum(sizes)
-        indices = np.arange(int(ends[-1]), dtype=np.int64) + np.repeat(self._base + low - (ends - sizes), sizes)
-        return t, int(low.sum()), indices, sizes
+    def deal(self, draw: int, fewest: int) -> tuple[int, IntArray]:
+        """Return the rounds from that of a draw on until there are `fewest` draws, as far as the window has them.
 
-    def _dealt(self, rounds: int) -> IntArray:
-        """Return how many samples of each piece the first rounds have taken, shape (pieces,)."""
-        return (rounds * self._lengths + self._phase) // self.rounds
+        Returns the first draw of the first round, and the places of the samples of all.
+        """
+        t = min(draw * self.rounds // self._total, self.rounds - 1)
+        while True:
+            last = min(self.rounds, t + 1 + (fewest - 1) * self.rounds // self._total)
+            taken = (np.arange(t, last + 1)[:, None] * self._lengths + self._phase) // self.rounds
+            firsts = taken.sum(axis=1).tolist()
+            if firsts[0] <= draw < firsts[1]:
+                break
+            t += 1 if firsts[0] <= draw else -1
+        sizes = np.diff(taken, axis=0)
+        flat = sizes.ravel()
+        starts = (self._base + taken[:-1]).ravel() - (np.cumsum(flat) - flat)
+        places = np.arange(int(flat.sum()), dtype=np.int64) + np.repeat(starts, flat)
+        return firsts[0], places[_spread(sizes, [fold(self.key, _ROUND, each) for each in range(t, last)])]
 
 
 class _EpochLine:

@@ -11,9 +11,11 @@ shards whose inputs have not changed. So tasks can convert shards anywhere, and 
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import math
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
@@ -25,6 +27,7 @@ from typing import Any, overload
 import numpy as np
 
 from energon_bridge.errors import ConfigurationError, SampleError, SourceError
+from energon_bridge.format.media import HEAD_BYTES, MediaFilter
 from energon_bridge.format.nvmeta import INFO_JSON, META_FOLDER, meta_path, read_info
 from energon_bridge.format.parallel import Workers, map_shards
 from energon_bridge.format.tar_index import index_name
@@ -55,7 +58,11 @@ _MOST_PER_SHARD = 10_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvertOptions:
-    """How a source is converted. `split` is for sources without splits of their own; sizes as in `ShardWriter`."""
+    """How a source is converted.
+
+    `split` is for sources without splits of their own; sizes of shards as in `ShardWriter`. Images of more than
+    `max_pixels` are scaled down; `quality` (1 to 100) encodes all JPEGs and WebPs again.
+    """
 
     layout: Layout
     split: SplitRule | None = None
@@ -64,6 +71,13 @@ class ConvertOptions:
     bytes_per_shard: int | None = None
     media: bool = True
     skip_errors: bool = False
+    max_pixels: int | None = None
+    quality: int | None = None
+
+    @property
+    def reencodes(self) -> bool:
+        """Whether images may change."""
+        return self.max_pixels is not None or self.quality is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +130,7 @@ def convert(
     made by `convert_task`. Raises SourceError for a sample that cannot be converted (unless `skip_errors`),
     ConfigurationError if `out` holds something else or, with `finish`, lacks shards.
     """
-    check_layout(options.layout)
+    _check_options(options)
     plan = list(_plan(source, options))
     told = _told(source, options)
     with PartsFolder(Path(out), lock="alone") as parts:
@@ -155,11 +169,20 @@ def convert_task(
     Tasks may run at the same time, anywhere where source and `out` have the same paths, and again at any time. Raises
     what `convert` raises.
     """
-    check_layout(options.layout)
+    _check_options(options)
     plan = task.of(list(_plan(source, options)))
     with PartsFolder(Path(out), lock="shared") as parts:
         _begin(parts, _told(source, options), overwrite=False)
         return sum(1 for _ in _make_shards(parts, source, options, plan, num_workers, progress))
+
+
+def _check_options(options: ConvertOptions) -> None:
+    check_layout(options.layout)
+    if options.reencodes and options.bytes_per_shard is not None:
+        raise ConfigurationError(
+            "bytes_per_shard needs the sizes of all samples first, which images that are encoded again do not have: "
+            "give samples_per_shard (--samples-per-shard) with max_pixels or quality."
+        )
 
 
 def _begin(parts: PartsFolder, told: bytes, *, overwrite: bool) -> None:
@@ -332,6 +355,8 @@ def _make_shard(root: Path, options: ConvertOptions, find_only: bool, job: _Job)
         for sample in job.samples:
             try:
                 content, fields = sample.read()
+                if options.reencodes:
+                    content = [(part, reencoded(part, data, options)) for part, data in content]
                 shard.add(sample.key, content)
             except (SourceError, SampleError) as error:
                 message = str(error) if str(error).startswith(sample.where) else f"{sample.where}: {error}"
@@ -351,7 +376,8 @@ def _make_shard(root: Path, options: ConvertOptions, find_only: bool, job: _Job)
 
 def _key(options: ConvertOptions) -> bytes:
     """Return the options that a shard depends on, apart from its samples."""
-    return repr((_FORMAT, _plain_layout(options.layout), options.media)).encode()
+    images = (options.max_pixels, options.quality) if options.reencodes else ()
+    return repr((_FORMAT, _plain_layout(options.layout), options.media, *images)).encode()
 
 
 def _plain_layout(layout: Layout) -> list[Any]:
@@ -439,6 +465,7 @@ def _told(source: Source, options: ConvertOptions) -> bytes:
             name: getattr(options, name)
             for name in ("shuffle", "samples_per_shard", "bytes_per_shard", "media", "skip_errors")
         },
+        **({"max_pixels": options.max_pixels, "quality": options.quality} if options.reencodes else {}),
     }
     return json.dumps(plain, indent=2).encode()
 
@@ -450,10 +477,11 @@ def _check_folder(parts: PartsFolder, told: bytes, *, overwrite: bool) -> None:
         if not path.exists():
             continue
         before, now = json.loads(path.read_bytes()), json.loads(told)
-        other = [name for name in now if before.get(name) != now[name] and name != "skip_errors"]
+        names = sorted({*before, *now} - {"skip_errors"})
+        other = [name for name in names if before.get(name) != now.get(name)]
         is_finished = (root / meta_path(INFO_JSON)).exists()
         if other and not overwrite and (is_finished or "source" in other):
-            differences = ", ".join(f"{name} was {before.get(name)} and is {now[name]}" for name in other)
+            differences = ", ".join(f"{name} was {before.get(name)} and is {now.get(name)}" for name in other)
             raise ConfigurationError(
                 f"{root}: holds a conversion with other options: {differences}. Give the same ones to go on with it, "
                 "--overwrite to begin anew, or another folder."
@@ -467,3 +495,62 @@ def _check_folder(parts: PartsFolder, told: bytes, *, overwrite: bool) -> None:
             f"{root}: holds {others[0]}{' and more' * (len(others) > 1)}, which no conversion wrote. Give another "
             "folder, or --overwrite to write into this one."
         )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Images that are made smaller, which only happens if it is asked for.
+
+
+_QUALITY = 90  # of images that are scaled down
+_LOSSY = ("JPEG", "WEBP")
+_IMAGES = MediaFilter(strategy="EXTENSION")
+
+
+def reencoded(part: str, data: bytes, options: ConvertOptions) -> bytes:
+    """Return an image scaled down to `max_pixels` and encoded with `quality`; everything else as it is.
+
+    The format, the colour profile and the EXIF data stay. An image that need not be scaled is never made larger, and
+    one that moves is left alone. Raises SourceError if the part is no image but is called like one.
+    """
+    if _IMAGES.kind_of(f"x.{part}", data[:HEAD_BYTES]) != "image":
+        return data
+    from PIL import Image  # the command line starts without it
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a large image is no decompression bomb: it is what is asked about
+            with Image.open(io.BytesIO(data)) as image:
+                form = image.format or ""
+                size = _scaled_size(image.size, options.max_pixels)
+                fits = size == image.size
+                if getattr(image, "n_frames", 1) > 1 or (fits and (options.quality is None or form not in _LOSSY)):
+                    return data
+                settings: dict[str, Any] = {
+                    key: image.info[key] for key in ("exif", "icc_profile") if key in image.info
+                }
+                if form in _LOSSY:
+                    settings["quality"] = options.quality or _QUALITY
+                out = io.BytesIO()
+                (image if fits else _scaled(image, size)).save(out, form, **settings)
+    except Exception as error:  # codecs raise anything
+        raise SourceError(f"the part {part!r} cannot be made smaller: {type(error).__name__}: {error}") from error
+    made = out.getvalue()
+    return data if fits and len(made) >= len(data) else made
+
+
+def _scaled_size(size: tuple[int, int], max_pixels: int | None) -> tuple[int, int]:
+    """Return the largest size of the same shape that has at most `max_pixels`."""
+    width, height = size
+    if max_pixels is None or width * height <= max_pixels:
+        return size
+    factor = math.sqrt(max_pixels / (width * height))
+    return max(1, int(width * factor)), max(1, int(height * factor))
+
+
+def _scaled(image: Any, size: tuple[int, int]) -> Any:
+    from PIL import Image
+
+    image.draft(None, (2 * size[0], 2 * size[1]))  # JPEGs of more than twice the size are decoded smaller
+    if image.mode in ("P", "1"):
+        image = image.convert("RGBA" if "transparency" in image.info else "RGB")
+    return image.resize(size, Image.Resampling.LANCZOS)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import re
 
-from energon_bridge.errors import ConfigurationError, NoShardsError, UnsupportedShardError
+from energon_bridge.errors import ConfigurationError, NoShardsError
+from energon_bridge.format.tar_index import compressed_shard
 from energon_bridge.storage import Store
 
 _COMPRESSED = (".tgz", ".tar.gz", ".tar.bz2", ".tar.xz", ".tar.zst")
 
 
 def find_shards(store: Store, *, exclude: str | None = None) -> list[str]:
-    """List the `.tar` files below the root, sorted, without those whose path matches the pattern `exclude`.
+    """List the `.tar` files below the root, without those whose path matches the pattern `exclude`.
+
+    They are sorted folder by folder, as Megatron Energon sorts them: `a/1.tar` stands before `a-b/1.tar`.
 
     Raises NoShardsError if there are none, UnsupportedShardError for compressed tars, whose samples cannot be read by
     range, ShardMissingError for a link that leads nowhere, and ConfigurationError for a pattern that is no regular
@@ -21,12 +24,9 @@ def find_shards(store: Store, *, exclude: str | None = None) -> list[str]:
     names = [name for name, _ in store.list((".tar", *_COMPRESSED)) if not (pattern and pattern.search(name))]
     compressed = [name for name in names if name.endswith(_COMPRESSED)]
     if compressed:
-        raise UnsupportedShardError(
-            f"{store.url(compressed[0])}: compressed tars cannot be read by range, and there "
-            f"{'is 1' if len(compressed) == 1 else f'are {len(compressed)}'} of them. Unpack the compression "
-            f"(gunzip makes x.tar of x.tgz), or leave them out with --exclude '\\.tgz$'."
-        )
-    shards = [name for name in names if name.endswith(".tar")]
+        suffix = next(suffix for suffix in _COMPRESSED if compressed[0].endswith(suffix))
+        raise compressed_shard(store.url(compressed[0]), exclude=f"{re.escape(suffix)}$", count=len(compressed))
+    shards = sorted((name for name in names if name.endswith(".tar")), key=lambda name: name.split("/"))
     if not shards:
         left_out = f" that {exclude!r} does not exclude" if exclude else ""
         raise NoShardsError(

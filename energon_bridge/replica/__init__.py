@@ -8,7 +8,8 @@ Across replicas, `balance` assigns the microbatches of a global batch to ranks b
 
 from __future__ import annotations
 
-from energon_bridge.replica.balance import Balance, BalancedLoader, make_balance
+from energon_bridge.replica.balance import Balance, make_balance
+from energon_bridge.replica.balanced import BalancedLoader
 from energon_bridge.replica.exchange import Exchange
 from energon_bridge.replica.groups import Replica, StageKeys, make_replica
 from energon_bridge.replica.loader import BroadcastLoader, open_loader

@@ -8,8 +8,12 @@ one that runs them. The set of microbatches of a global batch never changes.
 The training thread loads the next global batch, two microbatches for each that it delivers, so that user code and
 worker processes stay where they are; a thread exchanges them while the rest of this one is trained on.
 
-A state says that whole global batches were delivered, whatever was loaded ahead. In the middle of one there is none:
-what the ranks have delivered there is no beginning of the stream.
+Where costs are known before anything is loaded (`ColumnCost`), each rank loads only what it runs (`balanced`), and
+nothing is exchanged.
+
+In a *window* of K global batches the microbatches of all of them are loaded and exchanged together, cut into K global
+batches anew (`plan.balance.cut_window`). A state within a window has the lanes as they were at its beginning, says
+how many microbatches were delivered, and names K in its settings; a resume loads the window again.
 """
 
 from __future__ import annotations
@@ -28,22 +32,24 @@ import numpy as np
 import torch.distributed as dist
 from torch import Tensor
 
-from energon_bridge.errors import BalanceError, ConfigurationError, StepMismatchError, WrongUseError
-from energon_bridge.loader.document import State, read
-from energon_bridge.loader.metrics import flat_metrics
-from energon_bridge.loader.run_plan import DatasetSpec
-from energon_bridge.loader.savable import SavableDataLoader, merged_state
-from energon_bridge.loader.summary import leaf_rows
-from energon_bridge.plan.balance import assign_microbatches, imbalance
+from energon_bridge.errors import BalanceError, ConfigurationError, StepMismatchError
+from energon_bridge.loader.document import State
+from energon_bridge.loader.savable import SavableDataLoader
+from energon_bridge.loader.shares import at_window, in_window, sharing_of, why_unplanned, window_settings
+from energon_bridge.plan.balance import assign_microbatches, cut_window, imbalance
+from energon_bridge.replica.balanced import BalancedLoader, OwnShareLoader
 from energon_bridge.replica.groups import Replica, gathered
 from energon_bridge.replica.peers import Move, Peers, pack
+from energon_bridge.rng import fold, key_of
 from energon_bridge.samples.base import pin_value
-from energon_bridge.topology import Ownership, WorkerConfig, data_parallel_group
+from energon_bridge.task_encoder.costs import ColumnCost
+from energon_bridge.topology import data_parallel_group
 
 logger = logging.getLogger(__name__)
 
 Cost = Callable[[Any], float]
 
+LONGEST_WINDOW = 1 << 16
 _PER_DELIVERY = 2
 _AT_CLOSE = 5.0
 """Seconds that closing, and the end of the process, wait for an exchange."""
@@ -58,10 +64,15 @@ class Balance:
             on the microbatch alone.
         group: A gloo group of the data-parallel ranks that nobody else uses; None: there is one rank, and nothing to
             balance.
+        window: Global batches that are cut anew together, by cost; 1: each keeps its microbatches.
+        own_share: Whether each rank loads only what it runs; None: if the cost is a `ColumnCost`, and the stream can be
+            planned by it.
     """
 
     cost: Cost
     group: Any
+    window: int = 1
+    own_share: bool | None = None
 
 
 def make_balance(
@@ -71,6 +82,8 @@ def make_balance(
     data_group: Any = None,
     replica: Replica | None = None,
     timeout_seconds: float | None = None,
+    window: int = 1,
+    own_share: bool | None = None,
 ) -> Balance:
     """Make the groups on which data-parallel ranks exchange microbatches. Every process of the job must call it.
 
@@ -85,6 +98,11 @@ def make_balance(
         data_group: The data-parallel group of this process, where it is none of these.
         replica: Where one rank of each replica loads: from `make_replica`. These ranks balance.
         timeout_seconds: How long a rank waits for another one; default: that of torch.distributed, 30 minutes.
+        window: Cut the microbatches of so many global batches into as many new ones of about equal microbatches each,
+            for ranks that run one microbatch of a global batch. This changes which samples a global batch has; a run
+            keeps its window.
+        own_share: False: ranks exchange microbatches even where a `ColumnCost` would let each load its own share. True:
+            refuse a stream for which that cannot be, saying why.
 
     Raises:
         ConfigurationError: The cost is no function, or the ranks that load are no data-parallel group.
@@ -93,8 +111,17 @@ def make_balance(
         raise ConfigurationError(
             f"make_balance: cost must be a function of a batch, such as BatchCost(), got {type(cost).__name__}"
         )
+    if isinstance(window, bool) or not isinstance(window, int) or not 1 <= window <= LONGEST_WINDOW:
+        raise ConfigurationError(
+            f"make_balance: window must be a number of global batches, from 1 to {LONGEST_WINDOW}, got {window!r}"
+        )
+    if own_share and not isinstance(cost, ColumnCost):
+        raise ConfigurationError(
+            f"make_balance: own_share=True needs a cost that is known before anything is loaded, a ColumnCost, got "
+            f"{type(cost).__name__}"
+        )
     if not dist.is_initialized():
-        return Balance(cost=cost, group=None)
+        return Balance(cost=cost, group=None, window=window, own_share=own_share)
     group = data_group or data_parallel_group(pg_collection)
     world = range(dist.get_world_size())
     ranks = tuple(world if group is None else dist.get_process_group_ranks(group))
@@ -113,18 +140,41 @@ def make_balance(
             # All processes take part in making every group.
             made = dist.new_group(list(members), backend="gloo", timeout=timeout)
             own = made if ranks == members and loads else own
-    return Balance(cost=cost, group=own)
+    return Balance(cost=cost, group=own, window=window, own_share=own_share)
 
 
 def balanced(loader: Any, balance: Balance | None) -> Any:
-    """Return a loader whose ranks balance their microbatches; the loader itself where there is one rank.
+    """Return a loader whose ranks balance their microbatches; the loader itself where there is nothing to balance.
 
     Raises:
         ConfigurationError: The stream is none that can be balanced.
     """
-    if balance is None or (balance.group is None and _ranks(loader) == 1):
+    if balance is None:
         return loader
-    return BalancedLoader(loader, balance)
+    alone = balance.group is None and _ranks(loader) == 1
+    size = getattr(getattr(loader, "config", None), "microbatches_per_global_batch", None)
+    planned = isinstance(balance.cost, ColumnCost) and balance.own_share is not False
+    if alone and (size is None or not planned) and balance.window == 1:
+        return loader
+    size = _check(loader, balance, asks=not planned)
+    if isinstance(balance.cost, ColumnCost):
+        why = "own_share=False" if balance.own_share is False else why_unplanned(loader.spec)
+        if why is None:
+            sharing = sharing_of(loader.spec, size, balance.cost, balance.window)
+            _say(loader, "every rank loads only the microbatches that it runs, planned from columns")
+            return OwnShareLoader(loader, sharing, balance.group)
+        if balance.own_share:
+            raise ConfigurationError(f"balance: ranks cannot load their own share, since {why}")
+        _say(loader, f"ranks exchange the microbatches that they have loaded; own shares are not planned: {why}")
+        _check(loader, balance, asks=True)
+    if alone and balance.window == 1:
+        return loader
+    return ExchangingLoader(loader, balance)
+
+
+def _say(loader: Any, how: str) -> None:
+    if loader.config.dp_rank == 0:
+        logger.info("balance: %s", how)
 
 
 def _ranks(loader: Any) -> int:
@@ -134,22 +184,13 @@ def _ranks(loader: Any) -> int:
 
 @dataclass(kw_only=True, slots=True)
 class _Share:
-    """What this rank has loaded of a global batch."""
+    """What this rank has loaded of a global batch, or of a window of them."""
 
     number: int
     batches: list[Any] = field(default_factory=list)
     costs: list[float] = field(default_factory=list)
     error: Exception | None = None
     state: Callable[[], State] | None = None
-
-
-@dataclass(kw_only=True, slots=True)
-class _Sums:
-    """What the metrics are made of."""
-
-    global_batches: int = 0
-    own: float = 0.0
-    figures: list[float] = field(default_factory=lambda: [0.0] * 5)
 
 
 class _Exchange(threading.Thread):
@@ -182,7 +223,7 @@ class _Exchange(threading.Thread):
         return self._batches
 
 
-class BalancedLoader:
+class ExchangingLoader(BalancedLoader):
     """The loader of one data-parallel rank, which exchanges microbatches with those of the other ranks.
 
     All ranks must make the same calls; only `save_state_rank`, `metrics` and `len` ask nobody.
@@ -190,63 +231,35 @@ class BalancedLoader:
     Args:
         loader: Of this rank, over an endless training stream.
         balance: From `make_balance`.
-
-    Attributes:
-        loader: The loader; it is ahead of what was delivered.
-
-    Raises:
-        ConfigurationError: The stream is none that can be balanced.
     """
 
-    def __init__(self, loader: Any, balance: Balance) -> None:
-        self.loader: SavableDataLoader = loader
-        self._rounds = _check(loader, balance)
+    def __init__(self, loader: SavableDataLoader, balance: Balance) -> None:
+        size = loader.config.microbatches_per_global_batch
+        assert size is not None
+        super().__init__(loader, size // loader.config.dp_size, balance.window)
         self._cost = balance.cost
         self._peers = Peers(balance.group)
+        self._key = key_of("balance window", loader.config.seed + loader.config.seed_offset)
+        self._settings = window_settings(balance.window, size)
         self._stream: Iterator[Any] | None = None
         self._ready: deque[Any] = deque()
         self._exchange: _Exchange | None = None
-        self._sums = _Sums()
         self._share = _Share(number=0)
+        self._skipped = 0
         self._state: Callable[[], State] = loader.snapshot()
         self._state_after = self._state
         self._moved()
 
     @property
-    def spec(self) -> DatasetSpec:
-        """What the loader delivers."""
-        return self.loader.spec
+    def _turns(self) -> int:
+        """Microbatches of this rank that are exchanged together."""
+        return self._rounds * self._window
 
     @property
-    def config(self) -> WorkerConfig:
-        """Ranks and workers of the loader."""
-        return self.loader.config
-
-    @property
-    def ownership(self) -> Ownership:
-        """Which rank loads which lane."""
-        return self.loader.ownership
-
-    @property
-    def unfinished(self) -> str | None:
-        """Why there is no state just now, or None."""
-        if not self._ready:
-            return None
-        return (
-            f"{self._rounds - len(self._ready)} of the {self._rounds} microbatches that each rank runs of this global "
-            "batch were delivered; with balance there is a state after whole global batches only: save it after an "
-            "optimizer step"
-        )
+    def _within(self) -> int:
+        return self._turns - len(self._ready) if self._ready else self._skipped
 
     # Delivering ------------------------------------------------------------------------------------------------------
-
-    def __iter__(self) -> Iterator[Any]:
-        while True:
-            yield self.deliver()
-
-    def __len__(self) -> int:
-        """Return this rank's microbatches in an epoch of the data."""
-        return len(self.loader)
 
     def deliver(self) -> Any:
         """Return the next microbatch that this rank runs.
@@ -255,23 +268,25 @@ class BalancedLoader:
             BalanceError: Another rank could not load its part of the global batch.
         """
         if not self._ready:
-            self._ready.extend(self._next_global_batch())
+            self._ready.extend(self._next_window()[self._skipped :])
+            self._skipped = 0
         batch = self._ready.popleft()
         if not self._ready:
             self._state = self._state_after
         self._load(_PER_DELIVERY)
         return batch
 
-    def _next_global_batch(self) -> list[Any]:
-        """Return what this rank runs of the next global batch; after an error all ranks begin it anew."""
-        self._load(self._rounds)
+    def _next_window(self) -> list[Any]:
+        """Return what this rank runs of the next window; after an error all ranks begin it anew."""
+        self._load(self._turns)
         assert self._exchange is not None
-        share = self._share
+        share, skipped = self._share, self._skipped
         try:
             batches = self._exchange.outcome()  # interrupted while it waits, the next call goes on waiting
         except Exception:
             self._drop()
             self.loader.restore_state_rank(self._state())
+            self._skipped = skipped
             raise
         assert share.state is not None
         self._exchange = None
@@ -280,7 +295,7 @@ class BalancedLoader:
         return batches
 
     def _load(self, count: int) -> None:
-        """Load so many microbatches of the next global batch, and exchange it once it is there; raise nothing."""
+        """Load so many microbatches of the next window, and exchange it once it is there; raise nothing."""
         share = self._share
         for _ in range(count):
             if self._exchange is not None:
@@ -291,7 +306,7 @@ class BalancedLoader:
                 batch = next(self._stream)
                 share.costs.append(self._cost_of(batch))
                 share.batches.append(batch)
-                if len(share.batches) == self._rounds:
+                if len(share.batches) == self._turns:
                     share.state = self.loader.snapshot()
             except Exception as error:
                 # The other ranks wait for this one, and what was loaded before can still be trained on.
@@ -308,9 +323,9 @@ class BalancedLoader:
     # Exchanging, in a thread -----------------------------------------------------------------------------------------
 
     def _exchanged(self, share: _Share) -> list[Any]:
-        """Return the microbatches of a global batch that this rank runs, in order."""
-        peers, rounds = self._peers, self._rounds
-        costs = [0.0] * rounds if share.error is not None else share.costs
+        """Return the microbatches of a window that this rank runs, in order."""
+        peers = self._peers
+        costs = [0.0] * self._turns if share.error is not None else share.costs
         table = peers.gather([share.error is not None, share.number, *costs])
         self._raise_failures(share.error, table[:, 0], share.number)
         if len(numbers := sorted(set(table[:, 1].astype(int).tolist()))) > 1:
@@ -318,25 +333,30 @@ class BalancedLoader:
                 f"the data-parallel ranks are at different global batches ({', '.join(map(str, numbers))}): restore "
                 "the same state on all of them, and let all take the same number of microbatches"
             )
-        # Of round r, rank k has loaded microbatch r R + k.
+        # Of turn r, rank k has loaded microbatch r R + k.
         found = table[:, 2:].T.ravel()
-        assignment = assign_microbatches(found, peers.size)
+        groups = np.arange(len(found)).reshape(self._window, -1)
+        before = [imbalance(found[group], self._came) for group in groups]
+        if self._window > 1:
+            groups = cut_window(found, groups.shape[1], fold(self._key, share.number))
+        parts = [group[assign_microbatches(found[group], peers.size)] for group in groups]
         moves = [
             Move(number=number, source=number % peers.size, target=target)
-            for row in assignment.tolist()
+            for row in np.concatenate(parts).tolist()
             for target, number in enumerate(row)
             if number % peers.size != target
         ]
         own = {number * peers.size + peers.rank: batch for number, batch in enumerate(share.batches)}
         own |= self._sent_and_received(share, moves, own) if moves else {}
-        came = np.arange(len(found)).reshape(-1, peers.size)
-        before, after = imbalance(found, came), imbalance(found, assignment)
-        sums = self._sums
-        sums.own = float(found[assignment[:, peers.rank]].sum())
-        figures = (before.step, after.step, before.round, after.round, len(moves) / len(found))
-        sums.figures = [total + figure for total, figure in zip(sums.figures, figures, strict=True)]
-        sums.global_batches += 1
-        return [own[number] for number in assignment[:, peers.rank].tolist()]
+        for part, came in zip(parts, before, strict=True):
+            after, moved = imbalance(found, part), np.count_nonzero(part % peers.size != np.arange(peers.size))
+            figures = (came.step, after.step, came.round, after.round, float(moved) / part.size)
+            self._measured(figures, float(found[part[:, peers.rank]].sum()))
+        return [own[number] for part in parts for number in part[:, peers.rank].tolist()]
+
+    @property
+    def _came(self) -> Any:
+        return np.arange(self._rounds * self._peers.size).reshape(-1, self._peers.size)
 
     def _sent_and_received(self, share: _Share, moves: Sequence[Move], own: Mapping[int, Any]) -> dict[int, Any]:
         peers = self._peers
@@ -346,7 +366,7 @@ class BalancedLoader:
             parcels = {move.number: pack(own[move.number]) for move in moves if move.source == peers.rank}
         except Exception as failure:
             error = failure
-        sizes = [len(parcels.get(number * peers.size + peers.rank, ())) for number in range(self._rounds)]
+        sizes = [len(parcels.get(number * peers.size + peers.rank, ())) for number in range(self._turns)]
         table = peers.gather([error is not None, *sizes])
         self._raise_failures(error, table[:, 0], share.number)
         received = peers.exchange(moves, parcels, table[:, 1:].T.ravel())
@@ -367,97 +387,41 @@ class BalancedLoader:
 
     # State -----------------------------------------------------------------------------------------------------------
 
-    def save_state_rank(self) -> State:
-        """Return the state of this rank after the global batches that were delivered. Takes no communication.
-
-        Raises:
-            WrongUseError: A global batch was delivered in part.
-        """
-        if self.unfinished is not None:
-            raise WrongUseError(self.unfinished)
-        return self._state()
+    def _document(self) -> State:
+        # While a global batch is delivered in part, what is whole is counted.
+        done = self._within // self._rounds
+        return in_window(self._state(), done * self._rounds * self._peers.size, self._settings)
 
     def restore_state_rank(self, state: Any, **kwargs: Any) -> None:
-        """Continue from a state (see `SavableDataLoader.restore_state_rank`), saved with or without balance.
-
-        Raises:
-            StateError: It does not fit; a StepMismatchError if it stands in the middle of a global batch.
-        """
+        """Continue from a state (see `BalancedLoader.restore_state_rank`)."""
         self._drop()
+        done = 0
+        if self._window > 1:
+            states = state if isinstance(state, (list, tuple)) else [state]
+            state, done = at_window(states, self._span, self._settings)
+            self._check_place(done)
         self.loader.restore_state_rank(state, **kwargs)
         self._moved()
-
-    def state_dict(self) -> State:
-        """Return the state of the whole run."""
-        state = merged_state(self.save_state_rank(), self.config)
-        assert state is not None
-        return state
-
-    def load_state_dict(self, state: State) -> None:
-        """Continue from what `state_dict` returned, on any number of ranks."""
-        self.restore_state_rank(state)
+        self._skipped = done // self._peers.size
 
     def seek(self, step: int) -> None:
         """Go to a step of the run (see `SavableDataLoader.seek`); a step is a microbatch of each rank."""
         self._drop()
-        self.loader.seek(step)
+        skipped = step % self._turns
+        self._check_place(skipped * self._peers.size)
+        self.loader.seek(step - skipped)
         self._moved()
+        self._skipped = skipped
 
-    def set_weights(self, weights: Any, *, from_draw: int | None = None) -> int:
-        """Change the weights of a blend while it runs (see `SavableDataLoader.set_weights`).
-
-        Raises:
-            WrongUseError: A global batch was delivered in part.
-        """
-        return self._changed(lambda: self.loader.set_weights(weights, from_draw=from_draw))
-
-    def ban(self, keys: Any, **kwargs: Any) -> int:
-        """Withdraw samples while the run goes on (see `SavableDataLoader.ban`).
-
-        Raises:
-            WrongUseError: A global batch was delivered in part.
-        """
-        return self._changed(lambda: self.loader.ban(keys, **kwargs))
-
-    def _changed(self, change: Callable[[], int]) -> int:
+    def _change(self, change: Callable[[], int]) -> int:
         """Let go of what was loaded ahead, change the loader, and go on from where it stands."""
-        state = self.save_state_rank()
+        state = self._state()
         self._drop()
         self.loader.restore_state_rank(state)
         try:
             return change()
         finally:
             self._moved()
-
-    def counters(self) -> list[State]:
-        """Return a row for each leaf of what this rank loaded, as `leaf_rows` describes; of whole global batches."""
-        return leaf_rows(read(self._state()))
-
-    def metrics(self) -> dict[str, float]:
-        """Return what this rank did so far as plain numbers by name.
-
-        Returns:
-            What the loader's own `metrics` has, and of balance: `balance_cost`, that of this rank in the last global
-            batch that was exchanged; and means over all of them since this object was made: `balance_step`, the
-            largest cost of a rank over the mean, and `balance_round`, the sum of the largest costs of the rounds over
-            the mean cost of a rank; both as they came, `balance_step_before` and `balance_round_before`; and
-            `balance_moved`, the share of microbatches that were sent to another rank.
-        """
-        found = self.loader.metrics()
-        counted = flat_metrics(self.counters())
-        found |= {name: value for name, value in counted.items() if not name.endswith(_NOT_COUNTED)}
-        sums, count = self._sums, max(1, self._sums.global_batches)
-        names = ("step_before", "step", "round_before", "round", "moved")
-        found |= {f"balance_{name}": total / count for name, total in zip(names, sums.figures, strict=True)}
-        return found | {"balance_cost": sums.own}
-
-    def restore_sample(self, restore_key: tuple[Any, ...]) -> Any:
-        """Return the batch or sample with a `__restore_key__`, encoded again: the identical one."""
-        return self.loader.restore_sample(restore_key)
-
-    def describe_restore_key(self, restore_key: tuple[Any, ...]) -> str:
-        """Name the samples behind the `__restore_key__` of a batch or sample."""
-        return self.loader.describe_restore_key(restore_key)
 
     def close(self) -> None:
         """Stop the workers; the next batch starts them again, after the global batches that were delivered."""
@@ -471,37 +435,22 @@ class BalancedLoader:
             self._exchange.join()
         self._exchange, self._stream = None, None
         self._ready.clear()
+        self._skipped = 0
         self._share = _Share(number=self._share.number)
 
     def _moved(self) -> None:
         """Begin where the loader stands."""
-        state = self.loader.save_state_rank()
-        size = self._rounds * self._peers.size
-        if state["microbatches"] % size:
-            raise StepMismatchError(
-                f"the data stands after {state['microbatches']} microbatches, in the middle of a global batch of "
-                f"{size}: with balance a run goes on at the beginning of one. Take a state that was saved after an "
-                "optimizer step, or give the global batch size with which it was saved"
-            )
-        if not self.loader.ownership.even:
-            raise ConfigurationError(_uneven(self.loader.ownership))
+        self._check_place(self.loader.microbatches)
+        self._check_even()
         self._state = self._state_after = self.loader.snapshot()
-        self._share = _Share(number=state["microbatches"] // size)
+        self._share = _Share(number=self.loader.microbatches // self._span)
 
 
-_NOT_COUNTED = ("_seconds", "ready", "worker_restarts")
-"""What the loader alone knows."""
+def _check(loader: Any, balance: Balance, *, asks: bool) -> int:
+    """Refuse a loader that cannot be balanced; return the microbatches of a global batch.
 
-
-def _uneven(ownership: Ownership) -> str:
-    return (
-        f"balance: {ownership.world_size} data-parallel ranks do not divide the {ownership.num_lanes} lanes of the "
-        f"run, so that some microbatches would be masked: use {ownership.nearest_even_world_size()} ranks"
-    )
-
-
-def _check(loader: Any, balance: Balance) -> int:
-    """Refuse a loader that cannot be balanced; return how many microbatches each rank runs of a global batch."""
+    `asks` says that ranks exchange microbatches, and need a group for that.
+    """
     if not isinstance(loader, SavableDataLoader):
         raise ConfigurationError(
             f"balance needs a loader of get_savable_loader, got {type(loader).__name__}: its state says which "
@@ -515,10 +464,8 @@ def _check(loader: Any, balance: Balance) -> int:
             "leave balance out for it (validation), or train without repeat=False and virtual_epoch_length"
         )
     size, ranks = config.microbatches_per_global_batch, config.dp_size
-    if balance.group is None or (dist.get_rank(balance.group), dist.get_world_size(balance.group)) != (
-        config.dp_rank,
-        ranks,
-    ):
+    peers = Peers(balance.group)
+    if (asks or balance.group is not None) and (peers.rank, peers.size) != (config.dp_rank, ranks):
         raise ConfigurationError(
             f"balance: the loader is that of data-parallel rank {config.dp_rank} of {ranks}, but the group that "
             "make_balance has made is another one: initialise torch.distributed before both, and give make_balance the "
@@ -530,9 +477,10 @@ def _check(loader: Any, balance: Balance) -> int:
             f"{'an unknown number of' if size is None else size} microbatches: give global_batch_size (or "
             "WorkerConfig(microbatches_per_global_batch=…)), a multiple of micro_batch_size times the number of ranks"
         )
-    if size == ranks:
+    if size == ranks > 1 and balance.window == 1 and not config.dp_rank:
         logger.warning(
             "balance has nothing to do: each rank runs one microbatch of a global batch; it needs two or more (a "
-            "smaller micro_batch_size, or a larger global_batch_size)"
+            "smaller micro_batch_size, or a larger global_batch_size), or a window of several global batches "
+            "(balance_window)"
         )
-    return size // ranks
+    return size

@@ -45,12 +45,12 @@ class Peers:
     """The data-parallel ranks, as one of them sees them. All must make the same calls in the same order.
 
     Args:
-        group: A gloo group of the data-parallel ranks that nobody else uses.
+        group: A gloo group of the data-parallel ranks that nobody else uses; None: there is one.
     """
 
     def __init__(self, group: Any) -> None:
         self.group = group
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.rank, self.size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
 
     def gather(self, values: Sequence[float]) -> npt.NDArray[np.float64]:
         """Return the numbers of all ranks, shape (ranks, numbers)."""
@@ -98,6 +98,8 @@ class Peers:
         return {number: unpack(parcel) for number, parcel in received.items()}
 
     def _gathered(self, own: Tensor) -> list[Tensor]:
+        if self.group is None:
+            return [own]
         found = [torch.empty_like(own) for _ in range(self.size)]
         with self._reaching():
             dist.all_gather(found, own, group=self.group)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import threading
 from bisect import bisect_right
@@ -70,6 +71,10 @@ _VERSION = 1
 _AT_ONCE = 64
 _KEPT_BYTES = 1 << 30
 """Row groups that a process keeps; a large one alone may have more."""
+_AGAIN_ROWS, _AGAIN_TIMES = 8, 16
+"""Rows decoded again for each that is used, and groups decoded again, from which on it is worth a warning."""
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -320,7 +325,7 @@ class TableRows:
             wanted.setdefault((shard, number), []).append((place, local - firsts[number]))
         for (shard, number), rows in wanted.items():
             group = self._groups_of(shard)[0][number]
-            batches = _read(group, self._dataset.wanted)
+            batches = _read(group, self._dataset.wanted, len(rows))
             for place, at in rows:
                 first, columns = batches[bisect_right(batches, at, key=_first) - 1]
                 values = {name: column[at - first].as_py() for name, column in columns}
@@ -387,10 +392,15 @@ class _Kept:
         self._groups: OrderedDict[tuple[Group, tuple[str, ...]], tuple[Batches, int]] = OrderedDict()
         self._bytes = 0
         self._lock = threading.Lock()
+        self._seen: set[int] = set()
+        self._rows = self._rows_again = self._times_again = 0
+        self._has_warned = False
 
-    def get(self, group: Group, columns: tuple[str, ...]) -> Batches:
+    def get(self, group: Group, columns: tuple[str, ...], rows: int) -> Batches:
+        """Return some columns of a group, of which `rows` rows are wanted."""
         place = group, columns
         with self._lock:
+            self._rows += rows
             found = self._groups.get(place)
             if found is not None:
                 self._groups.move_to_end(place)
@@ -399,12 +409,34 @@ class _Kept:
         table = file.read_row_group(group.group, columns=list(columns) or None, use_threads=False)
         batches = _batches(table)
         with self._lock:
+            self._count(group, hash(place), table.nbytes)
             if place not in self._groups:
                 self._groups[place] = batches, table.nbytes
                 self._bytes += table.nbytes
                 while self._bytes > _KEPT_BYTES and len(self._groups) > 1:
                     self._bytes -= self._groups.popitem(last=False)[1][1]
         return batches
+
+    def _count(self, group: Group, place: int, size: int) -> None:
+        """Count what is decoded again, and warn once if that is most of the work."""
+        if place not in self._seen:
+            self._seen.add(place)
+            return
+        self._rows_again += group.num_rows
+        self._times_again += 1
+        if self._has_warned or self._times_again < _AGAIN_TIMES or self._rows_again < _AGAIN_ROWS * self._rows:
+            return
+        self._has_warned = True
+        _logger.warning(
+            "%s: for each row that is used, %d are decoded again, because a process keeps %d MiB of row groups and one "
+            "of these has %.0f. Save the rows as an arrow dataset (datasets' save_to_disk), make shards of them "
+            "(energon convert %s OUT), or write the files with smaller row groups (row_group_size=100).",
+            group.path,
+            self._rows_again // self._rows,
+            _KEPT_BYTES >> 20,
+            size / 2**20,
+            os.path.dirname(group.path),
+        )
 
     def forget(self) -> None:
         """Let all go: for a process that was forked, whose parent may hold the lock."""
@@ -415,11 +447,11 @@ _KEPT = _Kept()
 os.register_at_fork(after_in_child=_KEPT.forget)
 
 
-def _read(group: Group, columns: tuple[str, ...]) -> Batches:
-    """Return some columns of a group, all if none is named; raises CorruptShardError."""
+def _read(group: Group, columns: tuple[str, ...], rows: int) -> Batches:
+    """Return some columns of a group, all if none is named, for so many rows; raises CorruptShardError."""
     arrow = pyarrow_modules()
     try:
-        return _KEPT.get(group, columns) if group.group >= 0 else _mapped(group, columns)
+        return _KEPT.get(group, columns, rows) if group.group >= 0 else _mapped(group, columns)
     except (OSError, arrow.ArrowException) as error:
         raise CorruptShardError(f"{group.path}: cannot be read: {error}") from error
 

@@ -16,7 +16,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from functools import cache
-from itertools import chain
+from itertools import chain, repeat
 from typing import Any, ClassVar, NamedTuple, Self, TypeVar, dataclass_transform
 
 from energon_bridge.errors import ConfigurationError, UnfitSampleError, did_you_mean
@@ -58,6 +58,21 @@ class SourceInfo(NamedTuple):
     def __reduce__(self) -> tuple[Any, ...]:
         # Pickles at half the cost of a named tuple; every sample of a batch has one.
         return SourceInfo, tuple(self)
+
+
+class Sources(tuple[SourceInfo, ...]):
+    """The sources of a batch: a tuple that is pickled column by column, in half the time."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if set(map(type, self)) <= {SourceInfo}:
+            return _sources_of, tuple(zip(*self, strict=True))
+        return Sources, (tuple(self),)  # with records of a user's own
+
+
+def _sources_of(*columns: tuple[Any, ...]) -> Sources:
+    return Sources(map(tuple.__new__, repeat(SourceInfo), zip(*columns, strict=True)))
 
 
 class Segment(NamedTuple):
@@ -359,9 +374,9 @@ def batch_meta(name: str, column: list[Any]) -> Any:
     return _META_COLLATORS[name](column)
 
 
-def _concatenated(sources: list[tuple[SourceInfo, ...] | None]) -> tuple[SourceInfo, ...] | None:
+def _concatenated(sources: list[tuple[SourceInfo, ...] | None]) -> Sources | None:
     present = [entry for entry in sources if entry is not None]
-    return tuple(chain.from_iterable(present)) if present else None
+    return Sources(chain.from_iterable(present)) if present else None
 
 
 _META_COLLATORS: dict[str, Callable[[list[Any]], Any]] = {

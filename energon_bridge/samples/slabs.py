@@ -10,6 +10,9 @@ Invariant: values are those of separate memory. A row is given out once; a slab 
 of it is gone, as the `Block` that all views refer to tells; and rows are taken for a batch only if they lie
 in a slab of that pool, in order and without a gap. What does not fit (an image of another size, rows that a hook
 replaced or left out) is copied as ever.
+
+Pixels for models go the same way: the engine decodes the images of a microbatch into memory of one piece, each as what
+the model takes (`DeferredImage.made`), and `concat_pad` finds the rows one behind the other (`SlabPool.adopt_joined`).
 """
 
 from __future__ import annotations
@@ -35,11 +38,18 @@ UNALIGNED = 8
 writes them past the caches: whoever reads them next waits for them, and decoding itself takes up to a tenth longer.
 (Memory begins at a multiple of 16.)"""
 
-_KEPT = 5
-"""Unused slabs that are kept."""
+_KEPT, _KEPT_BYTES = 5, 256 << 20
+"""Unused slabs that are kept, and their bytes; the one that was used last is kept however large it is."""
 _PAUSE = 256
 _MISFITS = 8
+_SPARE = 8
+"""Memory is used again for something smaller if no more than one part in so many is left over."""
 _DTYPES: dict[torch.dtype, np.dtype[Any]] = {torch.uint8: np.dtype(np.uint8), torch.float32: np.dtype(np.float32)}
+_BITS: dict[torch.dtype, np.dtype[Any]] = {
+    torch.bfloat16: np.dtype(np.int16),
+    torch.float16: np.dtype(np.float16),
+    **_DTYPES,
+}
 _TRAITS: tuple[Callable[[Any], Any], ...] = (*map(attrgetter, ("shape", "dtype", "requires_grad")), torch.Tensor.stride)
 
 
@@ -108,20 +118,21 @@ class SlabPool:
             return lent
         with self._lock:
             self._take_back()
-            fitting = [at for at, memory in self._free.items() if memory.size == size]
+            fitting = [at for at, memory in self._free.items() if size <= memory.size <= size + size // _SPARE]
             memory = self._free.pop(fitting[-1]) if fitting else np.empty(size, dtype=np.uint8)
             block, address = block_over(memory), memory.ctypes.data
             # A block may go anywhere, also under this lock: that it has gone is only noted.
             self._used[address] = weakref.ref(block, lambda _: self._gone.append((address, memory)))
-            return block
+            return block[:size]
 
     def _take_back(self) -> None:
         while self._gone:
             address, memory = self._gone.popleft()
             del self._used[address]
             self._free[address] = memory
-            if len(self._free) > _KEPT:
-                del self._free[next(iter(self._free))]  # the one that has not been used for longest
+            kept = sum(one.size for one in self._free.values())
+            while len(self._free) > 1 and (len(self._free) > _KEPT or kept > _KEPT_BYTES):
+                kept -= self._free.pop(next(iter(self._free))).size  # the one that has not been used for longest
 
     def fitted(self, fits: int, misfits: int) -> None:
         """Note how many images fitted their slabs; where too many do not, no slab is given out for a while."""
@@ -154,6 +165,26 @@ class SlabPool:
         # A view of the lender's type, which is what keeps its memory.
         view = type(base)((len(rows), *shape), _DTYPES[first.dtype], base, start - address, (size, *strides))
         return torch.from_numpy(view)
+
+    def adopt_joined(self, rows: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """Return tensors (n, …), one behind the other in memory of this pool, as one; None: they must be copied."""
+        first = rows[0]
+        bits, start = _BITS.get(first.dtype), first.data_ptr()
+        if bits is None or not first.is_cpu or first.requires_grad or not first.nbytes:
+            return None
+        end = start
+        for row in rows:
+            same = row.dtype == first.dtype and row.shape[1:] == first.shape[1:] and not row.requires_grad
+            if not same or row.data_ptr() != end or not row.is_contiguous():
+                return None
+            end += row.nbytes
+        found = self._memory_at(start, end - start)
+        if found is None:
+            return None
+        address, base = found
+        # A view of the lender's type, which is what keeps its memory.
+        view = type(base)((sum(map(len, rows)), *first.shape[1:]), bits, base, start - address)
+        return torch.from_numpy(view).view(first.dtype)
 
     def _memory_at(self, start: int, size: int) -> tuple[int, np.ndarray] | None:
         if self.lender is not None and (lent := self.lender.lent_at(start, size)) is not None:

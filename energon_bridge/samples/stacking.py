@@ -105,6 +105,9 @@ def concat_pad(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
                 f"concat_pad needs tensors of one rank, at least 1, but number 0 has shape {tuple(first.shape)} and "
                 f"number {row} has {tuple(tensor.shape)}; make them equal where the batches are made"
             )
+    slabs = SLABS.get()
+    if slabs is not None and (adopted := slabs.adopt_joined(tensors)) is not None:
+        return adopted
     if len({tensor.shape[1:] for tensor in tensors}) == 1:
         return _cat(tensors)
     largest = [max(sizes) for sizes in zip(*(tensor.shape[1:] for tensor in tensors), strict=True)]

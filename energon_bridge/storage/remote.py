@@ -82,18 +82,19 @@ class RemoteStore:
 
     def check_root(self) -> None:
         """Raise DatasetNotFoundError unless there is anything below the root."""
-        bucket = self._place()[1]
-        if isinstance(bucket, HttpBucket):
-            if self._answers(self._prefix):
-                return
-        else:
-            with self._naming(""):
-                try:
-                    if any(True for _ in bucket.list(self._prefix, 1)):
-                        return
-                except Exception as error:
-                    if _answer_of(error)[0] == 403:
-                        return  # who may read need not be allowed to list
+        client, bucket = self._place()
+        with self._naming(""):
+            try:
+                if isinstance(bucket, HttpBucket):
+                    client.fetch([Piece(bucket, self._prefix, 0, 1, True)], self._stalls)
+                    return
+                if any(True for _ in bucket.list(self._prefix, 1)):
+                    return
+            except Exception as error:
+                status = _answer_of(error)[0]
+                if status in (403, 405):
+                    return  # who may read need not be allowed to list; nginx says so of folders, too
+                if status not in (404, 410) or not isinstance(error, Refused):
                     raise
         raise DatasetNotFoundError(f"{self.root}: no such folder. Check the URL.")
 

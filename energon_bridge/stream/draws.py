@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, is_dataclass
 from itertools import compress
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from energon_bridge.samples.slabs import Slab
 from energon_bridge.stream.pipeline import DrawRange, LoadedDraws, PendingLoads, Pipeline, without_banned
 from energon_bridge.stream.reencode import encode_again
 from energon_bridge.stream.state import COUNTERS, Counts, LaneState, SampleRef
+from energon_bridge.stream.user_code import BegunDraw
 from energon_bridge.stream.values import FailedSample, RestoreKey
 from energon_bridge.task_encoder.deferred import DeferredImage, sample_parser
 
@@ -28,6 +29,14 @@ _NOTHING = LoadedDraws([], [], [], [])
 _BYTES = COUNTERS.index("bytes")
 _BARREN = 1000
 """Draws without a result that are always tolerated before the stream counts as barren."""
+
+
+class _Draw(NamedTuple):
+    leaf: int
+    size: int
+    key: RestoreKey
+    sample: Any
+    begun: BegunDraw | None = None
 
 
 @dataclass(slots=True)
@@ -71,6 +80,7 @@ class Draws:
         self._loading = PendingLoads(pipeline)
         self._loaded = _NOTHING
         self._at = 0  # of the next draw in `_loaded`
+        self._begun: deque[_Draw] = deque()
         self._outputs: deque[tuple[RestoreKey, Any]] = deque()
         self._outputs_of = self._outputs_size = 0
         # The first microbatch reads only its own draws, so that a resume costs no more than a fresh start.
@@ -93,11 +103,13 @@ class Draws:
                 out.sizes.append(self._outputs_size)
                 self._drawn(self._outputs_of, left=bool(self._outputs))
                 continue
-            if self._at == len(self._loaded.keys):
+            if not self._begun and self._at == len(self._loaded.keys):
                 if not out.samples:
                     self.give_up_if_barren(first)
                 self._load(wanted - len(out.samples))
             if self._pipeline.code.encodes:
+                if not self._begun and self._pipeline.code.posts_alone:
+                    self._begin(wanted - len(out.samples))
                 self._encode_draw(counts)
             else:
                 self._take(wanted - len(out.samples), out, counts)
@@ -117,20 +129,44 @@ class Draws:
     def _load(self, draws: int) -> None:
         """Wait for the next loaded draws; load them now if nothing is under way."""
         if not len(self._loading):
-            self._schedule_up_to(self.draw + draws)
+            self._schedule_up_to(self.draw + len(self._begun) + draws)
         self._loaded, self._at = self._loading.take(), 0
 
-    def _encode_draw(self, counts: Counts) -> None:
-        """Encode the next draw into `_outputs`."""
+    def _next(self) -> _Draw:
+        """Take the next of the loaded draws."""
         loaded, at = self._loaded, self._at
         self._at += 1
-        leaf = self._outputs_of = loaded.leaves[at]
-        self._outputs_size = loaded.sizes[at]
-        counts.of(leaf)[_BYTES] += 0 if self.taken else loaded.sizes[at]  # a restored draw was counted before
-        sample, key, again = loaded.samples[at], loaded.keys[at], bool(self.taken)
+        return _Draw(loaded.leaves[at], loaded.sizes[at], loaded.keys[at], loaded.samples[at])
+
+    def _begin(self, wanted: int) -> None:
+        """Run the first hook over the draws that give so many samples, at least one, and decode their images at once.
+
+        A draw says how many samples it gives before images are decoded, so none is begun that is not needed now.
+        """
+        outputs = -self.taken
+        for _ in range(wanted):
+            if self._at == len(self._loaded.keys):
+                self._load(wanted - outputs)
+            draw = self._next()
+            if self._pipeline.settings.energon_ranks:
+                self._pipeline.number_draw(self.number, self.draw + len(self._begun))
+            begun = self._pipeline.begin_draw(draw.leaf, draw.sample, draw.key)
+            self._begun.append(draw._replace(begun=begun))
+            if begun is not None:
+                outputs += len(begun.encoded)
+            if outputs >= wanted or (begun is None and type(draw.sample) is not FailedSample):
+                break
+        self._pipeline.decode_deferred([one for draw in self._begun if draw.begun for one in draw.begun.encoded])
+
+    def _encode_draw(self, counts: Counts) -> None:
+        """Encode the next draw; its outputs, if any, are left in `_outputs`."""
+        leaf, size, key, sample, begun = self._begun.popleft() if self._begun else self._next()
+        self._outputs_of, self._outputs_size = leaf, size
+        counts.of(leaf)[_BYTES] += 0 if self.taken else size  # of a state: they have been counted
+        again = bool(self.taken)
         if self._pipeline.settings.energon_ranks:
             self._pipeline.number_draw(self.number, self.draw)
-        self._outputs.extend(self._pipeline.encode(leaf, sample, key, counts, again=again))
+        self._outputs.extend(self._pipeline.encode(leaf, sample, key, counts, again=again, begun=begun))
         for _ in range(min(self.taken, len(self._outputs))):
             self._outputs.popleft()
         if not self._outputs:

@@ -25,7 +25,7 @@ from energon_bridge.stream.dealt import Dealt
 from energon_bridge.stream.draws import SAMPLE, BatchRow, reencode
 from energon_bridge.stream.grouping import group_of
 from energon_bridge.stream.leaf import Leaf
-from energon_bridge.stream.packing import pack_rows, select_packs
+from energon_bridge.stream.packing import pack_rows, post_encoded, select_packs
 from energon_bridge.stream.pipeline import DrawRange, PendingLoads, Pipeline, attach, without_banned
 from energon_bridge.stream.reader import RoundBuffer
 from energon_bridge.stream.reencode import load_again
@@ -273,7 +273,7 @@ class ListedRows:
         for rows, output in listed:
             whole = [row for row in rows if row.content is not None]
             if output == SAMPLE:
-                out += whole
+                out += post_encoded(self._pipeline, whole, counts) if self._pipeline.code.by_length else whole
             elif output == WHOLE_PACK:
                 out += pack_rows(self._pipeline, whole, counts)
             else:  # what its hooks leave out was counted when the pass was listed
@@ -282,21 +282,20 @@ class ListedRows:
 
 
 def packs_of(pipeline: Pipeline, plan: FinitePlan, start: int, stop: int, counts: Counts) -> list[list[SampleRef]]:
-    """Return the packs that the encoder makes of draws [start, stop); what it never selects is counted as skipped."""
+    """Return the packs, or microbatches, of draws [start, stop); what is never selected is counted as skipped."""
     packs: list[list[SampleRef]] = []
     with pipeline.user_code():
         rows = DrawnRows(pipeline, plan).take(start, stop, counts)
         while rows:
             try:
-                selected = select_packs(pipeline, rows, last=True)
+                selected, left = select_packs(pipeline, rows, counts, last=True)
             except Exception as error:  # the policy decides
                 pipeline.failed(error, [row.members[0][:2] for row in rows], counts)
                 return packs
+            rows = left
             if not selected:
                 break
             packs += [[row.members[0] for row in pack] for pack in selected]
-            gone = {id(row) for pack in selected for row in pack}
-            rows = [row for row in rows if id(row) not in gone]
     for row in rows:
         counts.of(row.members[0].leaf)[_SKIPPED] += 1
     return packs

@@ -1,8 +1,8 @@
 """A lane: one of the L endless streams of a run, from its order to its microbatches.
 
-A lane depends only on its number, its state and the pipeline, so whoever owns it gets the same microbatches. The stages
-in order: draws (`draws.py`) become encoded samples; samples become packs (`packing.py`, if the encoder packs); samples
-or packs are the rows of microbatches, `batch_size` at a time or by group (`grouping.py`, if the encoder groups).
+A lane depends on nothing but its number, its state and the pipeline; whoever owns it gets the same microbatches. Draws
+become encoded samples, these (where the encoder packs) packs, and rows of either become microbatches: by number, by
+group (where the encoder groups), or by length (`max_tokens_per_microbatch`).
 """
 
 from __future__ import annotations
@@ -105,6 +105,8 @@ class Lane:
             self._batches_taken = 0
         elif self._grouping is not None:
             rows = self._grouping.take(lambda: self._next_row(counts), lambda r: self._made_again(r, counts), counts)
+        elif self._packing is not None and pipeline.code.by_length:
+            rows = self._packing.take_microbatch(counts)
         elif self._packing is not None:
             rows = [self._packing.take(counts) for _ in range(pipeline.rows)]
         else:

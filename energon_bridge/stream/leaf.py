@@ -17,7 +17,7 @@ from energon_bridge.format.join import JoinedDataset
 from energon_bridge.format.jsonl import PART, JsonlDataset, parse_line
 from energon_bridge.mix import AuxRef
 from energon_bridge.plan.bans import LeafBans
-from energon_bridge.plan.leaf import LeafOrder, Round
+from energon_bridge.plan.leaf import LeafOrder
 from energon_bridge.rng import IntArray, fold
 from energon_bridge.rows.dataset import TableDataset, TableRows, compiled
 from energon_bridge.samples import META_FIELDS, CrudeSample, SourceInfo
@@ -138,18 +138,10 @@ class Cursor:
         self.buffer = self.next_buffer = None
 
     def _rounds(self, draw: int, fewest: int) -> RoundBuffer:
-        order = self._source.leaf.order
-        rounds = [order.round_at(self._lane, draw)]
-        count = rounds[0].indices.size
-        while count < fewest:
-            rounds.append(order.round_at(self._lane, rounds[0].first + count))
-            count += rounds[-1].indices.size
-        indices, epochs = (
-            np.concatenate(parts) for parts in zip(*((r.indices, r.epochs) for r in rounds), strict=True)
-        )
+        found = self._source.leaf.order.rounds_at(self._lane, draw, max(1, fewest))
         bans = self._source.leaf.bans
-        withheld = None if bans is None else bans.among(indices)
-        return RoundBuffer(self._source.reader, Round(rounds[0].first, indices, epochs), withheld)
+        withheld = None if bans is None else bans.among(found.indices)
+        return RoundBuffer(self._source.reader, found, withheld)
 
 
 class LineValues(SampleParser):

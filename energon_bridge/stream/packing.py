@@ -13,9 +13,13 @@ draws at most one and a half times what it delivers.
 The state holds references: first those of the packs in turn, then those of the buffer. A restored lane encodes a pack
 when its turn comes, and the buffer in shares after each microbatch but the first.
 
-The lanes of a process share a byte budget for contents (`stream/pipeline.py`). A lane over its share drops the contents
-it needs last (the newest of the buffer, then the last packs) and encodes them again when it needs them. The encoder
-always sees a complete buffer, so the buffer of a lane that is selecting may exceed the budget.
+With `max_tokens_per_microbatch` what is selected are microbatches: the engine asks the encoder for the length of each
+sample, and the samples of a "pack" stay rows. Everything else is the same, the state too.
+
+The lanes of a process share a budget of bytes for contents (`stream/pipeline.py`). A lane that must let go drops what
+it needs last, the newest of the buffer first and then the packs from the last one on, and makes it again when it is
+needed. The encoder sees a buffer with all its contents, so while one lane selects, its buffer is held beside the
+budget.
 """
 
 from __future__ import annotations
@@ -30,21 +34,26 @@ from typing import Any
 
 import numpy as np
 
-from energon_bridge.errors import FatalSampleError
+from energon_bridge.errors import FatalSampleError, OverLongSampleError
 from energon_bridge.rng import IntArray
 from energon_bridge.stream.draws import SAMPLE, BatchRow, Draws, reencode, rows_of
 from energon_bridge.stream.pipeline import Pipeline
 from energon_bridge.stream.state import COUNTERS, BufferedRefs, Counts, SampleRef, Stage, as_members
 from energon_bridge.task_encoder.deferred import decode_deferred
-from energon_bridge.task_encoder.packing import LONGEST_WAIT
+from energon_bridge.task_encoder.packing import LONGEST_WAIT, Packer
 
 logger = logging.getLogger(__name__)
 
-_EMPTY_SELECTIONS = 4
+EMPTY_SELECTIONS = 4
 _AT_A_TIME = 64
 """Samples drawn between two checks of the byte budget."""
 _GOLDEN = 0.6180339887498949
 _SKIPPED = COUNTERS.index("skipped")
+
+
+def first_target(lane: int, size: int) -> int:
+    """Return the samples to which a lane fills its buffer, of S in the end, before its first selection."""
+    return size - int(size / 2 * (lane * _GOLDEN % 1.0))
 
 
 @dataclass(slots=True)
@@ -108,9 +117,8 @@ class Packing:
         self._outputs: deque[BatchRow] = deque()
         self.held = 0
         pipeline.budget.join(self)
-        # As a drop-in, every buffer is full: code for megatron-energon may rely on it.
-        late = 0.0 if pipeline.settings.energon_ranks else draws.number * _GOLDEN % 1.0
-        self.target = target or size - int(size / 2 * late)
+        # As drop-in every buffer is full: code for megatron-energon may count on it.
+        self.target = target or (size if pipeline.settings.energon_ranks else first_target(draws.number, size))
         rows = [(stage, [BatchRow((ref,), SAMPLE, None, 0) for ref in refs], number) for stage, refs, number in held]
         self._packs = _Packs(_Pack(members, taken) for stage, members, taken in rows if stage is Stage.PACK)
         self._keep([(members[0], wait) for stage, members, wait in rows if stage is Stage.BUFFER])
@@ -134,7 +142,7 @@ class Packing:
         first, selections = self._draws.draw, 0
         while not self._outputs:
             if not self._packs:
-                if selections > _EMPTY_SELECTIONS:
+                if selections > EMPTY_SELECTIONS:
                     self._draws.give_up_if_barren(first)
                 selections += 1
                 self._select(counts)
@@ -150,6 +158,22 @@ class Packing:
             self._packs.done()
         return row
 
+    def take_microbatch(self, counts: Counts) -> list[BatchRow]:
+        """Return the rows of the next microbatch that was selected by length; selects where none is left."""
+        first, selections = self._draws.draw, 0
+        while True:
+            if self._packs:
+                rows = self._with_contents(self._packs[0].members, counts)
+                self._hold(-sum(row.size for row in rows))
+                self._packs.done()
+                if rows := post_encoded(self._pipeline, rows, counts):
+                    return rows
+                continue
+            if selections > _EMPTY_SELECTIONS:
+                self._draws.give_up_if_barren(first)
+            selections += 1
+            self._select(counts)
+
     def settle(self, rows: int, counts: Counts) -> None:
         """Draw this microbatch's share of the next buffer; select if the next microbatch would find too few packs."""
         left = len(self._packs) // rows
@@ -160,7 +184,7 @@ class Packing:
             self._fill(len(self._buffer) + -(-missing // (left + 1)), counts)
         first, selections = self._draws.draw, 0
         while len(self._packs) < rows:
-            if selections > rows + _EMPTY_SELECTIONS:
+            if selections > rows + EMPTY_SELECTIONS:
                 self._draws.give_up_if_barren(first)
             selections += 1
             self._select(counts)
@@ -186,8 +210,8 @@ class Packing:
         self._pipeline.budget.hold(self, size)
 
     def _select(self, counts: Counts) -> None:
-        """Fill the buffer and let the encoder select packs; if the hook fails, drop the buffer and make no pack."""
-        for attempt in range(_EMPTY_SELECTIONS):
+        """Fill the buffer and hand it to the encoder; makes no pack, and drops the buffer, where the hook fails."""
+        for attempt in range(EMPTY_SELECTIONS):
             self._fill(self.target + attempt * max(1, self._size // 4), counts)
             before = {id(row): wait for row, wait in zip(self._buffer, self._waits.tolist(), strict=True)}
             rows = self._with_contents([row for row in self._buffer if id(row) not in self._lost], counts)
@@ -197,23 +221,26 @@ class Packing:
                 self._keep([])
                 continue
             try:
-                packs = select_packs(self._pipeline, rows)
+                packs, left = select_packs(self._pipeline, rows, counts)
             except Exception as error:  # the policy decides
                 self._pipeline.failed(error, [row.members[0][:2] for row in rows], counts)
                 self._hold(-sum(row.size for row in rows))
                 self._keep([])
                 return
-            selected = {id(row) for pack in packs for row in pack}
             self._packs.add(_Pack(pack) for pack in packs)
-            left = [(row, before[id(row)] + 1) for row in rows if id(row) not in selected]
-            self._keep([(row, wait) for row, wait in left if not self._is_given_up(row, wait, counts)])
+            stay = {id(row) for row in chain(left, *packs)}
+            self._hold(-sum(row.size for row in rows if id(row) not in stay))
+            waits = [(row, before[id(row)] + 1) for row in left]
+            self._keep([(row, wait) for row, wait in waits if not self._is_given_up(row, wait, counts)])
             self._pipeline.budget.keep(self)
             if packs:
-                self.target = min(self._size, self.target + -(-len(selected) // 2))
+                self.target = min(self._size, self.target + -(-sum(map(len, packs)) // 2))
                 return
+        if self._pipeline.code.by_length:
+            return  # no sample has a length; `take_microbatch` gives up if it stays so
         raise FatalSampleError(
             f"select_samples_to_pack of {type(self._pipeline.code.encoder).__name__} made no pack of "
-            f"{len(self._buffer)} samples, {_EMPTY_SELECTIONS} times in a row: return lists of the samples it is given"
+            f"{len(self._buffer)} samples, {EMPTY_SELECTIONS} times in a row: return lists of the samples it is given"
         )
 
     def _is_given_up(self, row: BatchRow, wait: int, counts: Counts) -> bool:
@@ -239,6 +266,9 @@ class Packing:
         out = []
         for row in rows:
             members = reencode(self._pipeline, [BatchRow((ref,), SAMPLE, None, 0) for ref in row.members], counts)
+            if self._pipeline.code.by_length:
+                out += post_encoded(self._pipeline, members, counts, again=True)
+                continue
             packed = pack_rows(self._pipeline, members, counts, again=True)
             if row.output < len(packed):
                 out.append(packed[row.output])
@@ -261,12 +291,53 @@ class Packing:
                 self._hold(-row.size)
 
 
-def select_packs(pipeline: Pipeline, rows: list[BatchRow], *, last: bool = False) -> list[list[BatchRow]]:
-    """Return the packs that the encoder selects from some rows; `last`: nothing will join the rows left over."""
+def select_packs(
+    pipeline: Pipeline, rows: list[BatchRow], counts: Counts, *, last: bool = False
+) -> tuple[list[list[BatchRow]], list[BatchRow]]:
+    """Return the packs, or the microbatches, that are selected from some rows, and the rows that stay.
+
+    `last` says that nothing will join the others. Rows whose length is not known, and are counted, are in neither.
+    """
+    most = pipeline.settings.max_tokens_per_microbatch
+    if most is not None:
+        return _select_microbatches(pipeline, rows, counts, most, last=last)
     groups = pipeline.code.select([row.content for row in rows], *pipeline.seed_of(rows[0]), last=last)
     if pipeline.judge.alert:
         pipeline.judge.succeeded(("select_samples_to_pack",), {row.members[0].leaf for row in rows})
-    return _as_rows(groups, rows, type(pipeline.code.encoder).__name__)
+    packs = _as_rows(groups, rows, type(pipeline.code.encoder).__name__)
+    selected = {id(row) for pack in packs for row in pack}
+    return packs, [row for row in rows if id(row) not in selected]
+
+
+def _select_microbatches(
+    pipeline: Pipeline, rows: list[BatchRow], counts: Counts, most: int, *, last: bool
+) -> tuple[list[list[BatchRow]], list[BatchRow]]:
+    """Select microbatches of at most so many tokens, padding included, by the lengths of samples alone."""
+    measured: list[tuple[BatchRow, int]] = []
+    for row in rows:
+        leaf = row.members[0].leaf
+        try:
+            length = pipeline.code.length(row.content, *pipeline.seed_of(row))
+            if length > most:
+                where = pipeline.source(leaf).where(row.members[0].sample)
+                raise OverLongSampleError(
+                    f"{where} has {length} tokens, and max_tokens_per_microbatch={most}: raise it, shorten the sample "
+                    "in encode_sample, or raise SkipSample there"
+                )
+        except Exception as error:  # the policy decides
+            pipeline.failed(error, [row.members[0][:2]], counts)
+            continue
+        if pipeline.judge.alert:
+            pipeline.judge.succeeded(("sample_length",), (leaf,))
+        measured.append((row, length))
+    packer: Packer[Any] = Packer(limits={"tokens": most}, size_of=int, method="padded_rows")
+    sizes = np.array([[length] for _, length in measured], dtype=np.int64).reshape(-1, 1)
+    places = packer.pack(sizes, flush=last)
+    selected = {place for microbatch in places for place in microbatch}
+    return (
+        [[measured[place][0] for place in microbatch] for microbatch in places],
+        [row for place, (row, _) in enumerate(measured) if place not in selected],
+    )
 
 
 def pack_rows(pipeline: Pipeline, rows: list[BatchRow], counts: Counts, *, again: bool = False) -> list[BatchRow]:
@@ -275,30 +346,17 @@ def pack_rows(pipeline: Pipeline, rows: list[BatchRow], counts: Counts, *, again
     With `again`, the hooks' own counts were counted before.
     """
     code = pipeline.code
-    members: list[BatchRow] = []
-    samples: list[Any] = []
-    pipeline.decode_deferred([row.content for row in rows])
-    for row in rows:
-        content, row.content = row.content, None
-        try:
-            if code.posts:
-                code.now.hook = "decode_deferred"
-                decode_deferred([content])  # only a broken image can fail here
-            samples.append(code.post(content, *pipeline.seed_of(row)))
-        except Exception as error:  # the policy decides
-            pipeline.take_tally(row.members[0].leaf, counts, again=again)
-            pipeline.failed(error, [row.members[0][:2]], counts)
-            continue
-        pipeline.take_tally(row.members[0].leaf, counts, again=again)
-        if pipeline.judge.alert:
-            pipeline.judge.succeeded(("decode_deferred", "postencode_sample"), (row.members[0].leaf,))
-        members.append(row)
+    members = post_encoded(pipeline, rows, counts, again=again)
     if not members:
         return []
+    samples = [row.content for row in members]
+    for row in members:
+        row.content = None
     refs = tuple(row.members[0] for row in members)
     try:
         # Without a batch size a pack is the microbatch.
-        with pipeline.lending() if pipeline.settings.batch_size is None else contextlib.nullcontext():
+        whole = pipeline.settings.batch_size is None
+        with pipeline.lending() if whole else contextlib.nullcontext(), pipeline.adopting():
             outputs = code.pack(samples, *pipeline.seed_of(members[0]))
     except Exception as error:  # the policy decides
         pipeline.failed(error, [ref[:2] for ref in refs], counts)
@@ -307,6 +365,33 @@ def pack_rows(pipeline: Pipeline, rows: list[BatchRow], counts: Counts, *, again
         pipeline.judge.succeeded(("pack_selected_samples",), {ref.leaf for ref in refs})
     size = sum(row.size for row in members)
     return [BatchRow(refs, number, output, size) for number, output in enumerate(outputs)]
+
+
+def post_encoded(pipeline: Pipeline, rows: list[BatchRow], counts: Counts, *, again: bool = False) -> list[BatchRow]:
+    """Return rows as `postencode_sample` makes them, without those that it refuses, which lose their contents.
+
+    With `again`, what the hooks themselves count has been counted before.
+    """
+    code = pipeline.code
+    members: list[BatchRow] = []
+    pipeline.decode_deferred([row.content for row in rows])
+    for row in rows:
+        content, row.content = row.content, None
+        try:
+            if code.posts:
+                code.now.hook = "decode_deferred"
+                decode_deferred([content])  # what is left is a broken image
+            with pipeline.adopting():
+                row.content = code.post(content, *pipeline.seed_of(row))
+        except Exception as error:  # the policy decides
+            pipeline.take_tally(row.members[0].leaf, counts, again=again)
+            pipeline.failed(error, [row.members[0][:2]], counts)
+            continue
+        pipeline.take_tally(row.members[0].leaf, counts, again=again)
+        if pipeline.judge.alert:
+            pipeline.judge.succeeded(("decode_deferred", "postencode_sample"), (row.members[0].leaf,))
+        members.append(row)
+    return members
 
 
 def _as_rows(groups: Any, rows: list[BatchRow], encoder: str) -> list[list[BatchRow]]:

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from energon_bridge.errors import DecodeError, FatalSampleError, SkipSample
-from energon_bridge.samples import SourceInfo
+from energon_bridge.errors import FatalSampleError, SampleError, SkipSample
+from energon_bridge.samples import Batch, Sample, SourceInfo
 from energon_bridge.samples.slabs import LENDER, SLABS, Lender, Slab, SlabPool
 from energon_bridge.storage.network import MADE
 from energon_bridge.stream.cooking import StorePool, cook_of, cooker_of
@@ -30,7 +30,7 @@ from energon_bridge.stream.reader import RoundBuffer
 from energon_bridge.stream.report import MAX_MEMBERS, SamplePlace, place_in
 from energon_bridge.stream.settings import StreamSettings
 from energon_bridge.stream.state import COUNTERS, Counts
-from energon_bridge.stream.user_code import HookRunner, running_hooks
+from energon_bridge.stream.user_code import BegunDraw, HookRunner, running_hooks, selection_of
 from energon_bridge.stream.values import BANNED, Columns, FailedSample, RestoreKey
 from energon_bridge.stream.watchdog import Activities, Watchdog, WatchdogSettings
 from energon_bridge.task_encoder.current import BATCH, FAILED, NUMBER, UNKNOWN
@@ -168,8 +168,9 @@ class Pipeline:
         self.settings = settings
         self.rows = settings.batch_size or 1
         makes = any(has_code(leaf.dataset) or cooker_of(settings.encoder, leaf.dataset) for leaf in leaves)
-        packs, words = settings.packing_buffer_size is not None, settings.words
-        self.code = HookRunner(settings.encoder, packs=packs, makes=makes, words=words[0] if words else None)
+        selects = selection_of(settings.packing_buffer_size, settings.max_tokens_per_microbatch)
+        words = settings.words
+        self.code = HookRunner(settings.encoder, selects=selects, makes=makes, words=words[0] if words else None)
         self._stores = StorePool(settings.encoder.decoder)
         self.judge = FailureTracker(settings.policy, settings.encoder, self.code.hooks, settings.delivered)
         self.activities = Activities(words[1:])
@@ -185,7 +186,8 @@ class Pipeline:
         self._memory: Lender | None = None
         # If rows are packed or grouped, a slab would stay in use until the last of its images is delivered.
         straight = settings.packing_buffer_size is None and not self.code.groups and self.rows > 1
-        self.slabs = SlabPool() if straight and getattr(settings.encoder, "decoder", None) is not None else None
+        self._blocks = SlabPool()
+        self.slabs = self._blocks if straight and getattr(settings.encoder, "decoder", None) is not None else None
         self.chunk = -(-self.rows // settings.threads) if settings.threads else max(self.rows, _TOGETHER)
 
     # Loading ---------------------------------------------------------------------------------------------------------
@@ -284,8 +286,7 @@ class Pipeline:
     def write_into(self, memory: Lender) -> None:
         """Decode images into, and stack other fields in, the memory of a lender."""
         self._memory = memory
-        if self.slabs is not None:
-            self.slabs.lender = memory
+        self._blocks.lender = memory
 
     @contextlib.contextmanager
     def lending(self) -> Iterator[None]:
@@ -326,11 +327,18 @@ class Pipeline:
     # Encoding and batching -------------------------------------------------------------------------------------------
 
     def encode(
-        self, leaf: int, sample: Any, key: RestoreKey, counts: Counts, *, again: bool = False
+        self,
+        leaf: int,
+        sample: Any,
+        key: RestoreKey,
+        counts: Counts,
+        *,
+        again: bool = False,
+        begun: BegunDraw | None = None,
     ) -> list[tuple[RestoreKey, Any]]:
         """Return the encoded samples of one draw with their restore keys; count a draw that gives none.
 
-        With `again`, the hooks' own counts were counted before.
+        With `again`, what the hooks themselves count has been counted before. `begun` is what `begin` made of the draw.
         """
         identity, index, epoch, _ = key
         source = self.source(leaf)
@@ -346,7 +354,11 @@ class Pipeline:
                 self.failed(sample.error, [(leaf, key[1])], counts, hook=sample.hook, place=sample.place)
             return []
         try:
-            encoded = self.code.encode(sample, source.user_key, index, epoch, source.cook)
+            if begun is None:
+                encoded = self.code.encode(sample, source.user_key, index, epoch, source.cook)
+            else:
+                with self.adopting():
+                    encoded = self.code.finish(begun, source.user_key, index, epoch)
             self.take_tally(leaf, counts, again=again)
         except Exception as error:  # the policy decides
             self.take_tally(leaf, counts, again=again)
@@ -355,6 +367,22 @@ class Pipeline:
         if self.judge.alert:
             self.judge.succeeded(self.code.drawing, (leaf,))
         return [((identity, index, epoch, number), one) for number, one in enumerate(encoded)]
+
+    def begin_draw(self, leaf: int, sample: Any, key: RestoreKey) -> BegunDraw | None:
+        """Begin to encode a draw, up to the decoding of its images; None: there is nothing to begin with."""
+        if type(sample) in (PendingSample, FailedSample):
+            return None
+        source = self.source(leaf)
+        return self.code.begin(sample, source.user_key, key[1], key[2], source.cook)
+
+    @contextlib.contextmanager
+    def adopting(self) -> Iterator[None]:
+        """Let what is joined meanwhile be taken from where it lies."""
+        SLABS.set(self._blocks)
+        try:
+            yield
+        finally:
+            SLABS.set(None)
 
     def take_tally(self, leaf: int, counts: Counts, *, again: bool = False) -> None:
         """Add the hooks' own counts to those of a leaf; with `again`, discard them."""
@@ -376,20 +404,17 @@ class Pipeline:
             seeds = self.source(first_leaf).user_key, *first_sample(keys[0])[1:]
             whole = self._shown(lane, number)
             start = time.perf_counter()
-            SLABS.set(self.slabs)
             try:
-                with self.lending():
+                with self.lending(), self.adopting():
                     batches = self.code.collate(samples, *seeds, number=whole)
             finally:
-                SLABS.set(None)
                 self.batch_seconds += time.perf_counter() - start
             for output, batch in enumerate(batches):
                 which = (output,) if len(batches) > 1 else ()
                 self._attach(batch, "__restore_key__", ("Batch", lane, number + output, tuple(keys), *which))
         for batch in batches:
-            valid = np.empty(len(samples), np.bool_)
-            valid.fill(True)
-            self._attach(batch, "__valid__", torch.from_numpy(valid))
+            crosses = self.settings.in_worker and isinstance(batch, Batch | Sample | dict)
+            self._attach(batch, "__valid__", RealRows(len(samples)) if crosses else real_rows(len(samples)))
         return batches
 
     def _attach(self, batch: Any, name: str, value: Any) -> None:
@@ -457,11 +482,12 @@ class Pipeline:
         return batches
 
     def decode_deferred(self, samples: Sequence[Any]) -> None:
-        """Decode the deferred images of samples that will be packed next, on the loading threads."""
+        """Decode the deferred images of samples that are about to be packed or batched, on the loading threads."""
         if self.code.posts:
-            # On an error the members are decoded one by one later, so that only the broken one is lost.
-            with contextlib.suppress(DecodeError):
-                decode_deferred(samples, map if self._pool is None else self._pool.map)
+            self.code.now.hook, self.code.now.sample = "decode_deferred", None
+            # The first error by itself: the members are then decoded one by one, so that the others are kept.
+            with contextlib.suppress(SampleError):
+                decode_deferred(samples, map if self._pool is None else self._pool.map, self._blocks.memory)
 
     def failed(
         self,
@@ -524,6 +550,25 @@ def first_sample(key: tuple[Any, ...]) -> RestoreKey:
     """Return the restore key of the first sample of a row."""
     first: RestoreKey = key[2][0] if key[0] == "Pack" else key
     return first
+
+
+def real_rows(rows: int) -> torch.Tensor:
+    """Return the mask of rows that are all real."""
+    valid = np.empty(rows, np.bool_)
+    valid.fill(True)
+    return torch.from_numpy(valid)
+
+
+class RealRows:
+    """Stands for such a mask in a worker: pickled it is the tensor, which is made only where it arrives."""
+
+    __slots__ = ("_rows",)
+
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return real_rows, (self._rows,)
 
 
 def attach(batch: Any, name: str, value: Any) -> None:

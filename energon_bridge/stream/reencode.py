@@ -126,6 +126,9 @@ def _row(pipeline: Pipeline, key: tuple[Any, ...]) -> tuple[Any, int]:
         row, leaf = code.pack(samples, *seeds[0])[output], members[0][1]
     else:
         row, leaf = _restore_one(pipeline, key)
+        if code.by_length:
+            pipeline.decode_deferred([row])
+            row = code.post(row, pipeline.source(leaf).user_key, *key[1:])
     if pipeline.settings.batch_size is None and not code.groups:
         row = pipeline.collate([row], [key], leaf, 0, 0)[0]
     return row, leaf

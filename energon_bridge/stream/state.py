@@ -213,6 +213,19 @@ class NoBatch:
     __slots__ = ()
 
 
+@dataclass(frozen=True, slots=True)
+class ShareEnd:
+    """What comes with the last microbatch that a rank runs of a global batch that was shared out before.
+
+    Attributes:
+        figures: How even the global batch is, and what this rank runs of it costs (`loader.shares.SharedBatch`).
+        states: Where the lanes stand after its window, if it is the last global batch of that.
+    """
+
+    figures: tuple[float, ...]
+    states: dict[int, LaneState]
+
+
 @dataclass(slots=True)
 class LaneBatch:
     """A microbatch with the state of its lane after it.
@@ -224,7 +237,8 @@ class LaneBatch:
         counts: Increments of the counters.
         reports: Failures on the way to it.
         seconds: Time that its process spent on it: in all, waiting for samples to be read and decoded, and in `batch`
-            and `encode_batch`; then, if servers were asked, the counters of `network.REQUESTS`.
+            and `encode_batch`; and then, if it asked servers, what it asked (`network.REQUESTS`).
+        end: What ends a share; else None.
     """
 
     batch: Any
@@ -233,14 +247,22 @@ class LaneBatch:
     counts: Counts
     reports: tuple[Report, ...] = ()
     seconds: tuple[float, ...] = (0.0, 0.0, 0.0)
+    end: ShareEnd | None = None
 
     def plain(self) -> tuple[Any, ...]:
         """Return everything as nested tuples, which cross to the training process faster than records."""
         state = None if self.state is None else self.state.plain()
-        return self.batch, self.rows, state, dict(self.counts), self.reports, self.seconds
+        values = self.batch, self.rows, state, dict(self.counts), self.reports, self.seconds
+        if self.end is None:
+            return values
+        return *values, self.end.figures, {lane: each.plain() for lane, each in self.end.states.items()}
 
     @classmethod
     def of_plain(cls, values: tuple[Any, ...]) -> LaneBatch:
-        """Rebuild what `plain` wrote."""
-        batch, rows, state, counts, reports, seconds = values
-        return cls(batch, rows, None if state is None else LaneState.of_plain(state), Counts(counts), reports, seconds)
+        """Return what `plain` was called of."""
+        batch, rows, state, counts, reports, seconds, *ends = values
+        end = None
+        if ends:
+            end = ShareEnd(ends[0], {lane: LaneState.of_plain(each) for lane, each in ends[1].items()})
+        lane = None if state is None else LaneState.of_plain(state)
+        return cls(batch, rows, lane, Counts(counts), reports, seconds, end)

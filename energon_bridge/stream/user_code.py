@@ -20,9 +20,11 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
+from operator import index as index_of
 from types import GeneratorType
-from typing import Any
+from typing import Any, Literal, SupportsIndex
 
 import numpy as np
 import torch
@@ -47,8 +49,32 @@ from energon_bridge.task_encoder.deferred import decode_deferred
 
 logger = logging.getLogger(__name__)
 
-_ENCODE, _BATCH, _POST, _SELECT, _PACK, _GROUP, _COOK = 1, 2, 3, 4, 5, 6, 7
+_ENCODE, _BATCH, _POST, _SELECT, _PACK, _GROUP, _COOK, _LENGTH = range(1, 9)
 _LOADING = ("read", "decode", "field_map", "part_filter", "sample_loader", "joiner", "cook_crude_sample")
+
+Selection = Literal["packs", "microbatches"] | None
+"""What is selected of a buffer of samples: packs, by the encoder; microbatches of similar length; None: nothing is."""
+
+
+def selection_of(packing_buffer_size: int | None, max_tokens_per_microbatch: int | None) -> Selection:
+    """Return what these settings of a dataset select."""
+    if packing_buffer_size is None:
+        return None
+    return "packs" if max_tokens_per_microbatch is None else "microbatches"
+
+
+@dataclass(slots=True)
+class BegunDraw:
+    """A draw that has been through the first hook: the samples, or what was raised, in which hook, and what it counted.
+
+    `sample` is what the hook was given.
+    """
+
+    encoded: list[Any]
+    error: Exception | None
+    hook: str
+    sample: Any
+    tally: Counter[str]
 
 
 class HookRunner:
@@ -56,17 +82,19 @@ class HookRunner:
 
     Args:
         encoder: The task encoder.
-        packs: Whether it packs.
-        makes: Whether it cooks samples of a leaf, or a leaf has code of its own.
-        words: Where to write what is running (`Activity.words`).
+        selects: What is selected of a buffer of samples.
+        makes: Whether it cooks samples of a leaf, or a leaf brings code of its own.
+        words: Where it is written what runs (`Activity.words`).
 
     Attributes:
         encodes: Whether user code sees every sample drawn.
         groups: Whether rows are batched by groups.
-        waits: Whether samples wait to be packed or grouped, so that they may be encoded again for another microbatch.
-        posts: Whether `postencode_sample` is user code.
-        now: The running hook and its argument.
-        drawing: The steps that must have worked if a draw gives samples.
+        by_length: Whether microbatches are selected by the lengths of samples.
+        waits: Whether samples wait to be packed or grouped, and so may be encoded again for another microbatch.
+        posts: Whether `postencode_sample` is code of the user's.
+        posts_alone: Whether it is, and samples go there right behind the first hook, since the encoder does not pack.
+        now: The hook that runs, and what it was given.
+        drawing: The steps that have worked when a draw has given samples.
         hooks: All steps on the way to a microbatch.
         tally: Counts that hooks made by `count_over_long`; taken after each hook.
 
@@ -74,9 +102,12 @@ class HookRunner:
         ConfigurationError: The encoder overrides hooks that exclude each other.
     """
 
-    def __init__(self, encoder: Any, *, packs: bool = False, makes: bool = False, words: Words | None = None) -> None:
+    def __init__(
+        self, encoder: Any, *, selects: Selection = None, makes: bool = False, words: Words | None = None
+    ) -> None:
         self.encoder = encoder
-        self._packs = packs
+        packs, self.by_length = selects == "packs", selects == "microbatches"
+        self._selects = selects is not None
         pre, self.posts = (not is_default(_hook(encoder, f"{name}encode_sample")) for name in ("pre", "post"))
         encodes = not is_default(encoder.encode_sample)
         if encodes and (pre or self.posts):
@@ -92,23 +123,36 @@ class HookRunner:
                     )
         self._first = encoder.encode_sample if encodes else _hook(encoder, "preencode_sample")
         self._pre = encodes or pre
-        self.encodes = self._pre or (self.posts and not packs) or makes
+        self.posts_alone = self.posts and not selects
+        self.encodes = self._pre or self.posts_alone or makes
         self.groups = not is_default(_hook(encoder, "batch_group_criterion"))
-        self.waits = packs or self.groups
+        if self.groups and self.by_length:
+            raise ConfigurationError(
+                f"max_tokens_per_microbatch is set, and {type(encoder).__name__} overrides batch_group_criterion: both "
+                "say which samples share a microbatch. Leave one of them out"
+            )
+        self.waits = self._selects or self.groups
+        if self.by_length and not hasattr(encoder, "sample_length"):
+            raise ConfigurationError(
+                f"max_tokens_per_microbatch is set, and {type(encoder).__name__} has no sample_length: give it that "
+                "method, which returns the length of a sample in tokens, or derive it from TaskEncoder"
+            )
+        self._seeds_length = not is_default(_hook(encoder, "sample_length"))
         self._batches = not (is_default(encoder.batch) and is_default(encoder.encode_batch))
         self.now = Activity(words)
         self.tally: Counter[str] = Counter()
         self._first_name = "encode_sample" if encodes else "preencode_sample"
         late = ("decode_deferred", "postencode_sample")
-        self.drawing = (*_LOADING, self._first_name, *(() if packs else late))
-        packing = ("select_samples_to_pack", *late, "pack_selected_samples") if packs else ()
+        self.drawing = (*_LOADING, self._first_name, *(() if selects else late))
+        packing: tuple[str, ...] = ("select_samples_to_pack", *late, "pack_selected_samples") if packs else ()
+        packing = ("sample_length", *late) if self.by_length else packing
         grouping = ("batch_group_criterion",) if self.groups else ()
         self.hooks = (*self.drawing, *packing, *grouping, "batch", "encode_batch")
 
     @property
     def present(self) -> bool:
         """Whether any hook is not the package's own."""
-        return self.encodes or self._batches or self._packs or self.groups
+        return self.encodes or self._batches or self._selects or self.groups
 
     def make(self, sample: PendingSample, leaf_key: int, index: int, epoch: int) -> Any:
         """Finish a draw with the code that comes with its dataset: return the sample, or a `FailedSample`."""
@@ -130,6 +174,35 @@ class HookRunner:
 
         If the encoder packs, this runs `preencode_sample` only.
         """
+        encoded = self._first_of(sample, leaf_key, index, epoch, cook)
+        return self._posted(encoded, leaf_key, index, epoch) if self.posts_alone else encoded
+
+    def begin(
+        self, sample: Any, leaf_key: int, index: int, epoch: int, cook: Callable[[Any], Any] | None = None
+    ) -> BegunDraw:
+        """Do the first part of `encode`, before images are decoded; what is raised there is raised by `finish`."""
+        error, encoded = None, []
+        try:
+            encoded = self._first_of(sample, leaf_key, index, epoch, cook)
+        except Exception as raised:  # kept, so that failures are counted in the order of the draws
+            error = raised
+        begun = BegunDraw(encoded, error, self.now.hook, sample, self.tally.copy())
+        self.tally.clear()
+        return begun
+
+    def finish(self, begun: BegunDraw, leaf_key: int, index: int, epoch: int) -> list[Any]:
+        """Do the second part of `encode`. Raises what the first part has raised."""
+        SAMPLE.set((leaf_key, index, epoch))
+        self.now.at(leaf_key, index)
+        self.now.sample, self.now.hook = begun.sample, begun.hook
+        self.tally.update(begun.tally)
+        if begun.error is not None:
+            raise begun.error
+        return self._posted(begun.encoded, leaf_key, index, epoch)
+
+    def _first_of(
+        self, sample: Any, leaf_key: int, index: int, epoch: int, cook: Callable[[Any], Any] | None
+    ) -> list[Any]:
         if not self.encodes:
             return [sample]
         SAMPLE.set((leaf_key, index, epoch))
@@ -147,10 +220,16 @@ class HookRunner:
             now.hook = self._first_name
             seed_everything(fold(leaf_key, _ENCODE, index, epoch))
             encoded = self._encoded(self._first(sample))
-        if self.posts and not self._packs:
-            now.hook = "decode_deferred"
-            decode_deferred(encoded)
-            encoded = [self.post(one, leaf_key, index, epoch, output) for output, one in enumerate(encoded)]
+        if not self.posts_alone:
+            now.sample = None
+            now.hook = ""
+        return encoded
+
+    def _posted(self, encoded: list[Any], leaf_key: int, index: int, epoch: int) -> list[Any]:
+        now = self.now
+        now.hook = "decode_deferred"
+        decode_deferred(encoded)
+        encoded = [self.post(one, leaf_key, index, epoch, output) for output, one in enumerate(encoded)]
         now.sample = None
         now.hook = ""
         return encoded
@@ -170,7 +249,7 @@ class HookRunner:
         if not self.posts:
             return sample
         SAMPLE.set((leaf_key, index, epoch))
-        if self._packs and self.tally:
+        if self._selects and self.tally:
             self.tally.clear()
         self.now.at(leaf_key, index)
         self.now.hook = "postencode_sample"
@@ -204,6 +283,21 @@ class HookRunner:
             LAST.reset(token)
         self.now.rest()
         return groups
+
+    def length(self, sample: Any, leaf_key: int, index: int, epoch: int, output: int) -> int:
+        """Return the length of a sample in tokens, by `sample_length`; at least 1."""
+        SAMPLE.set((leaf_key, index, epoch))
+        self.now.hook, self.now.sample = "sample_length", sample
+        if self._seeds_length:
+            seed_everything(fold(leaf_key, _LENGTH, index, epoch, output))
+        length = self.encoder.sample_length(sample)
+        if isinstance(length, bool) or not isinstance(length, SupportsIndex):
+            raise FatalSampleError(
+                f"sample_length of {type(self.encoder).__name__} returned {type(length).__name__} {length!r}: return "
+                "the length of the sample, a whole number of tokens"
+            )
+        self.now.rest()
+        return max(1, index_of(length))
 
     def pack(self, samples: list[Any], leaf_key: int, index: int, epoch: int, output: int) -> list[Any]:
         """Return the rows of a pack; the key is that of its first sample."""

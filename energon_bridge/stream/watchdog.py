@@ -43,7 +43,7 @@ SAMPLE_HOOKS = (
 """Steps that run on one sample, which the words name."""
 HOOKS = (
     *("", *SAMPLE_HOOKS, "read", "field_map", "decode_deferred", "select_samples_to_pack", "pack_selected_samples"),
-    *("batch_group_criterion", "batch", "encode_batch"),
+    *("batch_group_criterion", "batch", "encode_batch", "sample_length"),
 )
 _CODES = {hook: code for code, hook in enumerate(HOOKS)}
 HOOK, LEAF, INDEX = range(3)

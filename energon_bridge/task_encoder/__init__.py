@@ -40,7 +40,7 @@ from energon_bridge.task_encoder.conversation import (
     llava_template,
 )
 from energon_bridge.task_encoder.cooking import Cooker, basic_sample_keys, cooker
-from energon_bridge.task_encoder.costs import BatchCost, attention_pairs, num_tokens, vision_patches
+from energon_bridge.task_encoder.costs import BatchCost, ColumnCost, attention_pairs, num_tokens, vision_patches
 from energon_bridge.task_encoder.decoder import SampleDecoder
 from energon_bridge.task_encoder.deferred import DeferredImage
 from energon_bridge.task_encoder.grouping import LengthGrouper
@@ -51,6 +51,7 @@ from energon_bridge.task_encoder.packing import OverLong, Packer
 __all__ = [
     "AugmentTaskEncoder",
     "BatchCost",
+    "ColumnCost",
     "Conversation",
     "ConversationTemplateConfig",
     "Cooker",

@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from types import GenericAlias, MethodType
 from typing import Any, ClassVar, Generic, TypeVar, cast, overload
 
+from energon_bridge.errors import FatalSampleError
 from energon_bridge.samples import CrudeSample
 from energon_bridge.stores import CachePool, FileStore
 from energon_bridge.task_encoder import current
@@ -149,6 +150,21 @@ class TaskEncoder(Generic[SampleT, EncodedT, RawBatchT, BatchT]):
     def pack_selected_samples(self, samples: list[EncodedT]) -> EncodedT | Iterator[EncodedT]:
         """Join the samples of a pack into one row of a batch."""
         raise NotImplementedError(f"{type(self).__name__} does not override pack_selected_samples")
+
+    @default_hook
+    def sample_length(self, sample: EncodedT) -> int:
+        """Return the tokens of a row to which a batch is padded if this is its longest sample.
+
+        For `max_tokens_per_microbatch`. By default the length of `tokens` or `input_ids`.
+        """
+        for name in ("tokens", "input_ids"):
+            found = sample.get(name) if isinstance(sample, dict) else getattr(sample, name, None)
+            if found is not None:
+                return len(found)
+        raise FatalSampleError(
+            f"max_tokens_per_microbatch: a {type(sample).__name__} has neither tokens nor input_ids: override "
+            f"sample_length of {type(self).__name__}, which returns the length of a sample"
+        )
 
     @default_hook
     def batch_group_criterion(self, sample: EncodedT) -> tuple[Hashable, int | None]:
@@ -300,6 +316,7 @@ class AugmentTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
     postencode_sample: Any = _Inner()
     select_samples_to_pack: Any = _Inner()
     pack_selected_samples: Any = _Inner()
+    sample_length: Any = _Inner()
     batch_group_criterion: Any = _Inner()
     batch: Any = _Inner()
     encode_batch: Any = _Inner()

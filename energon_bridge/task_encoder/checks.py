@@ -25,6 +25,7 @@ HOOKS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "postencode_sample": ("sample",),
         "select_samples_to_pack": ("samples",),
         "pack_selected_samples": ("samples",),
+        "sample_length": ("sample",),
         "batch_group_criterion": ("sample",),
         "batch": ("samples",),
         "encode_batch": ("batch",),

@@ -46,8 +46,10 @@ from energon_bridge.storage.ranges import ByteRange
 from energon_bridge.task_encoder.current import DELIVERING
 from energon_bridge.task_encoder.deferred import DeferredImage
 from energon_bridge.task_encoder.images import (
+    HEIC_EXTENSIONS,
     IMAGE_EXTENSIONS,
     MAX_PIXELS,
+    Backend,
     ImageForm,
     decode_image,
     decode_rows,
@@ -79,6 +81,7 @@ class SampleDecoder:
     `defer_images` it is a `DeferredImage`, decoded when it is needed.
     Videos and sound are an `AVDecoder`, decoded when and where it is asked; `torch` decodes all of it at once into an
     `AVData` (the sound of videos with `video_decode_audio`), and `pyav` opens it for the user to read and to close.
+    `image_backend` says what decodes images: `auto`, the fastest for a format, with Pillow's pixels; or `torchcodec`.
     `image_target` declares that images need be no larger than so many pixels, or `(height, width)`: JPEGs are then
     decoded at 1/2, 1/4 or 1/8 of their size where that is not smaller, which gives other pixels.
 
@@ -99,6 +102,7 @@ class SampleDecoder:
     guess_content: bool = False
     defer_images: bool = False
     image_target: int | tuple[int, int] | None = None
+    image_backend: Backend = "auto"
     max_pixels: int | None = MAX_PIXELS
     max_part_bytes: int | None = MAX_PART_BYTES
     read_pickles: bool = False
@@ -123,11 +127,13 @@ class SampleDecoder:
                 )
         form = None
         if self.image_decode is not None:
-            form = image_form(self.image_decode, self.image_target, max_pixels=self.max_pixels)
-        elif self.defer_images or self.image_target is not None:
+            form = image_form(
+                self.image_decode, self.image_target, max_pixels=self.max_pixels, backend=self.image_backend
+            )
+        elif self.defer_images or self.image_target is not None or self.image_backend != "auto":
             raise ConfigurationError(
-                "SampleDecoder(image_decode=None) leaves images as bytes, so that defer_images and image_target have "
-                "nothing to act on: leave them out, or name a form such as image_decode='torchrgb'"
+                "SampleDecoder(image_decode=None) leaves images as bytes, so that defer_images, image_target and "
+                "image_backend have nothing to act on: leave them out, or name a form such as image_decode='torchrgb'"
             )
         object.__setattr__(self, "_form", form)
         object.__setattr__(self, "image_target", None if form is None else form.target)
@@ -155,7 +161,8 @@ class SampleDecoder:
         kind = _kind_of(part_name)
         if kind.zipped:
             raw = _run("gz", partial(_gunzip, most=self.max_part_bytes), part_name, raw)
-        if kind.is_image or (self.guess_content and guess_image_extension(raw)):
+        heic = self.image_backend != "auto" and kind.extension.lower() in HEIC_EXTENSIONS
+        if kind.is_image or heic or (self.guess_content and guess_image_extension(raw)):
             if self._form is None:
                 return bytes(raw)
             if self.defer_images and not DELIVERING.get():
@@ -201,7 +208,7 @@ class SampleDecoder:
         return decoder.get_frames(self.video_decode_audio) if self.av_decode == "torch" else decoder.open_container()
 
     def config(self) -> dict[str, Any]:
-        """Return the settings as plain values, for logs; `image_target` is also part of the state of a run."""
+        """Return the settings as plain values; `image_target` and `image_backend` also stand in the state of a run."""
         return {
             "type": type(self).__qualname__,
             "image_decode": self.image_decode,
@@ -210,6 +217,7 @@ class SampleDecoder:
             "guess_content": self.guess_content,
             "defer_images": self.defer_images,
             "image_target": self.image_target,
+            "image_backend": self.image_backend,
             "max_pixels": self.max_pixels,
             "max_part_bytes": self.max_part_bytes,
         }

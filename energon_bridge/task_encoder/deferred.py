@@ -1,9 +1,12 @@
 """Deferred images: `SampleDecoder(defer_images=True)` decodes them when they are needed.
 
-With packing, most samples wait long before they are delivered. A deferred image keeps the encoded bytes and knows its
-size from their header, which is enough for a packer; `get` decodes. If an encoder has `postencode_sample`, the engine
-decodes the deferred images in a sample's fields right before it, all of a pack at once and on its threads. Images that
-the hook gets from stores and lazies are decoded, too, so it never sees a deferred image.
+Around packing most of what is drawn is far from being delivered. A deferred image keeps the encoded bytes and knows its
+size from their header, which is what a packer needs; `get` decodes. Where an encoder has `postencode_sample`, the
+engine decodes what is still deferred in a sample's fields right before it, all of a pack at once and on its threads;
+what the hook itself gets from stores and lazies is decoded too, so that it never sees a deferred image.
+
+An encoder may put images of a class of its own in their place, which say how many bytes they will be as pixels of the
+model (`room`). All of them in a microbatch get memory in one piece, one behind the other, and `made` writes there.
 """
 
 from __future__ import annotations
@@ -12,14 +15,22 @@ import io
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, is_dataclass, replace
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
+import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from energon_bridge.errors import DecodeError
 from energon_bridge.samples.base import field_names
 from energon_bridge.task_encoder.current import DELIVERING
-from energon_bridge.task_encoder.images import ImageForm, decode_image
+from energon_bridge.task_encoder.images import ImageForm, decode_image, guess_image_extension, open_heic
+
+_ORIENTATION, _ON_ITS_SIDE = 0x0112, (5, 6, 7, 8)
+"""The tag of EXIF that says how an image is turned, and its values with which width and height change places."""
+
+_WORTHWHILE = 1 << 16
+"""Bytes of pixels from which memory in one piece costs less than joining them."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -44,8 +55,11 @@ class DeferredImage:
             DecodeError: The header cannot be read.
         """
         try:
+            if guess_image_extension(self.data) == "heic":
+                open_heic()
             with Image.open(io.BytesIO(self.data)) as image:
-                return image.size
+                turned = self.form.backend == "torchcodec" and image.getexif().get(_ORIENTATION, 1) in _ON_ITS_SIDE
+                return image.size[::-1] if turned else image.size
         except (UnidentifiedImageError, OSError, SyntaxError, ValueError) as error:
             raise DecodeError(
                 f"part {self.part!r} ({len(self.data)} bytes) is no image whose size can be read: {error}"
@@ -54,6 +68,15 @@ class DeferredImage:
     def get(self) -> Any:
         """Decode and return the pixels; each call decodes again. Raises DecodeError."""
         return decode_image(self.data, self.form, part=self.part)
+
+    @property
+    def room(self) -> int:
+        """Return the bytes of memory that `made` asks for."""
+        return 0
+
+    def made(self, memory: np.ndarray | None = None) -> Any:
+        """Return what takes the image's place before `postencode_sample`, in memory of `room` bytes if it can be."""
+        return self.get()
 
     def with_data(self, data: bytes) -> DeferredImage:
         """Return an image of other bytes with the same form and name."""
@@ -89,8 +112,31 @@ def sample_parser(sample: Any) -> list[tuple[str, Any]]:
     return list(getattr(sample, "__dict__", {}).items())
 
 
-def decode_deferred(samples: Iterable[Any], over: Callable[..., Iterable[Any]] = map) -> None:
-    """Decode the deferred images of some samples, in place; `over` maps, possibly on threads. Raises DecodeError."""
+def decode_deferred(
+    samples: Iterable[Any],
+    over: Callable[..., Iterable[Any]] = map,
+    memory_of: Callable[[int], np.ndarray] | None = None,
+) -> None:
+    """Decode what is deferred in some samples, in place.
+
+    Args:
+        samples: Of any kind.
+        over: Maps, on threads if it likes.
+        memory_of: Returns so many bytes for all pixels; None: each has memory of its own.
+
+    Raises:
+        SampleError: An image does not decode; what comes before it has been decoded.
+    """
     found = [entry for sample in samples for entry in deferred_in(sample)]
-    for (put, _), pixels in zip(found, over(DeferredImage.get, [image for _, image in found]), strict=True):
+    images = [image for _, image in found]
+    ends = list(accumulate(image.room for image in images))
+    memory = memory_of(ends[-1]) if memory_of is not None and ends and ends[-1] >= _WORTHWHILE else None
+    pieces: list[np.ndarray | None] = [None] * len(images)
+    if memory is not None:
+        pieces = [memory[end - image.room : end] for image, end in zip(images, ends, strict=True)]
+    for (put, _), pixels in zip(found, over(_made, images, pieces), strict=True):
         put(pixels)
+
+
+def _made(image: DeferredImage, memory: np.ndarray | None) -> Any:
+    return image.made(memory)

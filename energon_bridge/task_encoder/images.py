@@ -10,10 +10,14 @@ tensor is a view over the decoder's memory, because a contiguous copy would cost
 the bytes divided by 255, exactly. `fastrgb` is what costs least: uint8 in numpy for ordinary JPEGs, a Pillow image for
 anything else.
 
-A form may have a target size. A JPEG is then decoded at 1/2, 1/4 or 1/8 of its size, by computing fewer pixels from its
-DCT blocks, as long as neither side falls below the target's. The result is usually larger than the target; the encoder
-resizes it. (libjpeg's other scales, such as 5/8, gain little or nothing.) Other formats, and JPEGs too small for it,
-keep their full size.
+A form may have a target size. A JPEG is then decoded at 1/2, 1/4 or 1/8 of its size, by computing fewer pixels from
+its DCT blocks, as long as neither side falls below the target's; what comes out is as a rule larger than the target,
+and for the encoder to resize. (libjpeg's other scales, such as 5/8, gain little or nothing.) Other formats, and JPEGs
+too small for it, come in full size.
+
+A form may name torchcodec in place of all of these, which is no faster for most formats, gives other pixels for some
+images (it turns them as EXIF says, and keeps the range of 16 bits), and decodes HEIC with libheif. HEIC is otherwise
+decoded by pillow-heif, if that is installed.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import simplejpeg
@@ -40,6 +44,7 @@ from energon_bridge.samples.slabs import UNALIGNED, Slab
 logger = logging.getLogger(__name__)
 
 Mode = Literal["L", "RGB", "RGBA"]
+Backend = Literal["auto", "torchcodec"]
 
 MAX_PIXELS = 89_478_485
 """Default of `SampleDecoder(max_pixels=...)`: Pillow's own limit for its warning. So many take 1.1 GB as floats."""
@@ -53,6 +58,7 @@ class ImageForm:
     mode: Mode
     scaled: bool = False  # float32 in [0, 1] instead of uint8
     target: tuple[int, int] | None = None  # height and width that are enough
+    backend: Backend = "auto"
     max_pixels: int = MAX_PIXELS
 
 
@@ -71,8 +77,13 @@ def _forms() -> dict[str, ImageForm]:
 
 IMAGE_FORMS: dict[str, ImageForm] = _forms()
 
+_HEIF = find_spec("pillow_heif") is not None
+HEIC_EXTENSIONS = ("heic", "heif")
+"""Of images that Pillow decodes if pillow-heif is installed; without it, parts of these names stay bytes."""
+
 IMAGE_EXTENSIONS = frozenset(
     (
+        *(HEIC_EXTENSIONS if _HEIF else ()),
         *("jpg", "jpeg", "jpe", "jfif"),
         *("png", "apng", "gif", "bmp", "dib", "webp", "avif", "tif", "tiff"),
         *("ppm", "pgm", "pbm", "pnm"),
@@ -94,17 +105,32 @@ _TURBO_COLORSPACES = frozenset({"YCbCr", "RGB", "Gray"})
 
 
 def image_form(
-    name: str, target: int | tuple[int, int] | None = None, *, max_pixels: int | None = MAX_PIXELS
+    name: str,
+    target: int | tuple[int, int] | None = None,
+    *,
+    max_pixels: int | None = MAX_PIXELS,
+    backend: Backend = "auto",
 ) -> ImageForm:
     """Return the form of a name, for images that need not be larger than a size (one number, or height and width).
 
     Images of more than `max_pixels` raise DecodeError; None: no limit.
 
-    Raises ConfigurationError, naming the nearest match, for an unknown form or an invalid size.
+    Raises ConfigurationError, naming the nearest match, if there is no such form, if the size is none, or if the
+    backend does not exist, is not installed or does not scale.
     """
+    if backend not in get_args(Backend):
+        raise ConfigurationError(f"image_backend={backend!r} must be one of {', '.join(get_args(Backend))}")
+    if backend == "torchcodec":
+        if target is not None:
+            raise ConfigurationError(
+                f"image_target={target!r} scales JPEGs while decoding, which torchcodec does not: leave out one of "
+                "image_target and image_backend='torchcodec'"
+            )
+        _torchcodec()
     if name in IMAGE_FORMS:
         most = sys.maxsize if max_pixels is None else max_pixels
-        return replace(IMAGE_FORMS[name], target=None if target is None else _size(target), max_pixels=most)
+        wanted = None if target is None else _size(target)
+        return replace(IMAGE_FORMS[name], target=wanted, max_pixels=most, backend=backend)
     hint = did_you_mean(name, IMAGE_FORMS)
     raise ConfigurationError(f"there is no image form {name!r}.{hint} Known forms: {', '.join(IMAGE_FORMS)}")
 
@@ -125,8 +151,18 @@ def guess_image_extension(data: bytes | bytearray | memoryview) -> str | None:
         return "webp"
     if head[4:8] == b"ftyp" and head[8:12] in (b"avif", b"avis"):
         return "avif"
+    if _HEIF and is_heic(head):
+        return "heic"
     return next((extension for magic, extension in _MAGIC if head.startswith(magic)), None)
 
+
+def is_heic(data: bytes | bytearray | memoryview) -> bool:
+    """Return whether the first bytes are those of a HEIC image."""
+    head = bytes(data[:16])
+    return head[4:8] == b"ftyp" and head[8:12] in _HEIC_BRANDS
+
+
+_HEIC_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
 
 _MAGIC = (
     (b"\xff\xd8\xff", "jpg"),
@@ -143,6 +179,9 @@ _MAGIC = (
 def decode_image(data: bytes | bytearray | memoryview, form: ImageForm, *, part: str) -> Any:
     """Decode one image into a form. Raises DecodeError, naming `part` and the codec's message."""
     try:
+        if form.backend == "torchcodec":
+            made = _torchcodec_pixels(data, form)
+            return Image.fromarray(made) if form.container == "pil" else _in_form(made, form)
         if form.container == "pil":
             return _pillow_image(data, form, part)
         pixels = _turbo_pixels(data, form)
@@ -151,10 +190,11 @@ def decode_image(data: bytes | bytearray | memoryview, form: ImageForm, *, part:
         if pixels is None:
             # np.array, not asarray: what Pillow lends is read-only
             pixels = np.array(_pillow_image(data, form, part))
-    except MemoryError:
+    except (MemoryError, ConfigurationError):
         raise
     except UnidentifiedImageError as error:
-        raise _refusal(part, data, f"the content is none of {', '.join(_PILLOW_FORMATS)}") from error
+        heic = "; HEIC needs pillow-heif: pip install 'energon-bridge[heic]'" if is_heic(data) and not _HEIF else ""
+        raise _refusal(part, data, f"the content is none of {', '.join(_PILLOW_FORMATS)}{heic}") from error
     except Exception as error:  # the codecs raise OSError, ValueError, SyntaxError, struct.error, zlib.error, …
         raise _refusal(part, data, str(error) or type(error).__name__) from error
     return _in_form(pixels, form)
@@ -189,7 +229,7 @@ def decode_rows(
     that are no such JPEG, have another size, or do not decode.
     """
     mode = form.mode
-    if form.container != "torch" or mode == "L":
+    if form.container != "torch" or mode == "L" or form.backend != "auto":
         return {}
     # Everything that needs no pixels comes first: decoding an image evicts the surrounding code from the caches.
     turns: list[tuple[int, str, Any, dict[str, int], np.ndarray, torch.Tensor]] = []
@@ -267,12 +307,10 @@ def _scaled(height: int, width: int, target: tuple[int, int] | None) -> dict[str
 
 
 def _pillow_image(data: bytes | bytearray | memoryview, form: ImageForm, part: str) -> Image.Image:
+    if _HEIF and is_heic(data):
+        open_heic()
     with io.BytesIO(data) as stream, Image.open(stream, formats=_PILLOW_FORMATS) as image:
-        if image.width * image.height > form.max_pixels:
-            raise ValueError(
-                f"{image.width} x {image.height} pixels, and at most {form.max_pixels:,} are decoded; allow more with "
-                "SampleDecoder(max_pixels=...)"
-            )
+        _check_size(image.size, form)
         if form.target is not None and image.format == "JPEG":
             image.draft(None, form.target[::-1])
         if form.mode != "RGBA" and isinstance(image.info.get("transparency"), bytes):
@@ -280,6 +318,62 @@ def _pillow_image(data: bytes | bytearray | memoryview, form: ImageForm, part: s
             del image.info["transparency"]
             _say_transparent(part)
         return image.convert(form.mode)
+
+
+def _check_size(size: tuple[int, int], form: ImageForm) -> None:
+    if size[0] * size[1] > form.max_pixels:
+        raise ValueError(
+            f"{size[0]} x {size[1]} pixels, and at most {form.max_pixels:,} are decoded; allow more with "
+            "SampleDecoder(max_pixels=...)"
+        )
+
+
+@cache
+def open_heic() -> None:
+    """Let Pillow open HEIC images, by pillow-heif."""
+    from pillow_heif import register_heif_opener
+
+    register_heif_opener()
+    _PILLOW_FORMATS.append("HEIF")
+
+
+@cache
+def _torchcodec() -> Callable[..., torch.Tensor]:
+    """Return torchcodec's function for images. Raises ConfigurationError if it is not installed or does not load."""
+    try:
+        from torchcodec.decoders import decode_image as decode
+    except (ImportError, OSError, RuntimeError) as error:
+        raise ConfigurationError(
+            "image_backend='torchcodec' needs torchcodec 0.17 or later: pip install 'energon-bridge[torchcodec]'. Its "
+            "wheels on PyPI need the CUDA build of torch; for a CPU build take the one of "
+            f"https://download.pytorch.org/whl/cpu, of the same release as torch ({type(error).__name__}: {error})"
+        ) from error
+    function: Callable[..., torch.Tensor] = decode
+    return function
+
+
+_TORCHCODEC_MODES = {"L": "GRAY", "RGB": "RGB", "RGBA": "RGB_ALPHA"}
+_TORCHCODEC_FORMATS = ("jpg", "png", "webp", "gif", "avif", "heic")
+
+
+def _torchcodec_pixels(data: bytes | bytearray | memoryview, form: ImageForm) -> np.ndarray:
+    kind = "heic" if is_heic(data) else guess_image_extension(data)
+    if kind not in _TORCHCODEC_FORMATS:
+        raise ValueError(
+            f"torchcodec decodes JPEG, PNG, WebP, GIF, AVIF and HEIC, and this is {kind or 'none of them'}: leave out "
+            "image_backend='torchcodec' for such data"
+        )
+    if kind != "heic" or _HEIF:  # a few bytes can ask for any amount of memory
+        if kind == "heic":
+            open_heic()
+        with Image.open(io.BytesIO(data)) as image:
+            _check_size(image.size, form)
+    found = _torchcodec()(bytes(data), mode=_TORCHCODEC_MODES[form.mode])
+    if found.ndim == 4:  # of an animation the first
+        found = found[0]
+    pixels: np.ndarray = found.permute(1, 2, 0).numpy()
+    _check_size((pixels.shape[1], pixels.shape[0]), form)
+    return pixels[..., 0] if form.mode == "L" else pixels
 
 
 @cache

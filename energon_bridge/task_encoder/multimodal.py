@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from energon_bridge.errors import ConfigurationError, SampleError
-from energon_bridge.task_encoder.base import TaskEncoder
+from energon_bridge.task_encoder.base import TaskEncoder, default_hook
 from energon_bridge.task_encoder.conversation import (
     Conversation,
     Document,
@@ -188,6 +188,11 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
         """Return the number of tokens of a sample in a pack."""
         length = sample.tokens.shape[0]
         return length + -length % self.pad_to_multiple_of
+
+    @default_hook
+    def sample_length(self, sample: Any) -> int:
+        """Return the tokens of a row of a batch in which this sample is the longest."""
+        return self._row_length if self.pad_to_max_length else self.padded_length(sample)
 
     def select_samples_to_pack(self, samples: Sequence[Any]) -> list[list[Any]]:
         """Return the packs of encoded samples that leave the packing buffer now."""

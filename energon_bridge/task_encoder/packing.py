@@ -23,6 +23,9 @@ resumed run repeats them:
 
 Where the stream ends, and nothing will join the buffer, all packs leave, with nobody placed before the largest.
 
+With `method="padded_rows"` a pack is a microbatch whose samples stay rows, padded to the longest of them:
+`max_tokens_per_microbatch` of a training dataset selects its microbatches so.
+
 Packs leave in the order of their oldest sample, and keep the buffer's order inside, so that what training sees is not
 sorted by length.
 """
@@ -147,9 +150,31 @@ def _largest_first(sizes: IntArray, limits: Sequence[int], first: int) -> IntArr
     return np.lexsort((positions, *columns, -share, positions >= first)).astype(np.int64)
 
 
+def padded_rows(sizes: IntArray, limits: Sequence[int], first: int = 0) -> Packs:
+    """Make microbatches of samples of similar length: as many rows, padded to the longest, as the first limit holds.
+
+    The samples are taken longest first, so no other choice has fewer microbatches; under the other limits sizes add up.
+    `first` changes nothing here: rules 2 and 3 choose among the same microbatches.
+    """
+    microbatches: Packs = []
+    left = list(limits[1:])
+    longest = 0
+    columns: list[list[int]] = sizes.T.tolist()
+    for sample in _largest_first(sizes[:, :1], limits[:1], 0).tolist():
+        rest = [column[sample] for column in columns[1:]]
+        full = not microbatches or (len(microbatches[-1]) + 1) * longest > limits[0]
+        if full or any(size > room for size, room in zip(rest, left, strict=True)):
+            microbatches.append([])
+            longest, left = columns[0][sample], list(limits[1:])
+        microbatches[-1].append(sample)
+        left = [room - size for size, room in zip(rest, left, strict=True)]
+    return microbatches
+
+
 ALGORITHMS: dict[str, Callable[[IntArray, Sequence[int], int], Packs]] = {
     "best_fit": best_fit,
     "first_fit_decreasing": first_fit_decreasing,
+    "padded_rows": padded_rows,
 }
 
 
@@ -198,7 +223,8 @@ class Packer(Generic[T]):
     Args:
         limits: The most that a pack holds, by name. Under `samples` every sample counts one.
         size_of: The size of a sample under each limit; with one limit besides `samples`, a number will do.
-        method: `best_fit` or `first_fit_decreasing`; both take the largest samples first.
+        method: `best_fit` or `first_fit_decreasing`; both take the largest samples first. Or `padded_rows`, whose packs
+            are microbatches of rows that are padded to the longest; the first limit then counts padding, too.
         min_fill: A pack is full enough with this share of the binding limit, from 0 (deliver everything) to 1.
         max_wait: Selections after which a sample leaves whatever pack it is in, at most 32.
         over_long: What `admit` does with a sample that exceeds a limit by itself.
@@ -210,7 +236,7 @@ class Packer(Generic[T]):
 
     limits: Mapping[str, int]
     size_of: Callable[[T], Sizes | int]
-    method: Literal["best_fit", "first_fit_decreasing"] = "best_fit"
+    method: Literal["best_fit", "first_fit_decreasing", "padded_rows"] = "best_fit"
     min_fill: float = 0.99
     max_wait: int = LONGEST_WAIT
     over_long: OverLong | Literal["drop", "truncate", "split", "raise"] = OverLong.RAISE
@@ -317,7 +343,7 @@ class Packer(Generic[T]):
             return []
         must_leave = 0 if flush else -(-len(sizes) // self.max_wait)
         packs = [sorted(pack) for pack in ALGORITHMS[self.method](sizes, limits, must_leave)]
-        binding = binding_limit(sizes, limits)
+        binding = 0 if self.method == "padded_rows" else binding_limit(sizes, limits)
         return sorted(packs if flush else self._leaving(packs, sizes[:, binding].tolist(), limits[binding], must_leave))
 
     def _leaving(self, packs: Packs, sizes: list[int], limit: int, must_leave: int) -> Packs:

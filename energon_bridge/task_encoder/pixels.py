@@ -31,6 +31,7 @@ from torch import Tensor
 
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.samples.pixels import FILTERS, Filter, Layout, bits_of, look_up, resample, resample_as_torch
+from energon_bridge.task_encoder.deferred import DeferredImage
 from energon_bridge.task_encoder.resize import best_resolution, fitted, smart_resize
 from energon_bridge.task_encoder.visual import as_pil, as_rgb
 
@@ -105,36 +106,68 @@ class PixelPath:
         """What batches of bytes carry along; None where values are made here."""
         return self.norm if self.dtype == torch.uint8 else None
 
-    def image(self, image: Any) -> dict[str, Tensor]:
-        """Return what the processor returns for one image, decoded in any form that `as_pil` takes."""
+    def image(self, image: Any, memory: np.ndarray | None = None) -> dict[str, Tensor]:
+        """Return what the processor returns for one image, decoded in any form that `as_pil` takes.
+
+        `pixel_values` lie in `memory`, uint8 of shape (bytes,), if that is as large as they are.
+        """
         pixels = self.rgb(image)
+        shape = self.shape((pixels.shape[0], pixels.shape[1]))
+        out = _placed(shape, self.dtype, memory)
         if self.tiles is not None:
-            return self._in_tiles(pixels, self.tiles)
+            return self._in_tiles(pixels, self.tiles, out)
         if self.background is not None:
             pixels = _squared(pixels, self.background)
-        pixels = self._sized_and_cropped(pixels)
+        pixels = self.final(pixels)
         if self.kind == "siglip2":
-            return self._siglip2(pixels)
+            return self._siglip2(pixels, out)
         height, width, _ = pixels.shape
         if self.kind == "plain":
-            return {"pixel_values": self._looked_up(pixels, _PLAIN, (1, 3, height, width))}
-        return {"pixel_values": self.patches([pixels]), "image_grid_thw": torch.tensor([self.grid(height, width)])}
+            look_up(pixels, self.table, _PLAIN, bits_of(out))
+            return {"pixel_values": out}
+        look_up(pixels, self.table, self._layout, bits_of(out))
+        return {"pixel_values": out, "image_grid_thw": torch.tensor([self.grid(height, width)])}
 
-    def _sized_and_cropped(self, pixels: np.ndarray) -> np.ndarray:
+    def shape(self, size: Size) -> tuple[int, ...]:
+        """Return the shape of the `pixel_values` of an image of a height and width."""
+        if self.tiles is not None:
+            room, side = best_resolution(size, self.tiles.resolutions), self.tiles.side
+            parts = 1 + -(-room[0] // side) * -(-room[1] // side)
+            return (1, parts, 3, *self._final(self.tiles.overview))
+        if self.background is not None:
+            size = (max(size),) * 2
+        height, width = self._final(size)
+        if self.kind == "siglip2":
+            return 1, self.most_patches, 3 * self.patch**2
+        if self.kind == "plain":
+            return 1, 3, height, width
+        return math.prod(self.grid(height, width)), 3 * self.times * self.patch**2
+
+    def _final(self, size: Size) -> Size:
+        """Return the size of an image behind scaling and cropping."""
+        return self.crop or (size if self.sized is None else self.sized(size))
+
+    def deferred(self, image: DeferredImage) -> DeferredPixels:
+        """Return an image that has not been decoded, to be decoded as pixels."""
+        size = width, height = image.size
+        room = math.prod(self.shape((height, width))) * self.dtype.itemsize
+        return DeferredPixels(image.data, image.form, image.part, path=self, size=size, room=room)
+
+    def final(self, pixels: np.ndarray) -> np.ndarray:
+        """Return an image, or a tile, as large as the model takes it, uint8 (height, width, 3) both."""
         if self.sized is not None:
             height, width, _ = pixels.shape
             pixels = self.scaled(pixels, self.sized((height, width)))
         return pixels if self.crop is None else _cropped(pixels, self.crop, floor=self.profile == "torch")
 
-    def _in_tiles(self, pixels: np.ndarray, tiles: Tiles) -> dict[str, Tensor]:
+    def _in_tiles(self, pixels: np.ndarray, tiles: Tiles, out: Tensor) -> dict[str, Tensor]:
         """Return the whole image and its tiles, row by row, as one image of five dimensions, and its size."""
         size = (pixels.shape[0], pixels.shape[1])
         room, side = best_resolution(size, tiles.resolutions), tiles.side
         whole = _cropped(self.scaled(pixels, fitted(size, room)), room, floor=True)
         corners = ((y, x) for y in range(0, room[0], side) for x in range(0, room[1], side))
         parts = [self.scaled(pixels, tiles.overview), *(whole[y : y + side, x : x + side] for y, x in corners)]
-        parts = [self._sized_and_cropped(part) for part in parts]
-        out = torch.empty((1, len(parts), 3, *parts[0].shape[:2]), dtype=self.dtype)
+        parts = [self.final(part) for part in parts]
         for part, values in zip(parts, out[0], strict=True):
             look_up(part, self.table, _PLAIN, bits_of(values))
         return {"pixel_values": out, "image_sizes": torch.tensor([size])}
@@ -162,7 +195,6 @@ class PixelPath:
         """
         values = 3 * self.times * self.patch**2
         counts = [math.prod(self.grid(*image.shape[:2])) for image in images]
-        layout = Layout(patch=(self.patch, self.patch), merge=self.merge, times=self.times)
         if frames:
             size, step = counts[0] * len(images) // self.times, self.times
             clips = [np.stack(images[start : start + step]) for start in range(0, len(images), step)]
@@ -172,25 +204,59 @@ class PixelPath:
         out = torch.empty((size, values), dtype=self.dtype)
         start = 0
         for clip, count in zip(clips, counts, strict=True):
-            look_up(clip, self.table, layout, bits_of(out[start : start + count]))
+            look_up(clip, self.table, self._layout, bits_of(out[start : start + count]))
             start += count
         return out
 
-    def _looked_up(self, pixels: np.ndarray, layout: Layout, shape: tuple[int, ...]) -> Tensor:
-        out = torch.empty(shape, dtype=self.dtype)
-        look_up(pixels, self.table, layout, bits_of(out))
-        return out
+    @property
+    def _layout(self) -> Layout:
+        return Layout(patch=(self.patch, self.patch), merge=self.merge, times=self.times)
 
-    def _siglip2(self, pixels: np.ndarray) -> dict[str, Tensor]:
+    def _siglip2(self, pixels: np.ndarray, out: Tensor) -> dict[str, Tensor]:
         side = self.patch
         rows, columns = pixels.shape[0] // side, pixels.shape[1] // side
-        values = self._looked_up(pixels, _PLAIN, (3, rows, side, columns, side))
-        out = torch.zeros((1, self.most_patches, side * side * 3), dtype=self.dtype)
+        values = torch.empty((3, rows, side, columns, side), dtype=self.dtype)
+        look_up(pixels, self.table, _PLAIN, bits_of(values))
+        out[0, rows * columns :] = 0
         out[0, : rows * columns] = values.permute(1, 3, 2, 4, 0).reshape(rows * columns, -1)
         mask = torch.zeros((1, self.most_patches), dtype=torch.int32)
         mask[0, : rows * columns] = 1
         shapes = torch.tensor([[rows, columns]])
         return {"pixel_values": out, "pixel_attention_mask": mask, "spatial_shapes": shapes}
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class DeferredPixels(DeferredImage):
+    """An image that is decoded as pixels of a model.
+
+    Attributes:
+        path: How they are made.
+        size: Width and height in pixels.
+        room: Bytes of its `pixel_values`.
+    """
+
+    path: PixelPath = field(kw_only=True)
+    size: tuple[int, int] = field(kw_only=True)
+    room: int = field(kw_only=True)
+
+    def made(self, memory: np.ndarray | None = None) -> MadePixels:
+        """Return the pixels. Raises DecodeError."""
+        return MadePixels(self.path.image(self.get(), memory))
+
+
+@dataclass(frozen=True, slots=True)
+class MadePixels:
+    """What the processor returns for an image; the task encoder has it in place of the image."""
+
+    visual: dict[str, Tensor]
+
+
+def _placed(shape: tuple[int, ...], dtype: torch.dtype, memory: np.ndarray | None) -> Tensor:
+    """Return uninitialised values, in memory that is given if it is as large as they are."""
+    if memory is None or memory.nbytes != math.prod(shape) * dtype.itemsize:
+        return torch.empty(shape, dtype=dtype)
+    bits = np.int16 if dtype == torch.bfloat16 else torch.empty(0, dtype=dtype).numpy().dtype
+    return torch.from_numpy(memory.view(bits).reshape(shape)).view(dtype)
 
 
 def pixel_path(image_processor: Any, profile: Profile | None = None, dtype: PixelDtype = "float32") -> PixelPath | None:
@@ -227,6 +293,8 @@ def process_image(
     image_processor: Any, image: Any, path: PixelPath | None = None, dtype: torch.dtype = torch.float32
 ) -> dict[str, Tensor]:
     """Return the tensors of one image: by the native path, or by the processor, which gets a PIL image in RGB."""
+    if isinstance(image, MadePixels):
+        return image.visual
     if path is not None:
         return path.image(image)
     output: Mapping[str, Any] = image_processor(images=[as_pil(image)], return_tensors="pt")

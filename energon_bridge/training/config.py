@@ -140,6 +140,9 @@ class DataConfig:
         balance_patches: Cost of an image patch, where a token costs 1.
         packing_buffer_size: Samples per lane from which packs are chosen; null: no packing. Applies to training and
             validation.
+        max_tokens_per_microbatch: Make microbatches of as many samples of similar length as fit into so many tokens,
+            padding included, instead of a fixed number; chosen from `packing_buffer_size` samples (null: 256). Batch
+            sizes then count microbatches, and `micro_batch_size` must be 1. null: no.
         packing_max_samples: Maximum samples per pack; null: as many as fit into `seq_length`.
         packing_max_images: Maximum images per pack; null: no limit. A sample with more images stops the run.
         trust_remote_code: Run the `sample_loader` and `part_filter` that come with the dataset.
@@ -169,6 +172,7 @@ class DataConfig:
     balance_attention: float = 0.0
     balance_patches: float = 0.0
     packing_buffer_size: int | None = None
+    max_tokens_per_microbatch: int | None = None
     packing_max_samples: int | None = None
     packing_max_images: int | None = None
     trust_remote_code: bool = False
@@ -178,6 +182,11 @@ class DataConfig:
     min_pixels: int | None = None
     max_pixels: int | None = None
     max_num_images: int | None = None
+
+    @property
+    def packs(self) -> bool:
+        """Whether samples are packed."""
+        return self.packing_buffer_size is not None and self.max_tokens_per_microbatch is None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -330,6 +339,7 @@ class RunConfig:
             "data.global_batch_size": self.data.global_batch_size,
             "data.seq_length": self.data.seq_length,
             "data.packing_buffer_size": self.data.packing_buffer_size,
+            "data.max_tokens_per_microbatch": self.data.max_tokens_per_microbatch,
             "data.packing_max_samples": self.data.packing_max_samples,
             "data.packing_max_images": self.data.packing_max_images,
             "data.min_pixels": self.data.min_pixels,
@@ -353,6 +363,7 @@ class RunConfig:
                 f"data.micro_batch_size={self.data.micro_batch_size}"
             )
         self._check_packing()
+        self._check_max_tokens()
         self._check_balance()
         if (self.data.min_pixels or 0) > (self.data.max_pixels or math.inf):
             raise ConfigurationError(
@@ -395,7 +406,7 @@ class RunConfig:
 
     def _check_packing(self) -> None:
         data = self.data
-        if data.packing_buffer_size is None:
+        if not data.packs:
             for name in ("packing_max_samples", "packing_max_images"):
                 if (value := getattr(data, name)) is not None:
                     raise ConfigurationError(
@@ -406,6 +417,21 @@ class RunConfig:
             raise ConfigurationError(
                 "data.shuffle_images=true exchanges the images of samples, not those of packs: run the control with "
                 "data.packing_buffer_size=null"
+            )
+
+    def _check_max_tokens(self) -> None:
+        data = self.data
+        if (most := data.max_tokens_per_microbatch) is None:
+            return
+        if data.micro_batch_size != 1:
+            raise ConfigurationError(
+                f"data.max_tokens_per_microbatch={most} with data.micro_batch_size={data.micro_batch_size}: a "
+                "microbatch has as many samples as fit into the tokens. Set data.micro_batch_size=1, and "
+                "data.global_batch_size to the microbatches of a step"
+            )
+        if most < data.seq_length:
+            raise ConfigurationError(
+                f"data.max_tokens_per_microbatch={most} cannot hold a sample of data.seq_length={data.seq_length}"
             )
 
     def accumulate(self, world_size: int) -> int:

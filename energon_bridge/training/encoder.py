@@ -156,7 +156,7 @@ def _bounded(family: Family, config: DataConfig) -> Family:
 
 
 def _packer(config: DataConfig) -> Packer[Any] | None:
-    if config.packing_buffer_size is None:
+    if not config.packs:
         return None
     limits = {"tokens": config.seq_length, SAMPLES: config.packing_max_samples, "images": config.packing_max_images}
     return Packer(limits={name: limit for name, limit in limits.items() if limit is not None}, size_of=_sizes)

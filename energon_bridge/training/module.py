@@ -184,7 +184,7 @@ class VisionLanguageModule(LightningModule):
 
     def on_train_start(self) -> None:
         """Refuse a model that would mix the samples of packs."""
-        if self.config.data.packing_buffer_size is not None:
+        if self.config.data.packs:
             with self.trainer.precision_plugin.forward_context():
                 check_packing(self.model)
 

@@ -361,6 +361,16 @@ def test_enter_accepts_the_type_and_the_parts_that_fit(tmp_path: Path):
     assert meta(tmp_path, "dataset.yaml")["field_map"] == {"image": "png", "caption": "txt"}
 
 
+def test_other_parts_that_fit_are_named(tmp_path: Path):
+    pictures = {f"{side}.jpg": picture(0) for side in ("left", "right", "mask")}
+    write_shard(tmp_path / "0.tar", {f"{n}": {"txt": b"a caption", **pictures} for n in range(3)})
+    flags = ["--no-progress", "--split-ratio", "1,0,0", "--sample-type", "CaptioningSample"]
+    result = energon("prepare", tmp_path, *flags, answers="right.jpg\n\n")
+    assert result.exit_code == 0, result.output
+    assert "image (torch.Tensor; mask.jpg, right.jpg would fit, too) [left.jpg]:" in result.output
+    assert meta(tmp_path, "dataset.yaml")["field_map"] == {"image": "right.jpg", "caption": "txt"}
+
+
 def test_the_assistant_proposes_crude_samples_for_parts_that_no_type_takes(tars: Path):
     result = energon("prepare", tars, "--no-progress", "--split-ratio", "1,0,0", answers="\n" * 4)
     assert result.exit_code == 0, result.output

@@ -184,10 +184,23 @@ class BatchesEncoder(SkippingEncoder):
             yield dataclasses.replace(batch, noise=batch.noise + torch.rand(batch.noise.shape))
 
 
+class LengthsEncoder(PrePostEncoder):
+    """Selects microbatches by length, makes up to three of one, and refuses lengths, samples and microbatches."""
+
+    def sample_length(self, sample: Any) -> int:
+        if random.random() < 0.05:
+            raise SkipSample
+        return len(sample.noise)
+
+    def encode_batch(self, batch: Any) -> Iterator[Any]:
+        return BatchesEncoder().encode_batch(batch)
+
+
 ENCODERS: dict[str, type[DefaultTaskEncoder]] = {
     "packing": PackingEncoder,
     "prepost": PrePostEncoder,
     "grouping": GroupingEncoder,
+    "lengths": LengthsEncoder,
     "batches": BatchesEncoder,
     "default": DefaultTaskEncoder,
     "tensors": TensorEncoder,
@@ -201,6 +214,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "packing": {"packing_buffer_size": 11},
     "prepost": {"packing_buffer_size": 11},
     "grouping": {"batch_size": None},
+    "lengths": {"batch_size": None, "packing_buffer_size": 11, "max_tokens_per_microbatch": 6},
 }
 """Settings without which an encoder does not do what it is there for."""
 

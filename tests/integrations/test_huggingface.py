@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +17,7 @@ from paths import EXAMPLES
 pytest.importorskip("accelerate")
 from forked import become_rank, free_port, run_forked
 
-from energon_bridge import WorkerConfig, get_loader, get_train_dataset, get_val_dataset
+from energon_bridge import WorkerConfig, get_loader, get_train_dataset, get_val_dataset, make_balance
 from energon_bridge.errors import ConfigurationError, MaskedMicrobatchesError, StateFormatError
 from energon_bridge.integrations.huggingface import STATE_FILE, Described, EnergonTrainer, model_inputs
 from energon_bridge.testing import create_captioning_test_dataset
@@ -36,16 +38,36 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return create_captioning_test_dataset(tmp_path_factory.mktemp("hf") / "captions", num_train=20, num_val=7)
 
 
-def train(data: Path, output: Path, steps: int, *, processes: int = 1, resume: bool = False) -> list[dict[str, float]]:
-    """Run the example with a global batch of two microbatches; return what the first process logged."""
+def train(
+    data: Path,
+    output: Path,
+    steps: int,
+    *,
+    processes: int = 1,
+    resume: bool = False,
+    microbatches: int = 2,
+    balance: Callable[[Any], float] | None = None,
+) -> list[dict[str, float]]:
+    """Run the example with a global batch of some microbatches; return what the first process logged."""
     example, port = load_example(), free_port()
-    arguments = ["--data", data, "--output", output, "--max-steps", steps, "--accumulate", 2 // processes]
+    arguments = ["--data", data, "--output", output, "--max-steps", steps, "--accumulate", microbatches // processes]
 
     def process(rank: int) -> Any:
         torch.set_num_threads(1)
         if processes > 1:
             become_rank(rank, processes, port)
-        return example.main([*map(str, arguments), *["--resume"] * resume])
+        if balance is None:
+            return example.main([*map(str, arguments), *["--resume"] * resume])
+        trainers: list[Any] = []
+
+        class Balancing(EnergonTrainer):
+            def __init__(self, **kwargs: Any) -> None:
+                super().__init__(balance=make_balance(balance), **kwargs)
+                trainers.append(self)
+
+        example.EnergonTrainer = Balancing
+        history = example.main([*map(str, arguments), *["--resume"] * resume])
+        return [*history, trainers[0]._train_batches.dataloader.metrics()]
 
     return run_forked(processes, process)[0]
 
@@ -87,11 +109,37 @@ def test_a_run_on_two_processes_is_resumed_on_one(whole: dict[str, float], data:
     assert losses(history) == pytest.approx(whole, rel=1e-3)
 
 
+def test_balanced_processes_learn_the_same(data: Path, tmp_path: Path) -> None:
+    """Also after a resume, in the long mode."""
+    steps = STEPS if os.environ.get("ENERGON_LONG_TESTS") else STOP
+    plain = losses(train(data, tmp_path / "plain", steps, processes=2, microbatches=4))
+
+    def run(steps: int, **kwargs: Any) -> tuple[dict[str, float], dict[str, float]]:
+        cost = lambda batch: float(sum(int(key[-3:]) for key in batch.__key__))  # noqa: E731
+        *history, metrics = train(
+            data, tmp_path / "balanced", steps, processes=2, microbatches=4, balance=cost, **kwargs
+        )
+        return losses(history), metrics
+
+    found, metrics = run(STOP)
+    if steps > STOP:
+        found, metrics = run(STEPS, resume=True)
+    assert found == pytest.approx(plain, rel=1e-3)
+    assert metrics["balance_moved"] > 0
+    assert 1 <= metrics["balance_step"] < metrics["balance_step_before"]
+
+
 def trainer_on(rank: int, size: int, **attributes: Any) -> EnergonTrainer:
     """Return a trainer without a model, of one process among several."""
     trainer = EnergonTrainer.__new__(EnergonTrainer)
     arguments = SimpleNamespace(gradient_accumulation_steps=1, output_dir="nowhere")
-    state = {"args": arguments, "_loader_arguments": {}, "_resume_from": None, "_model_inputs": model_inputs}
+    state = {
+        "_balance": None,
+        "args": arguments,
+        "_loader_arguments": {},
+        "_resume_from": None,
+        "_model_inputs": model_inputs,
+    }
     for name, value in (state | attributes).items():
         setattr(trainer, name, value)
     trainer.accelerator = SimpleNamespace(process_index=rank, num_processes=size, parallelism_config=None)

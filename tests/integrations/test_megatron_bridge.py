@@ -11,8 +11,7 @@ import pytest
 import torch
 from rank_states import rank_file, write_rank_file
 
-from energon_bridge import DefaultTaskEncoder
-from energon_bridge.errors import ConfigurationError
+from energon_bridge import BatchCost, ConfigurationError, DefaultTaskEncoder
 from energon_bridge.integrations.bridge import (
     DatasetBuildContext,
     EnergonDatasetBuilder,
@@ -185,6 +184,11 @@ def test_every_declaration_with_a_build_method_fits(dataset: Path) -> None:
         ({"packing_buffer_size": 8}, "packing_buffer_size with micro_batch_size=2"),
         ({"global_batch_size": 3}, "global_batch_size=3 is no multiple of micro_batch_size=2"),
         ({"pad_to_max_length": True}, "seq_length=64, which is no multiple of pad_to_multiple_of=128"),
+        ({"max_tokens_per_microbatch": 0}, "max_tokens_per_microbatch must be an integer of at least 1 or None"),
+        ({"balance": "global_batch"}, "balance='global_batch' shares out .*: give global_batch_size"),
+        ({"balance_cost": {"token": 1.0}}, "balance_cost has token; BatchCost takes tokens, attention, patches"),
+        ({"balance_cost": {"tokens": -1.0}}, "BatchCost: tokens must be a finite number, 0 or more"),
+        ({"balance_cost": 3}, "balance_cost must be weights or a function of a batch, got 3"),
         ({"task_encoder": 3}, "task_encoder is a int"),
         ({"dataset_kwargs": {"batch_size": 3}}, "dataset_kwargs has batch_size"),
         ({"dataset_kwargs": {"error_policy": [object()]}}, r"dataset_kwargs\['error_policy'\]\[0\] is a object"),
@@ -193,6 +197,21 @@ def test_every_declaration_with_a_build_method_fits(dataset: Path) -> None:
 def test_values_that_do_not_fit_are_refused(values: dict[str, Any], text: str, dataset: Path) -> None:
     with pytest.raises(ConfigurationError, match=text):
         config(dataset, **values).finalize()
+
+
+def test_balance_and_budgets_of_tokens_are_declared(dataset: Path) -> None:
+    weights = {"tokens": 1.0, "attention": 1e-5}
+    declared = config(
+        dataset,
+        micro_batch_size=1,
+        global_batch_size=4,
+        max_tokens_per_microbatch=512,
+        balance="global_batch",
+        balance_cost=weights,
+    )
+    data = EnergonDatasetBuilder(declared).data_module(DatasetBuildContext(1, 0, 0))
+    assert (data.balance, data.balance_cost) == ("global_batch", BatchCost(**weights))
+    assert data.dataset_kwargs["max_tokens_per_microbatch"] == 512
 
 
 def test_a_folder_without_processors_is_named(dataset: Path, tmp_path: Path) -> None:

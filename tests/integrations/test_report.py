@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -384,6 +385,32 @@ def test_ranks_are_added_up(tmp_path: Path) -> None:
     assert [one.rank for one in of_all[0]] == [0, 1]
     write_report(tmp_path / "report.html", of_all[0], RunRecorder())
     assert "data-parallel ranks 2" in Read(tmp_path / "report.html").text
+
+
+def test_balance_is_shown_as_it_came_and_as_it_was_shared_out(tmp_path: Path) -> None:
+    def loader_with(count: int, own: float, *sums: float) -> Any:
+        inner = SimpleNamespace(balance_sums=(count, own, [*sums, 0.5]))
+        return SimpleNamespace(loader=inner, wait_seconds=0.0)
+
+    recorder = RunRecorder()
+    recorder.start(loader_with(0, 0.0, 0.0, 0.0, 0.0, 0.0))
+    recorder.step(loader_with(1, 10.0, 1.5, 1.0, 1.75, 1.25), 1, 3.0)
+    recorder.step(loader_with(1, 10.0, 1.5, 1.0, 1.75, 1.25), 2, 2.0)  # nothing was exchanged meanwhile
+    again = RunRecorder()
+    again.load_state_dict(recorder.state_dict())
+    again.step(loader_with(2, 30.0, 3.5, 2.25, 3.75, 2.25), 3, 1.0)  # of a process that began before
+    again.step(loader_with(3, 20.0, 4.5, 3.25, 4.75, 3.25), 4, 1.0)
+    found = {name: (curve.points[0][2], curve.mean) for name, curve in again.balance.items()}
+    assert found["step_before"] == (1.5, pytest.approx((1.5 + 1.75 + 1.0) / 3))
+    assert found["step"] == (1.0, pytest.approx((1.0 + 1.125 + 1.0) / 3))
+    assert found["cost"] == (10.0, 20.0)
+    ranks = [RankSummary(rank=rank, ranks=2, seconds=1.0, waited=0.0, cost=20.0 + 10 * rank) for rank in range(2)]
+    write_report(tmp_path / "report.html", ranks, again)
+    page = Read(tmp_path / "report.html")
+    assert "1.417 as it came (dashed), 1.042 balanced" in page.text
+    assert ["1", "30", "1.200"] in page.rows
+    write_report(tmp_path / "plain.html", ranks, RunRecorder())
+    assert "Balance" not in Read(tmp_path / "plain.html").text
 
 
 def test_without_our_loader_there_are_the_losses(tmp_path: Path) -> None:

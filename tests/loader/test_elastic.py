@@ -44,7 +44,7 @@ UNEVEN = [5, 7, 9, 10, 11, 13, 16, 20, 23]
 SHARDS = [5, 9, 1, 14, 8]  # 37 samples, 24 lanes: an epoch ends in nearly every step
 LARGE = [1500, 1, 1600]  # each lane has a stretch of 129 samples, in slices of two: enough for windows and rounds
 ENCODERS = ["default", "tensors", "skipping", "several", "refusing", "images"]
-ENCODERS += ["packing", "prepost", "grouping", "batches", "stretches"]
+ENCODERS += ["packing", "prepost", "grouping", "batches", "stretches", "lengths"]
 CASES = [
     (encoder, *topology)
     for encoder in ENCODERS
@@ -143,7 +143,7 @@ draws: list[int] = []
 
 
 @pytest.mark.parametrize(
-    "encoder", [name for name in ENCODERS if name not in ("images", "prepost", "several", "stretches")]
+    "encoder", [name for name in ENCODERS if name not in ("images", "prepost", "several", "stretches", "lengths")]
 )
 def test_an_encoder_around_an_encoder_changes_nothing(data: Path, encoder: str) -> None:
     inner = dataset_of(data, encoder)

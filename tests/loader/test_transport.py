@@ -112,6 +112,18 @@ def test_other_values_arrive_as_they_left() -> None:
         assert torch.equal(here.to_dense(), there.to_dense())
 
 
+@pytest.mark.parametrize(("size", "inside"), [(1000, True), (1 << 14, True), (1 << 16, False)])
+def test_what_is_small_crosses_in_its_message(size: int, inside: bool) -> None:
+    arena = Arena(1 << 20)
+    message = Outbox(arena, kept=1).pack(["a" * size, torch.arange(9)])
+    assert isinstance(message.place, bytes) is inside
+    text, numbers = unpack(message, arena)
+    assert len(text) == size
+    numbers += 1  # of memory that is its own
+    assert numbers.tolist() == list(range(1, 10))
+    assert unpack(message, arena)[1].tolist() == list(range(9)) or not inside
+
+
 def test_a_tensor_that_is_named_twice_is_one_tensor() -> None:
     one = torch.zeros(4)
     arena = Arena(1 << 20)

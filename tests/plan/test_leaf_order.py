@@ -182,6 +182,25 @@ def test_a_round_is_the_same_from_any_of_its_draws(order: LeafOrder, draw: int, 
         assert fresh.epochs.tolist() == part.epochs.tolist()
 
 
+@given(leaf_orders(), st.integers(0, 10**6), st.integers(1, 500), st.data())
+def test_rounds_together_are_the_rounds_one_by_one(
+    order: LeafOrder, draw: int, fewest: int, data: st.DataObject
+) -> None:
+    lane = data.draw(st.integers(0, order.num_lanes - 1))
+    together = order.rounds_at(lane, draw, fewest)
+    assert together.first <= draw
+    assert together.indices.size >= fewest
+    at = together.first
+    while at < together.first + together.indices.size:  # whole rounds, and not only so many draws
+        one = order.round_at(lane, at)
+        here = slice(at - together.first, at - together.first + one.indices.size)
+        assert one.first == at
+        assert one.indices.tolist() == together.indices[here].tolist()
+        assert one.epochs.tolist() == together.epochs[here].tolist()
+        at += one.indices.size
+    assert at - one.indices.size - together.first < fewest + one.indices.size
+
+
 @given(st.integers(1, 300), lane_counts, keys, st.integers(1, 7))
 def test_without_shuffling_the_lanes_give_the_datasets_own_order(n: int, num_lanes: int, key: int, block: int) -> None:
     order = order_of(n, num_lanes=num_lanes, key=key, block=block, shuffle=False)

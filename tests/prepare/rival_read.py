@@ -3,14 +3,18 @@
     python rival_read.py '[{"path": ..., "parts": ["train", ...], "lookup": ["key.part", ...]}, ...]'
 
 For each job: `samples`, per split part a list of {"key", "type", "fields"}, and `lookup`, the bytes that its key index
-finds. Nothing is decoded; bytes appear as latin-1 text.
+finds. Nothing is decoded; bytes appear as latin-1 text. A job with `prepare` (flags) is prepared first; what that or
+the reading raises is its `error`.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import sys
 
+from click.testing import CliRunner
 from megatron.energon import (
     Cooker,
     DefaultTaskEncoder,
@@ -22,6 +26,7 @@ from megatron.energon import (
     stateless,
 )
 from megatron.energon.cache.file_store import WebdatasetFileStore
+from megatron.energon.cli.main import main
 from megatron.energon.epathlib import EPath
 
 
@@ -79,5 +84,18 @@ def read(job):
     return {"samples": samples, "lookup": found}
 
 
+def prepare_and_read(job):
+    """Prepare a dataset and read it."""
+    result = CliRunner().invoke(main, ["prepare", job["path"], *job["prepare"]])
+    if result.exit_code:
+        return {"path": job["path"], "error": repr(result.exception)}
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            return {"path": job["path"], "error": "", **read(job)}
+    except Exception as error:
+        return {"path": job["path"], "error": repr(error)}
+
+
 if __name__ == "__main__":
-    sys.stdout.write("RESULT " + json.dumps([read(job) for job in json.loads(sys.argv[1])]) + "\n")
+    done = [prepare_and_read(job) if "prepare" in job else read(job) for job in json.loads(sys.argv[1])]
+    sys.stdout.write("RESULT " + json.dumps(done) + "\n")

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import os
-import random
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
-from paths import REPOSITORY
 from sources import content
 from tar_builder import write_texts
 
@@ -115,40 +109,3 @@ def test_a_run_that_was_stopped_goes_on_and_one_that_failed_begins_anew(
     with pytest.raises(SampleError, match="nine"):
         add_column(root, "other", fails_on_nine)
     assert not (root / ".nv-meta.columns").exists()
-
-
-def test_killed_at_any_moment(tmp_path: Path) -> None:
-    """Runs and tasks, one after the other, are killed at random moments; the end is that of a run left alone."""
-    seed = random.randrange(1 << 30) if SEED == "random" else int(SEED)
-    print(f"ENERGON_TEST_SEED={seed}")  # noqa: T201
-    rng = random.Random(seed)
-    root, expected = dataset(tmp_path / "data", 200, 8), dataset(tmp_path / "other", 200, 8)
-    add_column(expected, "hash", columns.content_hash, made_of=columns.HASH_MADE_OF, raw=True, num_workers=2)
-    script = (
-        "import sys\n"
-        "from energon_bridge.prepare import columns\nfrom energon_bridge.prepare.engines import parse_task\n"
-        "task = parse_task(sys.argv[2]) if sys.argv[2] else None\nprint('go', flush=True)\n"
-        "columns.add_column(sys.argv[1], 'hash', columns.content_hash, made_of=columns.HASH_MADE_OF, raw=True,"
-        " task=task, num_workers=2)"
-    )
-    killed = 0
-    wanted = 50 if LONG else 3
-    for turn in range(wanted):
-        task = f"{turn % 3}/3" if turn % 2 else ""
-        line = [sys.executable, "-c", script, str(root), task]
-        with subprocess.Popen(line, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-            assert process.stdout is not None
-            assert process.stdout.readline() == b"go\n"
-            until = len(list(root.glob(".nv-meta.columns/*/*/*.npz"))) + rng.randrange(max(1, 360 // wanted))
-            while process.poll() is None:
-                if len(list(root.glob(".nv-meta.columns/*/*/*.npz"))) >= until:
-                    process.send_signal(signal.SIGKILL)
-                    killed += 1
-                    break
-                time.sleep(0.001)
-        assert process.returncode in (0, -signal.SIGKILL)
-        index = root / ".nv-meta/columns/index.json"
-        assert not index.exists() or made(root)[".nv-meta/columns/hash.npy"]
-    assert killed
-    add_column(root, "hash", columns.content_hash, made_of=columns.HASH_MADE_OF, raw=True, num_workers=2)
-    assert made(root) == made(expected)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sqlite3
-import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
@@ -193,40 +191,6 @@ def test_tasks_convert_what_one_process_converts(tmp_path: Path) -> None:
     energon("convert", source, out, *flags, "--task", "2/3")
     result = energon("convert", source, out, *flags, "--finish")
     assert result.exit_code == 0, result.output
-    assert content(out) == whole
-
-
-def test_tasks_at_the_same_time_that_are_killed(tmp_path: Path) -> None:
-    """Three processes, killed at random moments and started again until each has ended."""
-    source, flags, _ = llava(tmp_path / "in", 300)
-    flags = [*flags, "--samples-per-shard", 4, "--num-workers", 1]
-    whole = content(converted(source, tmp_path / "whole", *flags))
-    out, script = tmp_path / "out", "from energon_bridge.cli.main import main; main()"
-    rounds, kills = (50, 45) if LONG else (4, 2)
-    line = [sys.executable, "-c", script, "convert", str(source), str(out), *map(str, flags)]
-
-    def start(number: int) -> subprocess.Popen[bytes]:
-        return subprocess.Popen([*line, "--task", f"{number}/3"], cwd=REPOSITORY, stdout=subprocess.DEVNULL)
-
-    running = {number: start(number) for number in range(3)}
-    killed = 0
-    while running:
-        done = len(list(out.rglob("*.rec")))
-        for number, process in list(running.items()):
-            if process.poll() == 0:
-                del running[number]
-            elif process.poll() is not None:
-                assert process.returncode == -signal.SIGKILL
-                running[number] = start(number)
-            elif killed < kills and done >= (killed + 1) * 75 // (rounds + 1):
-                process.kill()
-                process.wait()
-                killed += 1
-                break
-        assert not (out / ".nv-meta").exists()
-        time.sleep(0.002)
-    assert killed == kills
-    converted(source, out, *flags, "--finish")
     assert content(out) == whole
 
 

@@ -110,15 +110,20 @@ def datasets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: prepare(root / name, name) for name in DATASETS}
 
 
+def ask_rival(python: str, jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Let megatron-energon do jobs as `rival_read` describes them."""
+    result = subprocess.run([python, str(READER), json.dumps(jobs)], capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr[-4000:]
+    line = next(line for line in result.stdout.splitlines() if line.startswith("RESULT "))
+    found: list[dict[str, Any]] = json.loads(line.removeprefix("RESULT "))
+    return found
+
+
 @pytest.fixture(scope="module")
 def rival(rival_python: str, datasets: dict[str, Path]) -> dict[str, Any]:
     """Return what megatron-energon reads of them: one start of its interpreter for all."""
     jobs = [{"path": str(path), "parts": parts_of(name), "lookup": lookups_of(name)} for name, path in datasets.items()]
-    command = [rival_python, str(READER), json.dumps(jobs)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stderr[-4000:]
-    line = next(line for line in result.stdout.splitlines() if line.startswith("RESULT "))
-    return dict(zip(datasets, json.loads(line.removeprefix("RESULT ")), strict=True))
+    return dict(zip(datasets, ask_rival(rival_python, jobs), strict=True))
 
 
 @pytest.mark.parametrize("name", DATASETS)

@@ -48,7 +48,7 @@ def test_every_part_runs(tmp_path):
     assert [(m["kind"], m["mode"]) for m in measured["throughput"]] == [("text", "raw")]
     assert all(m["samples_per_s"] > 0 and m["cpu_us_per_sample"] > 0 for m in measured["throughput"])
     assert all(m["exact"] and m["state_bytes"] > 0 for m in measured["checkpoint"])
-    assert [m["samples"] for m in measured["prepare"]] == [64]
+    assert [m["samples"] for m in measured["prepare"]] == [64] * 4  # two kinds, with and without the key index
     assert [m["start"] for m in measured["mixes"]] == ["first", "later"] * 2
     assert {m["datasets"] for m in measured["mixes"]} == {1, 3}
     assert all(m["first_batch_s"] > 0 and m["open_files"] > 0 and m["state_bytes"] > 0 for m in measured["mixes"])

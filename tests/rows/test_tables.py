@@ -292,6 +292,28 @@ def test_slices_of_large_files_are_row_groups(tmp_path: Path, monkeypatch: pytes
     assert len(read) <= 2.5 * count / group
 
 
+def test_groups_that_are_decoded_again_and_again_are_worth_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = arrow.table({"text": [f"text {n}" for n in range(2000)]})
+    parquet.write_table(rows, tmp_path / "x.parquet", row_group_size=100)
+    monkeypatch.setattr(tables, "_KEPT", tables._Kept())
+    reader = tables.TableRows(tables.open_tables(tmp_path / "x.parquet", split_part="train"))
+    numbers = np.random.default_rng(0).permutation(2000)
+
+    def read(chosen: np.ndarray) -> None:
+        for number in chosen:
+            reader.read(np.array([number]))
+
+    read(numbers[:200])
+    assert not caplog.records  # all of them are kept
+    monkeypatch.setattr(tables, "_KEPT", tables._Kept())
+    monkeypatch.setattr(tables, "_KEPT_BYTES", 3000)  # two of the twenty
+    read(numbers[200:])
+    (record,) = [record for record in caplog.records if "decoded again" in record.message]
+    assert f"energon convert {tmp_path} OUT" in record.message
+
+
 # Mistakes -------------------------------------------------------------------------------------------------------------
 
 

@@ -25,6 +25,7 @@ from energon_bridge.samples import (
     sample_type_by_name,
     sample_type_names,
 )
+from energon_bridge.samples.base import batch_meta
 
 SOURCE = SourceInfo("/data", 3, "a.tar", ("x.jpg",))
 OTHER = SourceInfo("/more", "k", "b.tar", ("x.txt", "x.json"))
@@ -178,6 +179,21 @@ def test_samples_survive_pickling():
     assert copied.__sources__ == (SOURCE,)
     assert copied.__sources__[0].shard_name == "a.tar"
     assert torch.equal(copied.image, sample.image)
+
+
+class OwnRecord(NamedTuple):
+    path: str
+    line: int
+
+
+@pytest.mark.parametrize("rows", [[()], [(SOURCE,), (OTHER, SOURCE)], [(SOURCE,), (OwnRecord("/own", 3),)], [("x",)]])
+def test_sources_of_a_batch_survive_pickling_whatever_they_are(rows: list[tuple[Any, ...]]):
+    sources = batch_meta("__sources__", rows)
+    for protocol in (2, pickle.HIGHEST_PROTOCOL):
+        copied = pickle.loads(pickle.dumps(sources, protocol))
+        assert isinstance(copied, tuple)
+        assert copied == sources == tuple(source for row in rows for source in row)
+        assert list(map(type, copied)) == list(map(type, sources))
 
 
 def test_derive_from_copies_the_meta_fields_only():

@@ -26,8 +26,7 @@ from engine import (
 )
 from forked import run_forked
 
-from energon_bridge import SkipSample, get_val_dataset
-from energon_bridge.errors import EmptyDatasetError, SettingMismatchError
+from energon_bridge import DefaultTaskEncoder, EmptyDatasetError, SettingMismatchError, SkipSample, get_val_dataset
 from energon_bridge.loader.run_plan import DatasetSpec
 from energon_bridge.loader.savable import SavableDataLoader
 
@@ -60,9 +59,28 @@ class PacksByLength(PackingEncoder):
         return len(sample.noise) // 3, None
 
 
+class Measured(DefaultTaskEncoder):
+    """Has lengths, refuses a sample for its length and another one when it is due."""
+
+    def preencode_sample(self, sample: Any) -> Any:
+        return TensorEncoder().encode_sample(sample)
+
+    def sample_length(self, sample: Any) -> int:
+        if int(sample.__key__) == 7:
+            raise SkipSample
+        return len(sample.noise)
+
+    def postencode_sample(self, sample: Any) -> Any:
+        if int(sample.__key__) == 8:
+            raise SkipSample
+        sample.noise = sample.noise + torch.rand(sample.noise.shape)
+        return sample
+
+
 ENCODERS: dict[str, dict[str, Any]] = {
     "plain": {"task_encoder": ByLength(), "batch_size": None},
     "several": {"task_encoder": GroupingEncoder(), "batch_size": None},
+    "lengths": {"task_encoder": Measured(), "batch_size": 1, "packing_buffer_size": 11, "max_tokens_per_microbatch": 7},
     "packs": {"task_encoder": PacksByLength(), "batch_size": 2, "packing_buffer_size": 11},
 }
 

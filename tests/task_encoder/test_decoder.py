@@ -193,6 +193,7 @@ def test_config_is_plain():
         "guess_content": False,
         "defer_images": False,
         "image_target": None,
+        "image_backend": "auto",
         "max_pixels": 89_478_485,
         "max_part_bytes": 2 << 30,
     }

@@ -18,7 +18,8 @@ from energon_bridge.task_encoder.families import (
     ChatTemplateTaskEncoder,
     FixedTokenFamily,
 )
-from energon_bridge.task_encoder.families.rendering import Segment
+from energon_bridge.task_encoder.families.chat import chat_of
+from energon_bridge.task_encoder.families.rendering import Segment, renderer_of
 from energon_bridge.task_encoder.families.tokens import stretches_of
 from energon_bridge.training.presets import QWEN_TOKENS, train_tokenizer
 
@@ -202,6 +203,60 @@ def test_whatever_the_texts_are_answers_are_learned(
 ) -> None:
     sample = encoder.encode(chat(*[text for turn in turns for text in turn]))
     assert learned_of(encoder, sample) == [f"{answer}<|im_end|>" for _, answer in turns]
+
+
+# Thoughts are written anew in the last answer, and left out of the others; blanks around texts go.
+THINKING = (
+    "{% for message in messages %}{% set text = message['content'] if message['content'] is string else "
+    "message['content'] | map(attribute='text') | join %}{% if message['role'] == 'assistant' and '/t' in text %}"
+    "{% set text = ('[' + text.split('/t')[0].strip() + '] ' if loop.last else '') + text.split('/t')[-1] %}"
+    "{% endif %}{{ '<|im_start|>' + message['role'] + '\n' + text | trim + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+# Nothing stands behind an answer.
+BARE = (
+    "{% for message in messages %}{{ message['role'] + ':' + message['content'] + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+)
+SHOUTING = "{% for message in messages %}{{ (message['role'] + message['content']) | upper }}{% endfor %}"
+_SAID = st.text(st.sampled_from("ab \n\t/"), max_size=6) | st.sampled_from(["", "so /t b", "word0ofatext", "user:"])
+
+
+@pytest.mark.parametrize("learn", ["all", "last"])
+@pytest.mark.parametrize("template", [QWEN, STRINGS, FORGETFUL, THINKING, BARE, SHOUTING], ids=lambda text: text[-60:])
+@given(turns=st.lists(st.tuples(_SAID, _SAID), min_size=1, max_size=3))
+@settings(max_examples=20, deadline=None)
+def test_one_rendering_finds_what_all_renderings_find(
+    encoder: ChatTemplateTaskEncoder, template: str, learn: Any, turns: Any
+) -> None:
+    renderer = renderer_of(encoder.tokenizer, encoder.family, template=template, learn=learn, options={})
+    content = chat_of(chat(*[text for turn in turns for text in turn]))
+    messages = renderer._messages(content.messages)
+    try:
+        whole = renderer._text(messages, None)
+        expected = renderer._by_beginnings(content, messages, whole)
+    except SampleError as error:
+        with pytest.raises(type(error)):
+            renderer._compared(content)
+        return
+    assert renderer._compared(content) == (whole, expected)
+
+
+def test_a_conversation_of_a_known_shape_is_rendered_once(encoder: ChatTemplateTaskEncoder) -> None:
+    rendered = []
+
+    class Counting:
+        def apply_chat_template(self, *args: Any, **options: Any) -> Any:
+            rendered.append(1)
+            return encoder.tokenizer.apply_chat_template(*args, **options)
+
+    renderer = renderer_of(Counting(), encoder.family, template=QWEN, learn="all", options={})
+    counts = []
+    for text in ("a", "b", "c"):
+        rendered.clear()
+        renderer.segments(chat_of(chat(f"<image>{text}", text, text, text, text, text, images=[picture()])))
+        counts.append(len(rendered))
+    assert counts[0] > counts[1] == counts[2] == 1
 
 
 def test_tokens_are_those_of_the_whole_text() -> None:

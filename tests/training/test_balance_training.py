@@ -1,11 +1,18 @@
-"""Training with balance: the global batches and, within the rounding of sums, the losses are those without it."""
+"""Training on unequal microbatches: losses and gradients do not depend on how a global batch is cut and shared out.
+
+With balance, and with microbatches within a budget of tokens, they are those of the whole global batch in one process,
+within the rounding of sums.
+"""
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from PIL import Image
 
 pytest.importorskip("megatron.core")
 pytest.importorskip("lightning.pytorch")
@@ -16,8 +23,13 @@ from megatron_runs import configuration, train
 from run_outputs import read_losses
 
 from energon_bridge.dataloader import EnergonDataloader
-from energon_bridge.testing import create_captioning_test_dataset
+from energon_bridge.datasets import get_loader, get_train_dataset
+from energon_bridge.prepare import parse_patterns, prepare_dataset, render_dataset_yaml
+from energon_bridge.testing import create_captioning_test_dataset, write_shard
+from energon_bridge.topology import WorkerConfig
 from energon_bridge.training import run as training
+from energon_bridge.training.encoder import training_task_encoder
+from energon_bridge.training.module import VisionLanguageModule
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*")
 
@@ -41,6 +53,12 @@ def test_megatron_core_learns_the_same(dataset: Path, tmp_path: Path) -> None:
     assert before == after
     assert losses(balanced) == pytest.approx(losses(plain), rel=1e-5)
     assert len(losses(plain)) == 3
+    assert [
+        "Balance of the ranks" in (tmp_path / name / "report.html").read_text() for name in ("plain", "balanced")
+    ] == [
+        False,
+        True,
+    ]
 
 
 def test_lightning_learns_the_same(dataset: Path, tmp_path: Path) -> None:
@@ -79,3 +97,115 @@ def run_on_two_ranks(config: Any) -> list[list[str]]:
         return keys
 
     return run_forked(2, start)
+
+
+# A budget of tokens ---------------------------------------------------------------------------------------------------
+
+TOKENS = ("data.micro_batch_size=1", "data.global_batch_size=4", "data.max_tokens_per_microbatch=128")
+TOKENS += ("data.packing_buffer_size=24", "train.max_steps=3", "validation.limit_batches=1", "optimizer.clip_norm=0")
+
+
+@pytest.fixture(scope="module")
+def uneven(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return pictures with captions of 1 to 30 words."""
+    folder = tmp_path_factory.mktemp("uneven")
+    for split, count in (("train", 60), ("val", 5)):
+        samples = {}
+        for number in range(count):
+            file = io.BytesIO()
+            Image.new("RGB", (16, 16), (4 * number, 255 - 4 * number, 128)).save(file, "png")
+            words = " ".join(f"w{number * word % 7}" for word in range(1 + number * 7 % 30))
+            samples[f"{split}{number:03d}"] = {"png": file.getvalue(), "txt": words.encode()}
+        (folder / split).mkdir()
+        write_shard(folder / split / "0.tar", samples)
+    split = parse_patterns(["train:train/.*", "val:val/.*"])
+    dataset_yaml = render_dataset_yaml("CaptioningSample", {"image": "png", "caption": "txt"})
+    prepare_dataset(folder, split=split, dataset_yaml=dataset_yaml)
+    return folder
+
+
+def gradients_on_two_ranks(config: Any) -> tuple[list[list[list[str]]], dict[str, torch.Tensor]]:
+    """Train; return the keys of each rank's microbatches and the gradients of the first step."""
+    port = free_port()
+
+    def start(rank: int) -> Any:
+        become_rank(rank, 2, port)
+        keys: list[list[str]] = []
+        steps: list[dict[str, torch.Tensor]] = []
+        original, rescaled = EnergonDataloader._next_of, VisionLanguageModule.on_before_optimizer_step
+
+        def recorded(self: EnergonDataloader, stream: Any) -> Any:
+            batch = original(self, stream)
+            if self.endless:
+                keys.append(list(batch.__key__))
+            return batch
+
+        def kept(self: VisionLanguageModule, optimizer: Any) -> None:
+            rescaled(self, optimizer)
+            named = self.model.named_parameters()
+            steps.append({name: value.grad.clone() for name, value in named if value.grad is not None})
+
+        EnergonDataloader._next_of = recorded  # type: ignore[method-assign]
+        VisionLanguageModule.on_before_optimizer_step = kept  # type: ignore[method-assign]
+        training.run(config)
+        return keys, {name: value.numpy() for name, value in steps[0].items()}
+
+    found = run_forked(2, start)
+    return [keys for keys, _ in found], {name: torch.from_numpy(value) for name, value in found[0][1].items()}
+
+
+def gradients_of_whole(config: Any, keys: list[str]) -> dict[str, torch.Tensor]:
+    """Return the gradients of the mean loss over the tokens of these samples, run one by one in one process."""
+
+    def start(rank: int) -> Any:
+        bundle = training.load_bundle(config, Path(config.run_dir) / "model")
+        encoder = training_task_encoder(config.data, bundle)
+        world = WorkerConfig(rank=0, world_size=1, num_workers=0)
+        dataset = get_train_dataset(
+            config.data.path, batch_size=1, repeat=False, worker_config=world, task_encoder=encoder
+        )
+        with torch.no_grad():
+            batches = {batch.__key__[0]: batch for batch in get_loader(dataset)}
+        module = VisionLanguageModule(bundle, config)
+        module.train()
+        pairs = [module._token_losses(batches[key]) for key in keys]
+        total = sum((losses * mask).sum() for losses, mask in pairs)
+        (total / sum(mask.sum() for _, mask in pairs)).backward()
+        named = module.model.named_parameters()
+        return {name: value.grad.numpy() for name, value in named if value.grad is not None}
+
+    (found,) = run_forked(1, start)
+    return {name: torch.from_numpy(value) for name, value in found.items()}
+
+
+@pytest.mark.parametrize("balance", [(), BALANCED])
+def test_gradients_of_unequal_microbatches_are_those_of_the_whole_global_batch(
+    uneven: Path, tmp_path: Path, balance: tuple[str, ...]
+) -> None:
+    config = configuration(uneven, tmp_path / "run", *TOKENS, *balance, "trainer=lightning")
+    ranks, found = gradients_on_two_ranks(config)
+    first = [keys for rank in ranks for keys in rank[:2]]
+    assert len({len(keys) for keys in first}) > 1, "the microbatches are unequal"
+    whole = gradients_of_whole(config, [key for keys in first for key in keys])
+    assert set(whole) == set(found)
+    for name, expected in whole.items():
+        torch.testing.assert_close(found[name], expected, rtol=1e-4, atol=1e-6, msg=name)
+    assert max(float(value.abs().max()) for value in whole.values()) > 1e-2
+
+
+def test_megatron_core_trains_on_a_budget_of_tokens_alike_on_any_ranks(uneven: Path, tmp_path: Path) -> None:
+    def run(name: str, ranks: int, *overrides: str) -> tuple[list[list[str]], list[float]]:
+        config = configuration(uneven, tmp_path / name, *TOKENS, *overrides)
+        return train(config, ranks)[1], losses(config)
+
+    keys, expected = run("one", 1)
+    assert len({len(step) for step in keys}) > 1
+    for name, ranks, overrides in (
+        ("two", 2, BALANCED),
+        ("stages", 2, ("parallel.pp=2",)),
+        ("contexts", 2, ("parallel.cp=2",)),
+    ):
+        others, found = run(name, ranks, *overrides)
+        assert others == keys
+        if name != "stages":  # which begin with other weights
+            assert found == pytest.approx(expected, rel=1e-5), name

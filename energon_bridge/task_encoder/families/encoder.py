@@ -19,7 +19,7 @@ from torch import Tensor
 
 from energon_bridge.errors import ConfigurationError, OverLongSampleError, SampleError, SkipSample
 from energon_bridge.samples import VidQASample
-from energon_bridge.task_encoder.base import TaskEncoder
+from energon_bridge.task_encoder.base import TaskEncoder, default_hook
 from energon_bridge.task_encoder.conversation import Document, ImageToken, MultiModalSampleConfig
 from energon_bridge.task_encoder.decoder import SampleDecoder
 from energon_bridge.task_encoder.deferred import DeferredImage
@@ -33,8 +33,10 @@ from energon_bridge.task_encoder.families.chat import (
     has_turns,
 )
 from energon_bridge.task_encoder.families.config import ChatConfig
+from energon_bridge.task_encoder.families.llava import FixedTokenFamily
 from energon_bridge.task_encoder.families.prepared import PreparedSample, positions_of
 from energon_bridge.task_encoder.families.pretrained import load_pretrained
+from energon_bridge.task_encoder.families.qwen import QwenFamily
 from energon_bridge.task_encoder.families.registry import family_of
 from energon_bridge.task_encoder.families.rendering import Segment, document_segments, renderer_of
 from energon_bridge.task_encoder.families.tokens import Stretch, bos_of, placeholders_of, stretches_of
@@ -169,7 +171,7 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
 
     def postencode_sample(self, sample: PreparedSample) -> MultiModalSample:
         """Process the images and videos of one sample. Raises SampleError if they are not as large as planned."""
-        images = [image.get() if isinstance(image, DeferredImage) else image for image in sample.images]
+        images = [image.made() if isinstance(image, DeferredImage) else image for image in sample.images]
         visual: dict[str, Tensor] = {}
         if sample.plans and self.family is not None:
             ordered = sorted(sample.plans, key=lambda plan: plan.kind)  # images, then videos; each in their order
@@ -205,6 +207,11 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
         """Return how many tokens a sample takes in a pack."""
         return len(sample.tokens) + -len(sample.tokens) % self.config.pad_to_multiple_of
 
+    @default_hook
+    def sample_length(self, sample: Any) -> int:
+        """Return the tokens of a row of a batch in which this sample is the longest."""
+        return self._row_length if self.config.pad_to_max_length else self.padded_length(sample)
+
     def select_samples_to_pack(self, samples: Sequence[Any]) -> list[list[Any]]:
         """Return the packs of tokenised samples that leave the packing buffer now."""
         return self.packer.select(samples)
@@ -239,7 +246,7 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
     def _planned_sample(self, sample: Any) -> PreparedSample:
         content = self._content_of(sample)
         segments, answer = self._rendered(content)
-        images, videos = list(content.images), self._videos(getattr(content, "videos", ()))
+        images, videos = self._deferred(content.images), self._videos(getattr(content, "videos", ()))
         plans = self._planned(segments, images, videos)
         stretches = stretches_of(segments, plans, self.tokenizer, self._placeholders)
         if self._bos is not None and not (stretches and stretches[0].tokens[:1] == [self._bos]):
@@ -310,6 +317,17 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
         ordered = [plans[s.media].pop(0) for s in segments if s.media is not None and plans[s.media]]
         return [*ordered, *plans["image"], *plans["video"]]
 
+    def _deferred(self, images: Sequence[Any]) -> list[Any]:
+        """Return images of which those that are not decoded yet are decoded as pixels, on the threads of the engine.
+
+        Code of the user's that gets images in `postencode_sample` or `Family.process` goes on getting them.
+        """
+        path = _path_of(self.family)
+        early = type(self.family) in _FAMILIES and type(self).postencode_sample is _POSTENCODE
+        if path is None or not early:
+            return list(images)
+        return [path.deferred(image) if type(image) is DeferredImage else image for image in images]
+
     def _limited(self, stretches: list[Stretch]) -> list[Stretch]:
         """Apply the limits of images and visual tokens."""
         images = tokens = 0
@@ -361,6 +379,10 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
                 f"{complaint}: raise the limit, or set over_long or over_limit of the ChatConfig to "
                 "'truncate' or 'drop'"
             )
+
+
+_FAMILIES = (FixedTokenFamily, QwenFamily)
+_POSTENCODE = ChatTemplateTaskEncoder.postencode_sample
 
 
 def _path_of(family: Any) -> PixelPath | None:

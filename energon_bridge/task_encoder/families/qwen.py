@@ -16,10 +16,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
@@ -27,7 +27,15 @@ from torch import Tensor
 from energon_bridge.errors import ConfigurationError, SampleError
 from energon_bridge.task_encoder.families.video import frames_shape
 from energon_bridge.task_encoder.families.vision import Plan, VideoFrames, check_tokens
-from energon_bridge.task_encoder.pixels import PixelDtype, PixelPath, Profile, in_dtype, pixel_path
+from energon_bridge.task_encoder.pixels import (
+    MadePixels,
+    PixelDtype,
+    PixelPath,
+    Profile,
+    in_dtype,
+    pixel_path,
+    process_image,
+)
 from energon_bridge.task_encoder.resize import smart_resize, smart_resize_video
 from energon_bridge.task_encoder.visual import as_pil, concat_visual
 
@@ -70,7 +78,10 @@ class QwenFamily:
     path: PixelPath | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "path", pixel_path(self.image_processor, self.pixels, self.pixels_dtype))
+        path = pixel_path(self.image_processor, self.pixels, self.pixels_dtype)
+        if path is not None and path.sized is not None:  # by the bounds of the family
+            path = replace(path, sized=partial(_sized, self.factor, self.area))
+        object.__setattr__(self, "path", path)
 
     @property
     def image_text(self) -> str:
@@ -153,20 +164,17 @@ class QwenFamily:
     def _process_images(self, images: Sequence[Any]) -> tuple[dict[str, Tensor], list[tuple[int, ...]]]:
         """Return the patches of images and their grids, as tensors and as numbers."""
         if self.path is not None and images:
-            scaled = [self._scaled(self.path, self.path.rgb(image)) for image in images]
-            sizes: list[tuple[int, ...]] = [self.path.grid(*image.shape[:2]) for image in scaled]
-            return {"pixel_values": self.path.patches(scaled), "image_grid_thw": torch.tensor(sizes)}, sizes
+            if not any(isinstance(image, MadePixels) for image in images):
+                scaled = [self.path.final(self.path.rgb(image)) for image in images]
+                sizes: list[tuple[int, ...]] = [self.path.grid(*image.shape[:2]) for image in scaled]
+                return {"pixel_values": self.path.patches(scaled), "image_grid_thw": torch.tensor(sizes)}, sizes
+            visual = concat_visual([process_image(self.image_processor, image, self.path) for image in images])
+            return visual, [tuple(grid) for grid in visual["image_grid_thw"].tolist()]
         least, largest = self.area
         size = {"shortest_edge": least, "longest_edge": largest}
         rows = [dict(self._run([as_pil(image)], size=size)) for image in images]
         visual = concat_visual([{name: row[name] for name in ("pixel_values", "image_grid_thw")} for row in rows])
         return visual, [tuple(row["image_grid_thw"][0].tolist()) for row in rows]
-
-    def _scaled(self, path: PixelPath, pixels: np.ndarray) -> np.ndarray:
-        if path.sized is None:
-            return pixels
-        height, width, _ = pixels.shape
-        return path.scaled(pixels, smart_resize(height, width, factor=self.factor, area=self.area))
 
     def _run(self, images: Sequence[Image.Image], **options: Any) -> Mapping[str, Tensor]:
         output: Mapping[str, Tensor] = self.image_processor(images=list(images), return_tensors="pt", **options)
@@ -211,6 +219,10 @@ class QwenFamily:
     def _patches(self, height: int, width: int) -> tuple[int, int]:
         side = int(self.image_processor.patch_size)
         return height // side, width // side
+
+
+def _sized(factor: int, area: tuple[int, int], size: tuple[int, int]) -> tuple[int, int]:
+    return smart_resize(*size, factor=factor, area=area)
 
 
 def qwen_family(

@@ -6,6 +6,11 @@ same rendering with `add_generation_prompt=True`: it is learned with what ends i
 that. Both must be found again in the rendering of the whole conversation, letter by letter, so a template that writes
 earlier turns in another way is refused, unless only the last answer is learned.
 
+All these renderings would be two for each answer. Conversations of one shape (the same roles, with texts, images and
+videos in the same places) have the same text around theirs, so the renderings are made once for a shape, with words of
+our own for its texts. A sample is then rendered once, and its answers stand where those words say, if the rendering is
+letter by letter what they predict. If it is not, because the template looks into the texts, all renderings are made.
+
 The text comes as segments: what is shown, what is learned, and the placeholder of each image and video.
 """
 
@@ -14,7 +19,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from datetime import date
+from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
 from energon_bridge.errors import ConfigurationError, SampleError, UnfitSampleError
@@ -25,6 +32,7 @@ from energon_bridge.task_encoder.families.vision import Family, Kind
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _PROBE = "a text"
 _SHOWN = 200
+_MOST_OUTLINES = 4096
 
 
 class Span(NamedTuple):
@@ -40,6 +48,32 @@ class Segment(NamedTuple):
     text: str
     learned: bool = False
     media: Kind | None = None
+
+
+class Outline(NamedTuple):
+    """What a template writes for conversations of one shape.
+
+    `around` is what stands in front of, between and behind their texts. `answers` has, for start and end of each
+    answer, behind how many texts it lies and how many characters of `around` further.
+    """
+
+    around: tuple[str, ...]
+    answers: tuple[tuple[tuple[int, int], tuple[int, int]], ...]
+
+    def spans(self, whole: str, texts: Sequence[str]) -> list[Span] | None:
+        """Return the answers in the rendering of a conversation with these texts; None if it is another one."""
+        pieces = [piece for pair in zip(self.around, texts, strict=False) for piece in pair] + [self.around[-1]]
+        if "".join(pieces) != whole:
+            return None
+        behind = [0, *accumulate(map(len, pieces))][::2]
+        spans = []
+        for (start_text, start), (end_text, end) in self.answers:
+            begin = behind[start_text] + start
+            span = Span(begin, len(whole[: behind[end_text] + end].rstrip()))
+            if span.end < begin:
+                return None
+            spans.append(span)
+        return spans
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +94,7 @@ class ChatRenderer:
     learn: Literal["all", "last"] = "all"
     options: Mapping[str, Any]
     takes_parts: bool
+    outlines: dict[Any, Outline | None] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def segments(self, chat: Chat) -> list[Segment]:
         """Return the text of a conversation.
@@ -101,6 +136,60 @@ class ChatRenderer:
         """Return the text, and the answers as renderings of its beginnings show them."""
         messages = self._messages(chat.messages)
         whole = self._text(messages, chat.tools)
+        outline = None if chat.tools else self._outline(chat)
+        texts = [part.text for message in chat.messages for part in message.parts if part.kind == "text"]
+        spans = None if outline is None else outline.spans(whole, texts)
+        return whole, self._by_beginnings(chat, messages, whole) if spans is None else spans
+
+    def _outline(self, chat: Chat) -> Outline | None:
+        """Return the outline of conversations of this shape; None: their texts do not stand in it as they are."""
+        shape = tuple((message.role, tuple(part.kind for part in message.parts)) for message in chat.messages)
+        key = (shape, date.today())  # which templates may write
+        if key not in self.outlines:
+            if len(self.outlines) >= _MOST_OUTLINES:
+                self.outlines.clear()
+            self.outlines[key] = self._outlined(chat)
+        return self.outlines[key]
+
+    def _outlined(self, chat: Chat) -> Outline | None:
+        words: list[str] = []
+
+        def word(part: Part) -> Part:
+            if part.kind != "text":
+                return part
+            words.append(f"word{len(words)}of{_PROBE.replace(' ', '')}")
+            return replace(part, text=words[-1])
+
+        chat = replace(chat, messages=tuple(replace(one, parts=tuple(map(word, one.parts))) for one in chat.messages))
+        messages = self._messages(chat.messages)
+        try:
+            whole = self._text(messages, None)
+            spans = self._by_beginnings(chat, messages, whole)
+        except (ConfigurationError, SampleError):
+            return None  # as the sample itself will say
+        around, rest = [], whole
+        for one in words:
+            before, found, rest = rest.partition(one)
+            if not found:
+                return None
+            around.append(before)
+        around.append(rest)
+        if any(one in piece for one in words for piece in around):
+            return None  # written twice
+        begins = [0, *accumulate(len(piece) + len(one) for piece, one in zip(around, words, strict=False))]
+
+        def place(position: int) -> tuple[int, int] | None:
+            number = sum(begin <= position for begin in begins) - 1
+            offset = position - begins[number]
+            return (number, offset) if offset <= len(around[number]) else None
+
+        answers = [(place(span.start), place(span.end)) for span in spans]
+        if any(start is None or end is None for start, end in answers):
+            return None
+        return Outline(tuple(around), tuple(answers))  # type: ignore[arg-type]
+
+    def _by_beginnings(self, chat: Chat, messages: list[dict[str, Any]], whole: str) -> list[Span]:
+        """Return the answers by two renderings for each: the prompt for it, and what stands up to its end."""
         spans = []
         answers = [number for number, message in enumerate(chat.messages) if message.role == "assistant"]
         for number in answers if self.learn == "all" else answers[-1:]:
@@ -117,7 +206,7 @@ class ChatRenderer:
                     "Mark the answers in the template with {% generation %}, or set ChatConfig(learn='last')"
                 )
             spans.append(Span(len(prompt), len(until)))
-        return whole, spans
+        return spans
 
     def _text(self, messages: list[dict[str, Any]], tools: Any, **options: Any) -> str:
         with _template_errors():

@@ -1,0 +1,419 @@
+"""Own shares: every rank works out what all microbatches of a global batch cost, and loads only those that it runs.
+
+Costs and sizes of samples come from columns (`ColumnCost`), so that all lanes can be run on integers
+(`stream.planned`): each process does so for itself, all come to the same plan (`plan.balance`), and nobody has to be
+asked. A *unit* is the number of a microbatch among those of its rank; worker `unit mod W` makes it.
+
+Costs are integers, multiples of 2^-30 of what the most costly sample costs: sums of floats depend on the processor.
+
+In a *window* of K global batches the microbatches are sorted by cost and cut into K global batches anew
+(`plan.balance.cut_window`). Where lanes stand is known at the beginning of a window; a state within one says how many
+microbatches were delivered, and has the lanes as they were at its beginning.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from energon_bridge.errors import ConfigurationError
+from energon_bridge.format.join import JoinedDataset
+from energon_bridge.format.jsonl import JsonlDataset
+from energon_bridge.loader.description import Description
+from energon_bridge.loader.document import State, read_all, sign
+from energon_bridge.loader.fits import check_windows
+from energon_bridge.loader.run_plan import RunPlan
+from energon_bridge.loader.streams import Start, WorkerFacts, reported, watched_pipeline
+from energon_bridge.mix.leaves import numbers_of_samples
+from energon_bridge.plan.balance import Integers, assign_microbatches, cut_window, imbalance
+from energon_bridge.rng import fold, key_of
+from energon_bridge.samples.slabs import Lender
+from energon_bridge.stream.pipeline import Pipeline
+from energon_bridge.stream.planned import PlannedBatch, PlannedLane, PlannedLoad, PlanRules, SampleTable, make_planned
+from energon_bridge.stream.state import LaneBatch, LaneState, ShareEnd
+from energon_bridge.stream.watchdog import WatchdogSettings
+from energon_bridge.task_encoder.costs import ColumnCost
+from energon_bridge.task_encoder.packing import SAMPLES, Packer
+from energon_bridge.topology import WorkerConfig
+
+logger = logging.getLogger(__name__)
+
+_RESOLUTION = 2.0**30
+_ONE_OF_ONE = ("encode_sample", "preencode_sample", "pack_selected_samples", "batch", "encode_batch")
+"""Hooks that may not be generators."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sharing:
+    """How a run is shared out before it is loaded.
+
+    Attributes:
+        group: Microbatches in a global batch.
+        window: Global batches that are cut anew together.
+        tables: What is known of the samples of each leaf, in the order of the plan.
+        unit: A cost of 1 in the unit of the tables.
+        packer: How samples are packed; None: the encoder does not pack.
+        settings: What states say of it: nothing without windows, since then no global batch is another one.
+    """
+
+    group: int
+    window: int
+    tables: tuple[SampleTable, ...] = field(repr=False)
+    unit: float
+    packer: Packer[Any] | None
+    settings: Mapping[str, Any]
+
+    @property
+    def span(self) -> int:
+        """Microbatches in a window."""
+        return self.group * self.window
+
+    def begin(self, microbatches: int) -> int:
+        """Return the microbatch at which the window begins in which so many were delivered."""
+        return microbatches - microbatches % self.span
+
+    def rules(self, data: Description, plan: RunPlan) -> PlanRules:
+        """Return what lanes are planned by."""
+        return PlanRules(
+            leaves=plan.leaves,
+            blend=plan.blend,
+            tables=self.tables,
+            rows=data.rows,
+            packer=self.packer,
+            buffer_size=data.packing_buffer_size or 0,
+        )
+
+
+def why_unplanned(data: Description) -> str | None:
+    """Say why the microbatches of a stream cannot be planned from columns, or return None."""
+    encoder = data.task_encoder
+    if data.as_energon:
+        return "the loader stands in for megatron-energon"
+    if getattr(data, "max_tokens_per_microbatch", None) is not None:
+        return "max_tokens_per_microbatch makes microbatches of the lengths of encoded samples"
+    if data.grouped:
+        return f"{type(encoder).__name__} batches by groups (batch_group_criterion)"
+    for name in _ONE_OF_ONE:
+        if inspect.isgeneratorfunction(inspect.unwrap(getattr(encoder, name, len))):
+            return f"{name} of {type(encoder).__name__} is a generator, which may yield several of one"
+    for leaf in data.ordered:
+        dataset = leaf.dataset
+        if isinstance(dataset, JoinedDataset | JsonlDataset):
+            kind = "join" if isinstance(dataset, JoinedDataset) else "JSONL file"
+            return f"{dataset.path} is a {kind}, which has no columns"
+        if dataset.excluded:
+            return f"{dataset.path} excludes samples by their keys (`exclude`): filter them out by a column instead"
+    return None
+
+
+def sharing_of(data: Description, group: int, cost: ColumnCost, window: int) -> Sharing:
+    """Read the columns that a cost names, and return how a run is shared out by them.
+
+    Raises:
+        ConfigurationError, MetadataError: A column is missing or no number, or sizes do not fit the packer.
+    """
+    packer = None
+    if data.packing_buffer_size is not None:
+        packer = cost.packer or getattr(data.task_encoder, "packer", None)
+        if not isinstance(packer, Packer):
+            raise ConfigurationError(
+                f"ColumnCost: {type(data.task_encoder).__name__} packs, but has no `packer` that could select packs by "
+                "columns: give ColumnCost(packer=…), the Packer that its select_samples_to_pack uses"
+            )
+    known: dict[tuple[str, str], tuple[Any, Any, Any]] = {}
+    for leaf in data.ordered:
+        place = leaf.dataset.path, leaf.dataset.split_part
+        if place not in known:
+            known[place] = _columns(leaf.dataset, cost, packer)
+    most = max(float((row + own).max()) for row, own, _ in known.values())
+    tables = {place: _table(*found, most, padded=cost.padded and packer is None) for place, found in known.items()}
+    return Sharing(
+        group=group,
+        window=window,
+        tables=tuple(tables[leaf.dataset.path, leaf.dataset.split_part] for leaf in data.ordered),
+        unit=_RESOLUTION / (most or 1.0),
+        packer=packer,
+        settings=window_settings(window, group, cost),
+    )
+
+
+def _columns(dataset: Any, cost: ColumnCost, packer: Packer[Any] | None) -> tuple[Any, Any, Any]:
+    """Return of each sample the cost of its tokens and of its patches, and its sizes."""
+    tokens = numbers_of_samples(dataset, cost.tokens, where="ColumnCost(tokens=…)")
+    patches = numbers_of_samples(dataset, cost.patches, where="ColumnCost(patches=…)")
+    weights = cost.weights
+    row, own = weights.tokens * tokens + weights.attention * (tokens * tokens), weights.patches * patches
+    if packer is None:
+        return row, own, None
+    named = [name for name in packer.limits if name != SAMPLES]
+    texts = dict(cost.sizes or {}) or (dict.fromkeys(named, cost.tokens) if len(named) == 1 else {})
+    if SAMPLES in packer.limits:
+        texts.setdefault(SAMPLES, "1")
+    if texts.keys() != packer.limits.keys():
+        raise ConfigurationError(
+            f"ColumnCost: the packer has the limits {', '.join(packer.limits)}, but sizes are given for "
+            f"{', '.join(texts) or 'none of them'}: give an expression for each, ColumnCost(sizes={{NAME: 'column'}})"
+        )
+    sizes = np.empty((dataset.num_samples, len(packer.limits)), dtype=np.int32)
+    for column, (name, limit) in enumerate(packer.limits.items()):
+        found = numbers_of_samples(dataset, texts[name], where=f"ColumnCost(sizes={{{name!r}: …}})")
+        wrong = np.flatnonzero((found != np.rint(found)) | (found > limit))
+        if wrong.size:
+            raise ConfigurationError(
+                f"ColumnCost: sample {wrong[0]} of {dataset.path} has {found[wrong[0]]:g} {name} by {texts[name]!r}; "
+                f"expected a whole number, at most {limit} as a pack holds. Leave longer samples out "
+                f'(filter="{texts[name]} <= {limit}"), or use make_balance(own_share=False)'
+            )
+        sizes[:, column] = found
+    return row, own, sizes
+
+
+def _table(row: Any, own: Any, sizes: Any, most: float, *, padded: bool) -> SampleTable:
+    def whole(costs: Any) -> Integers:
+        return np.rint(costs / (most or 1.0) * _RESOLUTION).astype(np.int32)
+
+    return SampleTable(added=whole(own if padded else row + own), padded=whole(row) if padded else None, sizes=sizes)
+
+
+def _text(cost: ColumnCost) -> str:
+    weights = cost.weights
+    return (
+        f"{weights.tokens!r} * ({cost.tokens}) + {weights.attention!r} * ({cost.tokens}) ** 2 + {weights.patches!r} * "
+        f"({cost.patches})" + ", padded" * cost.padded
+    )
+
+
+# Windows in states ---------------------------------------------------------------------------------------------------
+
+
+def window_settings(window: int, group: int, cost: ColumnCost | None = None) -> dict[str, Any]:
+    """Return what the settings of a state say of windows: K, G, and the cost if it is known from columns."""
+    if window == 1:
+        return {}
+    settings: dict[str, Any] = {"balance_window": window, "balance_window_of": group}
+    return settings if cost is None else settings | {"balance_window_cost": _text(cost)}
+
+
+def in_window(state: State, done: int, settings: Mapping[str, Any]) -> State:
+    """Return the state within a window, of that at its beginning and the microbatches delivered since."""
+    if not settings:
+        return state
+    more = {"microbatches": state["microbatches"] + done, "settings": state["settings"] | dict(settings)}
+    return sign(state | more)
+
+
+def at_window(states: Sequence[State], span: int, settings: Mapping[str, Any]) -> tuple[list[State], int]:
+    """Return the states at the beginning of a window, and the microbatches that were delivered of it.
+
+    Args:
+        states: Of some or all ranks.
+        span: Microbatches in a window.
+        settings: Of this run, from `window_settings`.
+
+    Raises:
+        SettingMismatchError: The run that saved them had other windows.
+    """
+    saved = read_all(states)
+    check_windows(saved.settings, settings)
+    done = saved.microbatches % span
+    rest = {name: value for name, value in saved.settings.items() if name not in settings}
+    return [sign(state | {"microbatches": saved.microbatches - done, "settings": rest}) for state in states], done
+
+
+# Planning ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SharedBatch:
+    """A global batch before it is loaded.
+
+    Attributes:
+        number: Its number in the run.
+        batches: Its microbatches, as they come.
+        assignment: Which of them each rank runs in each round, shape (rounds, ranks).
+        figures: The largest cost of a rank over the mean, as they come and as assigned; the sum of the largest costs of
+            the rounds over the mean, as they come and as assigned; and the share of microbatches that move.
+        states: Where the lanes stand after its window, if it is the last one of that.
+    """
+
+    number: int
+    batches: list[PlannedBatch]
+    assignment: Integers
+    figures: tuple[float, ...]
+    states: dict[int, LaneState]
+
+
+class GlobalBatches:
+    """The global batches of a run, planned from where its lanes stand.
+
+    Args:
+        sharing: How the run is shared out.
+        rules: By which lanes are planned.
+        plan: Of the run.
+        ranks: R.
+        seed: Of the run.
+        lanes: Where lanes stand at the beginning of a window; those that are not named stand at their beginning.
+        microbatches: Where the window begins.
+    """
+
+    def __init__(
+        self,
+        sharing: Sharing,
+        rules: PlanRules,
+        plan: RunPlan,
+        ranks: int,
+        seed: int,
+        lanes: Mapping[int, LaneState],
+        microbatches: int,
+    ) -> None:
+        self._sharing, self._rules, self._ranks = sharing, rules, ranks
+        self._key = key_of("balance window", seed)
+        self._num_lanes, self._fresh = plan.num_lanes, LaneState.fresh(len(plan.leaves))
+        self._states = lanes
+        self._lanes: dict[int, PlannedLane] = {}
+        self._next = microbatches
+
+    @property
+    def end(self) -> int:
+        """The microbatch at which the next window ends."""
+        return self._next + self._sharing.span
+
+    def next_window(self, *, states: bool = True) -> list[SharedBatch]:
+        """Return the global batches of the next window, without the states after it if nobody needs them."""
+        sharing, first = self._sharing, self._next
+        numbers = range(first, first + sharing.span)
+        self._next = numbers.stop
+        batches = [self._lane(m % self._num_lanes).next() for m in numbers]
+        costs: Integers = np.array([batch.cost for batch in batches], dtype=np.int64)
+        came = np.arange(sharing.group).reshape(-1, self._ranks)
+        groups = np.arange(sharing.span).reshape(-1, sharing.group)
+        before = [imbalance(costs[group], came) for group in groups]
+        if sharing.window > 1:
+            groups = cut_window(costs, sharing.group, fold(self._key, first // sharing.span))
+        found = []
+        for number, group in enumerate(groups):
+            assignment = assign_microbatches(costs[group], self._ranks)
+            after = imbalance(costs[group], assignment)
+            moved = float(np.count_nonzero(group[assignment] % self._ranks != np.arange(self._ranks))) / sharing.group
+            found.append(
+                SharedBatch(
+                    number=first // sharing.group + number,
+                    batches=[batches[place] for place in group.tolist()],
+                    assignment=assignment,
+                    figures=(before[number].step, after.step, before[number].round, after.round, moved),
+                    states={},
+                )
+            )
+        touched = {m % self._num_lanes for m in numbers} if states else ()
+        found[-1] = replace(found[-1], states={lane: self._lanes[lane].state() for lane in sorted(touched)})
+        return found
+
+    def _lane(self, number: int) -> PlannedLane:
+        lane = self._lanes.get(number)
+        if lane is None:
+            state = self._states.get(number) or self._fresh
+            lane = self._lanes[number] = PlannedLane(number, self._rules, state)
+        return lane
+
+
+# Loading -------------------------------------------------------------------------------------------------------------
+
+
+class SharedStreams:
+    """The microbatches that one rank runs, of which one process makes some.
+
+    Args:
+        pipeline: Loads them.
+        rules: By which they were planned.
+        batches: The global batches, from the beginning of a window on.
+        unit: A cost of 1 in the unit of the plan.
+        config: Whose rank this is, and among how many workers its microbatches are dealt.
+    """
+
+    def __init__(
+        self, pipeline: Pipeline, rules: PlanRules, batches: GlobalBatches, unit: float, config: WorkerConfig
+    ) -> None:
+        self._pipeline, self._rules, self._batches, self._unit = pipeline, rules, batches, unit
+        self._rank, self._ranks, self._workers = config.dp_rank, config.dp_size, max(1, config.num_workers)
+        self._planned: dict[int, tuple[PlannedBatch, ShareEnd | None]] = {}
+        self._loads: dict[int, PlannedLoad] = {}
+
+    @property
+    def threaded(self) -> bool:
+        return self._pipeline.threaded
+
+    def prepare(self, unit: int, count: int) -> None:
+        self._load(unit).start()
+
+    def produce(self, unit: int) -> LaneBatch:
+        item = reported(self._pipeline, unit, lambda: self._make(unit))
+        if unit + self._workers in self._planned:  # else it would be planned now, while this one is waited for
+            self._load(unit + self._workers).read_ahead()
+        return item
+
+    def write_into(self, memory: Lender) -> None:
+        self._pipeline.write_into(memory)
+
+    def close(self) -> None:
+        self._pipeline.close()
+
+    def _make(self, unit: int) -> LaneBatch:
+        load = self._load(unit)
+        planned, end = self._planned[unit]
+        item = make_planned(self._pipeline, planned, load, self._rules)
+        item.end = end
+        for known in [known for known in self._planned if known <= unit]:
+            self._planned.pop(known)
+            self._loads.pop(known, None)
+        return item
+
+    def _load(self, unit: int) -> PlannedLoad:
+        load = self._loads.get(unit)
+        if load is None:
+            while unit not in self._planned:
+                self._plan(unit % self._workers)
+            load = self._loads[unit] = PlannedLoad(self._pipeline, self._planned[unit][0].members)
+        return load
+
+    def _plan(self, worker: int) -> None:
+        # The worker that makes the last microbatch of the window says where the lanes stand after it.
+        last = self._batches.end // self._ranks - 1
+        for shared in self._batches.next_window(states=last % self._workers == worker):
+            own = shared.assignment[:, self._rank].tolist()
+            for turn, place in enumerate(own):
+                end = None
+                if turn == len(own) - 1:
+                    cost = sum([shared.batches[one].cost for one in own]) / self._unit
+                    end = ShareEnd(figures=(*shared.figures, cost), states=shared.states)
+                self._planned[shared.number * len(own) + turn] = shared.batches[place], end
+
+
+def open_shared(
+    data: Description,
+    plan: RunPlan,
+    config: WorkerConfig,
+    sharing: Sharing,
+    start: Start,
+    microbatches: int,
+    watchdog: WatchdogSettings | None,
+    worker: WorkerFacts | None,
+) -> SharedStreams:
+    """Build what makes the units of one process of a run that is shared out.
+
+    Args:
+        data, plan, config: The data, cut into lanes, and who loads what.
+        sharing: How it is shared out.
+        start: Where the lanes stand, at the beginning of the window.
+        microbatches: Delivered by the whole run.
+        watchdog, worker: As for `open_stream`.
+    """
+    pipeline = watched_pipeline(data, plan, config, start.delivered, watchdog, worker)
+    rules = sharing.rules(data, plan)
+    seed, begin = config.seed + config.seed_offset, sharing.begin(microbatches)
+    batches = GlobalBatches(sharing, rules, plan, config.dp_size, seed, start.lanes, begin)
+    return SharedStreams(pipeline, rules, batches, sharing.unit, config)

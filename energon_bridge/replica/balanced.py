@@ -1,0 +1,336 @@
+"""What loaders have in common that share the microbatches of each global batch out by their costs.
+
+`OwnShareLoader` is the one whose ranks know the costs before anything is loaded (`loader.shares`): each loads only what
+it runs. The other one exchanges what was loaded (`balance`).
+
+A state says that whole global batches were delivered. In the middle of one there is none: what the ranks have delivered
+there is no beginning of the stream.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+from energon_bridge.errors import BalanceError, ConfigurationError, StepMismatchError, WrongUseError
+from energon_bridge.loader.document import State, read, read_all, write
+from energon_bridge.loader.metrics import flat_metrics
+from energon_bridge.loader.position import merged_state
+from energon_bridge.loader.run_plan import DatasetSpec
+from energon_bridge.loader.savable import SavableDataLoader
+from energon_bridge.loader.shares import Sharing
+from energon_bridge.loader.summary import leaf_rows
+from energon_bridge.topology import Ownership, WorkerConfig
+
+_FIGURES = ("step_before", "step", "round_before", "round", "moved")
+_NOT_COUNTED = ("_seconds", "ready", "worker_restarts")
+"""What the loader alone knows."""
+
+
+class BalancedLoader(ABC):
+    """The loader of one data-parallel rank that runs its share of each global batch, by costs.
+
+    Args:
+        loader: Of this rank, over an endless training stream.
+        rounds: Microbatches that each rank runs of a global batch.
+        window: Global batches that are cut anew together; 1: none is.
+
+    Attributes:
+        loader: The loader; it may be ahead of what was delivered.
+    """
+
+    def __init__(self, loader: SavableDataLoader, rounds: int, window: int) -> None:
+        self.loader = loader
+        self._rounds, self._window = rounds, window
+        self._global_batches, self._own_cost = 0, 0.0
+        self._sums = [0.0] * len(_FIGURES)
+
+    @property
+    def spec(self) -> DatasetSpec:
+        """What the loader delivers."""
+        return self.loader.spec
+
+    @property
+    def config(self) -> WorkerConfig:
+        """Ranks and workers of the loader."""
+        return self.loader.config
+
+    @property
+    def ownership(self) -> Ownership:
+        """Which rank keeps the state of which lane."""
+        return self.loader.ownership
+
+    @property
+    def balance_sums(self) -> tuple[int, float, Sequence[float]]:
+        """The global batches balanced so far, this rank's cost of the last one, and the sums behind `metrics`."""
+        return self._global_batches, self._own_cost, self._sums
+
+    @property
+    def _span(self) -> int:
+        """Microbatches of the run in a window."""
+        return self._rounds * self._window * self.config.dp_size
+
+    @property
+    @abstractmethod
+    def _within(self) -> int:
+        """Microbatches that this rank has delivered of the current window."""
+
+    @property
+    def unfinished(self) -> str | None:
+        """Why there is no state just now, or None."""
+        done = self._within % self._rounds
+        if not done:
+            return None
+        return (
+            f"{done} of the {self._rounds} microbatches that each rank runs of this global batch were delivered; with "
+            "balance there is a state after whole global batches only: save it after an optimizer step"
+        )
+
+    # Delivering ------------------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield self.deliver()
+
+    def __len__(self) -> int:
+        """Return this rank's microbatches in an epoch of the data."""
+        return len(self.loader)
+
+    @abstractmethod
+    def deliver(self) -> Any:
+        """Return the next microbatch that this rank runs."""
+
+    def _measured(self, figures: tuple[float, ...], own: float) -> None:
+        """Note how even a global batch is, and what this rank runs of it costs."""
+        self._sums = [total + figure for total, figure in zip(self._sums, figures, strict=True)]
+        self._own_cost = own
+        self._global_batches += 1
+
+    # State -----------------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _document(self) -> State:
+        """Return the state of this rank after the global batches that were delivered."""
+
+    def save_state_rank(self) -> State:
+        """Return the state of this rank after the global batches that were delivered. Takes no communication.
+
+        Raises:
+            WrongUseError: A global batch was delivered in part.
+        """
+        if self.unfinished is not None:
+            raise WrongUseError(self.unfinished)
+        return self._document()
+
+    @abstractmethod
+    def restore_state_rank(self, state: Any, **kwargs: Any) -> None:
+        """Continue from a state (see `SavableDataLoader.restore_state_rank`), saved with or without balance.
+
+        Raises:
+            StateError: It does not fit; a StepMismatchError if it stands in the middle of a global batch.
+        """
+
+    def state_dict(self) -> State:
+        """Return the state of the whole run."""
+        state = merged_state(self.save_state_rank(), self.config)
+        assert state is not None
+        return state
+
+    def load_state_dict(self, state: State) -> None:
+        """Continue from what `state_dict` returned, on any number of ranks."""
+        self.restore_state_rank(state)
+
+    @abstractmethod
+    def seek(self, step: int) -> None:
+        """Go to a step of the run (see `SavableDataLoader.seek`); a step is a microbatch of each rank."""
+
+    def set_weights(self, weights: Any, *, from_draw: int | None = None) -> int:
+        """Change the weights of a blend while it runs (see `SavableDataLoader.set_weights`).
+
+        Raises:
+            WrongUseError: A global batch, or a window of them, was delivered in part.
+        """
+        return self._changed(lambda: self.loader.set_weights(weights, from_draw=from_draw))
+
+    def ban(self, keys: Any, **kwargs: Any) -> int:
+        """Withdraw samples while the run goes on (see `SavableDataLoader.ban`).
+
+        Raises:
+            WrongUseError: A global batch, or a window of them, was delivered in part.
+        """
+        return self._changed(lambda: self.loader.ban(keys, **kwargs))
+
+    def _changed(self, change: Callable[[], int]) -> int:
+        """Change what comes next."""
+        if self.unfinished is not None:
+            raise WrongUseError(self.unfinished)
+        if self._within:
+            raise WrongUseError(
+                f"{self._within // self._rounds} of {self._window} global batches of this window were delivered: with "
+                f"balance_window={self._window} weights and bans change after whole windows, every {self._window} "
+                "optimizer steps"
+            )
+        return self._change(change)
+
+    @abstractmethod
+    def _change(self, change: Callable[[], int]) -> int: ...
+
+    def counters(self) -> list[State]:
+        """Return a row for each leaf of what this rank loaded, as `leaf_rows` describes; of whole global batches."""
+        return leaf_rows(read(self._document()))
+
+    def metrics(self) -> dict[str, float]:
+        """Return what this rank did so far as plain numbers by name.
+
+        Returns:
+            What the loader's own `metrics` has, and of balance: `balance_cost`, that of this rank in the last global
+            batch that was shared out; and means over all of them since this object was made: `balance_step`, the
+            largest cost of a rank over the mean, and `balance_round`, the sum of the largest costs of the rounds over
+            the mean cost of a rank; both as they came, `balance_step_before` and `balance_round_before`; and
+            `balance_moved`, the share of microbatches that another rank would have run. `balance_own_share` is 1 where
+            each rank loads what it runs, and 0 where ranks exchange what they have loaded.
+        """
+        found = self.loader.metrics()
+        counted = flat_metrics(self.counters())
+        found |= {name: value for name, value in counted.items() if not name.endswith(_NOT_COUNTED)}
+        count = max(1, self._global_batches)
+        found |= {f"balance_{name}": total / count for name, total in zip(_FIGURES, self._sums, strict=True)}
+        return found | {"balance_cost": self._own_cost, "balance_own_share": float(isinstance(self, OwnShareLoader))}
+
+    def restore_sample(self, restore_key: tuple[Any, ...]) -> Any:
+        """Return the batch or sample with a `__restore_key__`, encoded again: the identical one."""
+        return self.loader.restore_sample(restore_key)
+
+    def describe_restore_key(self, restore_key: tuple[Any, ...]) -> str:
+        """Name the samples behind the `__restore_key__` of a batch or sample."""
+        return self.loader.describe_restore_key(restore_key)
+
+    def close(self) -> None:
+        """Stop the workers; the next batch starts them again, after the global batches that were delivered."""
+        self.loader.close()
+
+    def _check_place(self, microbatches: int) -> None:
+        """Refuse to begin elsewhere than at the beginning of a global batch."""
+        size = self._rounds * self.config.dp_size
+        if microbatches % size:
+            raise StepMismatchError(
+                f"the data stands after {microbatches} microbatches, in the middle of a global batch of {size}: with "
+                "balance a run goes on at the beginning of one. Take a state that was saved after an optimizer step, "
+                "or give the global batch size with which it was saved"
+            )
+
+    def _check_even(self) -> None:
+        """Refuse ranks with masked microbatches; a state may have brought another number of lanes."""
+        if not self.ownership.even:
+            raise ConfigurationError(uneven(self.ownership))
+
+
+def uneven(ownership: Ownership) -> str:
+    """Say that some microbatches would be masked."""
+    return (
+        f"balance: {ownership.world_size} data-parallel ranks do not divide the {ownership.num_lanes} lanes of the "
+        f"run, so that some microbatches would be masked: use {ownership.nearest_even_world_size()} ranks"
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Ranks that load their own share.
+
+
+class OwnShareLoader(BalancedLoader):
+    """The loader of one data-parallel rank that loads only the microbatches that it runs.
+
+    No rank waits for another one. Before the first microbatch, and after a restore, they compare what they plan by;
+    where a state is that of this rank alone, they tell each other theirs, since all plan all lanes.
+
+    Args:
+        loader: Of this rank, over an endless training stream.
+        sharing: How the run is shared out.
+        group: A gloo group of the data-parallel ranks; None: nobody can be asked.
+    """
+
+    def __init__(self, loader: SavableDataLoader, sharing: Sharing, group: Any) -> None:
+        super().__init__(loader, sharing.group // loader.config.dp_size, sharing.window)
+        self._group, self._agreed = group, False
+        loader.share_out(sharing)
+        self._check_place(loader.microbatches)
+        self._check_even()
+
+    @property
+    def _within(self) -> int:
+        return self.loader.microbatches % self._span // self.config.dp_size
+
+    def deliver(self) -> Any:
+        """Return the next microbatch that this rank runs.
+
+        Raises:
+            BalanceError: The ranks plan by different data.
+        """
+        if not self._agreed:
+            self._compare()
+        before = self.loader.share_end
+        batch = self.loader.deliver()
+        end = self.loader.share_end
+        if end is not None and end is not before:
+            *figures, own = end.figures
+            self._measured(tuple(figures), own)
+        return batch
+
+    def _document(self) -> State:
+        return self.loader.save_state_rank()
+
+    def counters(self) -> list[State]:
+        """Return a row for each leaf of what this rank loaded, as `leaf_rows` describes."""
+        return self.loader.counters()
+
+    def restore_state_rank(self, state: Any, **kwargs: Any) -> None:
+        """Continue from a state (see `BalancedLoader.restore_state_rank`); all ranks must call it."""
+        saved = read_all(state if isinstance(state, (list, tuple)) else [state])
+        self._check_place(saved.microbatches)
+        if len(saved.lanes) < saved.num_lanes and self._group is not None:
+            found: list[Any] = [None] * self.config.dp_size
+            dist.all_gather_object(found, write(saved), group=self._group)
+            state = found
+        self.loader.restore_state_rank(state, **kwargs)
+        self._check_even()
+        self._agreed = False
+
+    def seek(self, step: int) -> None:
+        """Go to a step of the run (see `SavableDataLoader.seek`); a step is a microbatch of each rank."""
+        self._check_place(step * self.config.dp_size)
+        self.loader.seek(step)
+        self._agreed = False
+
+    def _change(self, change: Callable[[], int]) -> int:
+        return change()
+
+    def _compare(self) -> None:
+        """Compare what the ranks plan by: where they stand, and a hash of the costs of all samples."""
+        self._agreed = True
+        sharing = self.loader.sharing
+        if self._group is None or sharing is None:
+            return
+        digest = hashlib.blake2b(repr((sharing.group, sharing.window, sharing.settings)).encode(), digest_size=8)
+        for table in sharing.tables:
+            for column in (table.added, table.padded, table.sizes):
+                digest.update(b"-" if column is None else np.ascontiguousarray(column).data)
+        own = (self.loader.microbatches, digest.hexdigest())
+        found: list[Any] = [None] * self.config.dp_size
+        dist.all_gather_object(found, own, group=self._group)
+        if len({place for place, _ in found}) > 1:
+            raise StepMismatchError(
+                "the data-parallel ranks are at different microbatches of the run "
+                f"({', '.join(str(place) for place, _ in found)}): restore the same state on all of them, and let all "
+                "take the same number of microbatches"
+            )
+        other = next((rank for rank, (_, hashed) in enumerate(found) if hashed != found[0][1]), None)
+        if other is not None:
+            raise BalanceError(
+                f"data-parallel ranks 0 and {other} read different columns, or were given different costs, so that "
+                "they would not run the same global batches: give all ranks the same ColumnCost, and the same dataset"
+            )

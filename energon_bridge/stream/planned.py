@@ -1,0 +1,470 @@
+"""Lanes run on integers: which samples their next microbatches have and what these cost, before anything is read.
+
+A lane makes its microbatches of its draws, and of packs if the encoder packs. Where every draw gives one sample, and
+columns say how large that is, both follow from integers: `PlannedLane` draws, fills the buffer and selects packs by the
+rules of `draws` and `packing`, and ends in the same states. `make_planned` then loads one such microbatch, on any rank.
+
+A plan is never made anew: a sample that fails, or that a hook skips, is counted and left out of its microbatch.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, compress, pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from energon_bridge.errors import ConfigurationError, FatalSampleError
+from energon_bridge.plan.blend import Blend
+from energon_bridge.plan.leaf import Round
+from energon_bridge.rng import IntArray
+from energon_bridge.stream.draws import SAMPLE, BatchRow
+from energon_bridge.stream.leaf import Leaf
+from energon_bridge.stream.packing import EMPTY_SELECTIONS, first_target, pack_rows
+from energon_bridge.stream.pipeline import DrawRange, PendingLoads, Pipeline
+from energon_bridge.stream.reader import RoundBuffer
+from energon_bridge.stream.state import COUNTERS, BufferedRefs, Counts, LaneBatch, LaneState, SampleRef, Stage
+from energon_bridge.stream.values import FailedSample
+from energon_bridge.task_encoder.packing import LONGEST_WAIT, Packer
+
+_FEWEST, _MOST = 32, 256
+"""Draws of a lane that are looked up together: few where it begins, since there are many lanes."""
+_BANNED, _SKIPPED, _BYTES = map(COUNTERS.index, ("banned", "skipped", "bytes"))
+_NO_MEMBERS: IntArray = np.zeros((0, 3), dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleTable:
+    """What is known of the samples of a leaf; an entry for each sample of its dataset.
+
+    Attributes:
+        added: What a sample adds to the cost of its microbatch, shape (samples,).
+        padded: What a row costs that is padded to this sample, shape (samples,); None: rows are not padded.
+        sizes: Its size under each limit of the packer, shape (samples, limits); None: the encoder does not pack.
+    """
+
+    added: npt.NDArray[np.signedinteger]
+    padded: npt.NDArray[np.signedinteger] | None = None
+    sizes: npt.NDArray[np.signedinteger] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRules:
+    """What all lanes of a run are planned by.
+
+    Attributes:
+        leaves, blend: Of the plan of the run.
+        tables: Of each leaf.
+        rows: Rows in a microbatch.
+        packer: How rows are packed; None: a sample is a row.
+        buffer_size: Samples from which packs are selected.
+    """
+
+    leaves: tuple[Leaf, ...]
+    blend: Blend | None
+    tables: tuple[SampleTable, ...]
+    rows: int
+    packer: Packer[Any] | None = None
+    buffer_size: int = 0
+
+    def looked_up(self, members: IntArray, name: str) -> IntArray:
+        """Return the entries of some samples, of shape (samples, ...), for members of shape (samples, 3)."""
+        if len(self.tables) == 1:
+            return np.asarray(getattr(self.tables[0], name)[members[:, 1]], dtype=np.int64)
+        found: IntArray | None = None
+        for leaf in np.flatnonzero(np.bincount(members[:, 0])).tolist():
+            here = members[:, 0] == leaf
+            entries = getattr(self.tables[leaf], name)[members[here, 1]]
+            if found is None:
+                found = np.zeros((len(members), *entries.shape[1:]), dtype=np.int64)
+            found[here] = entries
+        return np.zeros(0, dtype=np.int64) if found is None else found
+
+
+@dataclass(slots=True, kw_only=True)
+class PlannedBatch:
+    """A microbatch that is still to be loaded.
+
+    Attributes:
+        lane, number: Its lane, and its number among the microbatches of the lane.
+        members: Leaf, sample and epoch of each sample, shape (samples, 3).
+        ends: Where the rows end among the members, if they are packs; None: each sample is a row.
+        cost: What it costs, in units of the run.
+        lost: Draws that gave nothing on the way to it, by leaf and counter.
+    """
+
+    lane: int
+    number: int
+    members: IntArray
+    ends: list[int] | None
+    cost: int
+    lost: Counts = field(default_factory=Counts)
+
+
+class _PlannedDraws:
+    """The draws of one lane, from a state on, without those that are banned."""
+
+    def __init__(self, lane: int, rules: PlanRules, state: LaneState) -> None:
+        self._lane, self._rules = lane, rules
+        self.draw, self.origin = state.draw, state.origin
+        self.leaf_draws: IntArray = np.array(state.leaf_draws, dtype=np.int64)
+        self._leaf_looked = list(state.leaf_draws)
+        self._chunk = _FEWEST
+        self._rounds: dict[int, Round] = {}
+        self._members, self._at = _NO_MEMBERS, 0
+        # Of each member the number of its draw, and the leaves of all draws from number `_base` on.
+        self._numbers: IntArray = np.zeros(0, dtype=np.int64)
+        self._leaves_of: IntArray = np.zeros(0, dtype=np.int64)
+        self._base = state.draw
+
+    def take(self, wanted: int, lost: Counts) -> IntArray:
+        """Return the next members, shape (wanted, 3); count the banned ones."""
+        while self._at + wanted > len(self._members):
+            self._look(wanted)
+        members = self._members[self._at : self._at + wanted]
+        self._at += wanted
+        end = int(self._numbers[self._at - 1]) + 1
+        if len(self.leaf_draws) == 1:
+            counts = np.array([end - self.draw])
+        else:
+            leaves_of = self._leaves_of[self.draw - self._base : end - self._base]
+            counts = np.bincount(leaves_of, minlength=len(self.leaf_draws))
+        if end - self.draw > wanted:
+            banned = counts - np.bincount(members[:, 0], minlength=len(counts))
+            for leaf in np.flatnonzero(banned).tolist():
+                lost.of(leaf)[_BANNED] += int(banned[leaf])
+        self.leaf_draws += counts
+        self.draw = end
+        return members
+
+    def _look(self, wanted: int) -> None:
+        """Look more draws up."""
+        rules, lane = self._rules, self._lane
+        first, count = self._base + len(self._leaves_of), max(self._chunk, wanted)
+        self._chunk = min(_MOST, 2 * self._chunk)
+        if rules.blend is None:
+            leaves = np.zeros(count, dtype=np.int64)
+        else:
+            leaves = rules.blend.leaves(lane, first - self.origin, count).astype(np.int64)
+        members = np.empty((len(leaves), 3), dtype=np.int64)
+        members[:, 0] = leaves
+        kept = None
+        for leaf in np.flatnonzero(np.bincount(leaves)).tolist():
+            places = np.flatnonzero(leaves == leaf)
+            self._look_in(leaf, places, members)
+            bans = rules.leaves[leaf].bans
+            if bans is not None:
+                lanes = rules.leaves[leaf].order.num_lanes
+                banned = bans.at(members[places, 1], (first + places) * lanes + lane)
+                kept = np.ones(len(leaves), dtype=bool) if kept is None else kept
+                kept[places] = ~banned
+        numbers = first + np.arange(len(leaves), dtype=np.int64)
+        if kept is not None:
+            members, numbers = members[kept], numbers[kept]
+        self._members = np.concatenate((self._members[self._at :], members))
+        self._numbers = np.concatenate((self._numbers[self._at :], numbers))
+        self._leaves_of = np.concatenate((self._leaves_of[self.draw - self._base :], leaves))
+        self._base, self._at = self.draw, 0
+
+    def _look_in(self, leaf: int, places: IntArray, members: IntArray) -> None:
+        """Write the next draws of a leaf to some places."""
+        draw, at = self._leaf_looked[leaf], 0
+        while at < len(places):
+            part = self._rounds.get(leaf)
+            if part is None or not part.first <= draw < part.first + len(part.indices):
+                part = self._rounds[leaf] = self._rules.leaves[leaf].order.round_at(self._lane, draw)
+            low = draw - part.first
+            count = min(len(part.indices) - low, len(places) - at)
+            here = places[at : at + count]
+            members[here, 1], members[here, 2] = part.indices[low : low + count], part.epochs[low : low + count]
+            draw, at = draw + count, at + count
+        self._leaf_looked[leaf] = draw
+
+
+class PlannedLane:
+    """One lane on integers, continued from a state.
+
+    Args:
+        number: Lane number.
+        rules: Of the run.
+        state: Where to continue.
+
+    Raises:
+        ConfigurationError: The state is of an encoder that yields several samples of one.
+    """
+
+    def __init__(self, number: int, rules: PlanRules, state: LaneState) -> None:
+        self.number = number
+        self._rules = rules
+        self._microbatches = state.microbatches
+        self._draws = _PlannedDraws(number, rules, state)
+        self._packs: deque[tuple[IntArray, int]] = deque()
+        self._members, self._waits = _NO_MEMBERS, np.zeros(0, dtype=np.int64)
+        self._target = state.buffer or first_target(number, rules.buffer_size)
+        several = state.taken or state.batches_taken or (state.held.members[:, 3] != 0).any()
+        waiting = []
+        for stage, refs, taken in state.held.entries():
+            members = np.array([ref[:3] for ref in refs], dtype=np.int64)
+            if stage is Stage.PACK and not taken and rules.packer is not None:
+                self._packs.append((members, self._cost_of(members)))
+            elif stage is Stage.BUFFER and rules.packer is not None:
+                waiting.append((members, taken))
+            else:
+                several = True
+        if several:
+            raise ConfigurationError(
+                f"balance: lane {number} of the state stands within a sample, pack or batch of which hooks made "
+                "several, so its microbatches cannot be planned: go on with make_balance(own_share=False)"
+            )
+        if waiting:
+            self._members = np.concatenate([members for members, _ in waiting])
+            self._waits = np.array([wait for _, wait in waiting], dtype=np.int64)
+
+    def next(self) -> PlannedBatch:
+        """Return the next microbatch."""
+        rules, lost = self._rules, Counts()
+        number = self._microbatches
+        self._microbatches += 1
+        if rules.packer is None:
+            members = self._draws.take(rules.rows, lost)
+            return PlannedBatch(
+                lane=self.number, number=number, members=members, ends=None, cost=self._cost_of(members), lost=lost
+            )
+        while len(self._packs) < rules.rows:
+            self._select(rules.packer, lost)
+        packs = [self._packs.popleft() for _ in range(rules.rows)]
+        ends = list(accumulate([len(members) for members, _ in packs]))
+        members = packs[0][0] if len(packs) == 1 else np.concatenate([members for members, _ in packs])
+        cost = sum([cost for _, cost in packs])
+        return PlannedBatch(lane=self.number, number=number, members=members, ends=ends, cost=cost, lost=lost)
+
+    def state(self) -> LaneState:
+        """Return the state after the microbatches planned so far."""
+        draws = self._draws
+        held = BufferedRefs()
+        if self._packs or len(self._members):
+            rows = np.zeros((len(self._packs) + len(self._members), 3), dtype=np.int64)
+            packed = len(self._packs)
+            rows[:packed, 0], rows[packed:, 0] = Stage.PACK, Stage.BUFFER
+            rows[:packed, 1], rows[packed:, 1] = [len(members) for members, _ in self._packs], 1
+            rows[packed:, 2] = self._waits
+            members = np.concatenate([*[members for members, _ in self._packs], self._members])
+            refs = np.zeros((len(members), 4), dtype=np.int64)
+            refs[:, :3] = members
+            held = BufferedRefs(rows, refs)
+        return LaneState(
+            self._microbatches,
+            draws.draw,
+            0,
+            tuple(draws.leaf_draws.tolist()),
+            draws.origin,
+            held,
+            0,
+            self._target if self._rules.packer is not None else 0,
+        )
+
+    def _cost_of(self, members: IntArray) -> int:
+        rules = self._rules
+        cost = int(rules.looked_up(members, "added").sum())
+        if rules.packer is None and rules.tables[0].padded is not None:
+            cost += len(members) * int(rules.looked_up(members, "padded").max())
+        return cost
+
+    def _select(self, packer: Packer[Any], lost: Counts) -> None:
+        """Fill the buffer and select packs, as `Packing` does."""
+        size = self._rules.buffer_size
+        for attempt in range(EMPTY_SELECTIONS):
+            missing = self._target + attempt * max(1, size // 4) - len(self._members)
+            if missing > 0:
+                self._members = np.concatenate((self._members, self._draws.take(missing, lost)))
+                self._waits = np.concatenate((self._waits, np.zeros(missing, dtype=np.int64)))
+            packs = packer.pack(self._rules.looked_up(self._members, "sizes"))
+            waits = self._waits + 1
+            if packs:
+                places = np.array([place for pack in packs for place in pack], dtype=np.int64)
+                ends = np.cumsum([len(pack) for pack in packs])
+                chosen = self._members[places]
+                costs = np.add.reduceat(self._rules.looked_up(chosen, "added"), ends - [len(pack) for pack in packs])
+                starts = (0, *ends.tolist())
+                self._packs.extend(
+                    (chosen[first:end], cost)
+                    for (first, end), cost in zip(pairwise(starts), costs.tolist(), strict=True)
+                )
+                left = np.ones(len(self._members), dtype=bool)
+                left[places] = False
+                self._members, waits = self._members[left], waits[left]
+                self._target = min(size, self._target + -(-len(places) // 2))
+            self._waits = waits
+            if (late := waits > LONGEST_WAIT).any():
+                for leaf in self._members[late, 0].tolist():
+                    lost.of(leaf)[_SKIPPED] += 1
+                self._members, self._waits = self._members[~late], waits[~late]
+            if packs:
+                return
+        raise FatalSampleError(
+            f"the packer made no pack of {len(self._members)} samples, {EMPTY_SELECTIONS} times in a row: give a "
+            "larger packing_buffer_size, or check the columns of their sizes"
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Loading what was planned.
+
+
+class PlannedLoad:
+    """The samples of a planned microbatch, on their way.
+
+    Args:
+        pipeline: Loads them.
+        members: As `PlannedBatch` has them.
+    """
+
+    def __init__(self, pipeline: Pipeline, members: IntArray) -> None:
+        self._pipeline = pipeline
+        self._loads: PendingLoads | None = None
+        threads = pipeline.settings.threads
+        chunk = max(pipeline.chunk, -(-len(members) // threads)) if threads else max(1, len(members))
+        self._size = len(members)
+        self._parts = [(low, self._ranges(members[low : low + chunk])) for low in range(0, len(members), chunk)]
+
+    def _ranges(self, members: IntArray) -> list[DrawRange]:
+        ranges = []
+        for leaf in np.flatnonzero(np.bincount(members[:, 0])).tolist():
+            places = np.flatnonzero(members[:, 0] == leaf)
+            indices, epochs = (np.ascontiguousarray(members[places, column]) for column in (1, 2))
+            buffer = RoundBuffer(self._pipeline.source(leaf).reader, Round(0, indices, epochs))
+            ranges.append(DrawRange(leaf, buffer, 0, len(places), places.tolist()))
+        return ranges
+
+    def read_ahead(self) -> None:
+        """Start reading, where reads are slow."""
+        for _, ranges in self._parts:
+            for part in ranges:
+                self._pipeline.read_ahead(part.buffer)
+
+    def start(self) -> PendingLoads:
+        """Start loading, if that has not been done."""
+        if self._loads is None:
+            pipeline = self._pipeline
+            self._loads = PendingLoads(pipeline)
+            slab = None if pipeline.slabs is None else pipeline.slabs.slab(self._size)
+            for low, ranges in self._parts:
+                self._loads.schedule(ranges, ahead=False, into=None if slab is None else (slab, low))
+        return self._loads
+
+
+def make_planned(pipeline: Pipeline, planned: PlannedBatch, load: PlannedLoad, rules: PlanRules) -> LaneBatch:
+    """Return a planned microbatch, without the samples of it that fail or are skipped; these are counted.
+
+    Raises:
+        FatalSampleError: Nothing is left of it, hooks make several of one, or an encoded sample has not the size that
+            its columns say.
+    """
+    counts = Counts()
+    counts.add(planned.lost)
+    with pipeline.user_code():
+        pipeline.begin(planned.lane, planned.number)
+        samples, keys = _encoded(pipeline, planned, load.start(), counts)
+        leaves: list[int] = planned.members[:, 0].tolist()
+        if planned.ends is None:
+            there = [sample is not None for sample in samples]
+            if not all(there):
+                keys, leaves = list(compress(keys, there)), list(compress(leaves, there))
+                samples = list(compress(samples, there))
+        else:
+            rows = _packed(pipeline, planned, samples, rules, counts)
+            samples, keys = [row.content for row in rows], [row.key(pipeline) for row in rows]
+            leaves = [ref.leaf for row in rows for ref in row.members]
+        batches = []
+        if samples:
+            batches = pipeline.batches(samples, keys, leaves, planned.lane, planned.number, counts)
+    if len(batches) > 1:
+        raise _several(pipeline, "encode_batch", f"{len(batches)} batches of one")
+    if not batches:
+        leaf, sample, _ = planned.members[0].tolist()
+        raise FatalSampleError(
+            f"of microbatch {planned.number} of lane {planned.lane} ({len(planned.members)} samples, the first is "
+            f"{pipeline.source(leaf).where(sample)}) nothing is left: its samples failed or were skipped, and ranks "
+            "that load their own share cannot draw others in their place. Ban these samples, filter them out by a "
+            "column, or use make_balance(own_share=False)"
+        )
+    return LaneBatch(batches[0], pipeline.rows, None, counts)
+
+
+def _encoded(
+    pipeline: Pipeline, planned: PlannedBatch, loads: PendingLoads, counts: Counts
+) -> tuple[list[Any], list[tuple[Any, ...]]]:
+    """Return the encoded samples, None in the place of those that are left out, and the restore keys of all."""
+    encodes = pipeline.code.encodes
+    samples: list[Any] = []
+    keys: list[tuple[Any, ...]] = []
+    leaves: list[int] = planned.members[:, 0].tolist()
+    while len(loads):
+        loaded = loads.take()
+        for key, sample, size in zip(loaded.keys, loaded.samples, loaded.sizes, strict=True):
+            leaf = leaves[len(samples)]
+            counts.of(leaf)[_BYTES] += size
+            if encodes or type(sample) is FailedSample:
+                outputs = pipeline.encode(leaf, sample, key, counts)
+                if len(outputs) > 1:
+                    raise _several(pipeline, "encode_sample", f"{len(outputs)} samples of one")
+                sample = outputs[0][1] if outputs else None
+            elif pipeline.judge.alert:
+                pipeline.judge.succeeded(pipeline.code.drawing, (leaf,))
+            samples.append(sample)
+            keys.append(key)
+    return samples, keys
+
+
+def _packed(
+    pipeline: Pipeline, planned: PlannedBatch, samples: Sequence[Any], rules: PlanRules, counts: Counts
+) -> list[BatchRow]:
+    """Return the packs of encoded samples, without those that fail."""
+    assert planned.ends is not None
+    there = [number for number, sample in enumerate(samples) if sample is not None]
+    _check_sizes(pipeline, planned, samples, there, rules)
+    packs: list[BatchRow] = []
+    for first, end in pairwise([0, *planned.ends]):
+        members = [
+            BatchRow((SampleRef(leaf, sample, epoch, 0),), SAMPLE, content, 0)
+            for (leaf, sample, epoch), content in zip(
+                planned.members[first:end].tolist(), samples[first:end], strict=True
+            )
+            if content is not None
+        ]
+        made = pack_rows(pipeline, members, counts)
+        if len(made) > 1:
+            raise _several(pipeline, "pack_selected_samples", f"{len(made)} rows of one pack")
+        packs += made
+    return packs
+
+
+def _check_sizes(
+    pipeline: Pipeline, planned: PlannedBatch, samples: Sequence[Any], there: list[int], rules: PlanRules
+) -> None:
+    """Compare the sizes of encoded samples with those that they were planned by."""
+    packer = rules.packer
+    assert packer is not None
+    planned_sizes = rules.looked_up(planned.members[there], "sizes")
+    sizes = packer.sizes([samples[number] for number in there])
+    if not len(wrong := np.argwhere(sizes != planned_sizes)):
+        return
+    place, limit = wrong[0].tolist()
+    leaf, sample, _ = planned.members[there[place]].tolist()
+    raise FatalSampleError(
+        f"{pipeline.source(leaf).where(sample)}: by its columns it has {planned_sizes[place, limit]} "
+        f"{list(packer.limits)[limit]}, but the encoded sample has {sizes[place, limit]}, and packs are planned by the "
+        "columns. Add the column again with this encoder (energon columns add --encoder), or correct the expressions "
+        "of ColumnCost (sizes, tokens)"
+    )
+
+
+def _several(pipeline: Pipeline, hook: str, what: str) -> FatalSampleError:
+    return FatalSampleError(
+        f"{hook} of {type(pipeline.code.encoder).__name__} made {what}, so that what comes next cannot be planned from "
+        "columns: use make_balance(own_share=False), with which ranks exchange microbatches"
+    )

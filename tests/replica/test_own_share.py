@@ -1,0 +1,524 @@
+"""Ranks that load only what they run: the global batches, states and resumes are those without balance."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import os
+import signal
+from collections.abc import Callable
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+from click.testing import CliRunner
+from engine import config_of, digest, loaders_of
+from forked import run_forked
+from sharing import (
+    COST,
+    LANES,
+    G,
+    Sized,
+    as_it_comes,
+    numbers_of,
+    open_shared,
+    run_shared,
+    seen,
+    sets_of,
+    size_of_number,
+    sized_dataset,
+    write_sized,
+)
+from workers import worker_pids
+
+from energon_bridge import (
+    BatchCost,
+    ColumnCost,
+    EnergonDataloader,
+    Packer,
+    TextSample,
+    get_savable_loader,
+    make_balance,
+)
+from energon_bridge.cli.main import main
+from energon_bridge.errors import (
+    BalanceError,
+    ConfigurationError,
+    EnergonError,
+    FatalSampleError,
+    MissingRankError,
+    SettingMismatchError,
+    StepMismatchError,
+    WrongUseError,
+)
+from energon_bridge.loader.document import merge, read_leaves
+from energon_bridge.loader.run_plan import DatasetSpec
+from energon_bridge.loader.savable import SavableDataLoader
+from energon_bridge.replica.balance import Balance, balanced
+from energon_bridge.replica.balanced import OwnShareLoader
+from energon_bridge.stream.reader import LeafReader
+
+KINDS = ("plain", "mix", "packed", "packed mix", "filtered")
+TOPOLOGIES = [(1, 0), (2, 2), (4, 3), (8, 0)]
+STEPS = 6
+_numbers = itertools.count()
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
+]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_sized(tmp_path_factory.mktemp("sized"))
+
+
+@pytest.fixture(autouse=True)
+def _quiet(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.ERROR, "energon_bridge")
+
+
+def close(loaders: list[Any]) -> None:
+    for loader in loaders:
+        loader.close()
+
+
+def states_of(loaders: list[Any]) -> Any:
+    return merge([loader.save_state_rank() for loader in loaders])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_global_batches_are_those_without_balance(kind: str, data: Path) -> None:
+    """On any ranks and workers; and states go on with it and without it, to and fro."""
+    dataset = sized_dataset(data, kind)
+    expected = as_it_comes(dataset, 2 * STEPS)
+    loads = []
+    for ranks, workers in TOPOLOGIES:
+        loaders = open_shared(dataset, ranks, workers)
+        found = run_shared(loaders, STEPS)
+        assert sets_of(found) == expected[:STEPS]
+        state = states_of(loaders)
+        assert as_it_comes(dataset, 2, state=state) == expected[STEPS : STEPS + 2]
+        later = open_shared(dataset, 4 if ranks == 2 else 2, state=state)
+        assert sets_of(run_shared(later, 2)) == expected[STEPS : STEPS + 2]
+        again = open_shared(dataset, ranks, 1, state=state)
+        assert run_shared(again, 2) == run_shared(loaders, 2)  # the assignment, too
+        numbers = loaders[0].metrics()
+        assert numbers["balance_own_share"] == 1
+        if 1 < ranks < G:
+            loads.append(numbers["balance_step"] - 1 < 0.8 * (numbers["balance_step_before"] - 1))
+        for opened in (loaders, later, again):
+            close(opened)
+    assert all(loads)
+    (plain,) = loaders_of(dataset, 1, 0, num_lanes=LANES, microbatches_per_global_batch=G)
+    for _ in range(3 * G):
+        plain.deliver()
+    later = open_shared(dataset, 4, state=plain.save_state_rank())
+    assert sets_of(run_shared(later, 2)) == expected[3:5]
+    close([plain, *later])
+
+
+@pytest.mark.parametrize("kind", ["plain", "packed mix"])
+def test_counters_and_draws_are_those_without_balance(kind: str, data: Path) -> None:
+    dataset = sized_dataset(data, kind)
+    (plain,) = loaders_of(dataset, 1, 0, num_lanes=LANES, microbatches_per_global_batch=G)
+    for _ in range(STEPS * G):
+        plain.deliver()
+    loaders = open_shared(dataset, 4, 2)
+    run_shared(loaders, STEPS)
+    expected, found = (read_leaves(state) for state in (plain.save_state_rank(), states_of(loaders)))
+    for one, other in zip(expected, found, strict=True):
+        assert one["counts"]["samples"] == other["counts"]["samples"] > 0
+        if kind == "plain":  # a buffer for packs has been read, there, before its packs are delivered
+            assert one == other
+    close([plain, *loaders])
+
+
+def test_a_rank_reads_its_share_and_no_more(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted by the readers: the samples of its microbatches, and the indexes of the shards."""
+    asked: list[int] = []
+    read = LeafReader.read
+    monkeypatch.setattr(
+        LeafReader, "read", lambda self, indices: (asked.extend(indices.tolist()), read(self, indices))[1]
+    )
+    for kind in ("plain", "packed"):
+        loaders = open_shared(sized_dataset(data, kind), 4)
+        for loader in loaders:
+            asked.clear()
+            delivered = [number for _ in range(STEPS * G // 4) for number in numbers_of(loader.deliver())]
+            assert sorted(asked) == sorted(delivered)
+        close(loaders)
+
+
+def test_a_sample_that_fails_is_left_out_on_all_topologies(data: Path) -> None:
+    """The plan stays: nothing else moves, and the counters say so."""
+    bad = (3, 40, 77)
+    good = sized_dataset(data, "plain")
+    reference = run_shared(open_shared(good, 1), 12)
+    dataset = sized_dataset(data, "plain", bad=bad)
+    expected = None
+    for ranks, workers in TOPOLOGIES:
+        loaders = open_shared(dataset, ranks, workers)
+        found = run_shared(loaders, 12)
+        expected = expected or sets_of(found)
+        assert sets_of(found) == expected
+        errors = sum(row["counts"]["errors"] for row in read_leaves(states_of(loaders)))
+        lost = [n for step in reference for rank in step for batch in rank for n in batch.numbers if n in bad]
+        assert errors == len(lost) > 0
+        kept = sorted(n for step in found for rank in step for batch in rank for n in batch.numbers)
+        everything = sorted(n for step in reference for rank in step for batch in rank for n in batch.numbers)
+        assert kept == [n for n in everything if n not in bad]
+        close(loaders)
+
+
+def test_a_microbatch_of_which_nothing_is_left_is_an_error(data: Path) -> None:
+    loaders = open_shared(sized_dataset(data, "plain", bad=range(20), batch_size=1), 2)
+    with pytest.raises(FatalSampleError, match=r"nothing is left.*cannot draw others in their place\. Ban these"):
+        run_shared(loaders, 12)
+    close(loaders)
+
+
+def test_an_encoder_that_disagrees_with_the_columns_is_named(data: Path) -> None:
+    loaders = open_shared(sized_dataset(data, "packed", wrong=33), 2)
+    with pytest.raises(FatalSampleError, match=r"by its columns it has \d+ tokens, but the encoded sample has \d+"):
+        run_shared(loaders, 12)
+    close(loaders)
+
+
+# Changes while the run goes on ---------------------------------------------------------------------------------------
+
+
+def changed_weights(loader: Any) -> int:
+    return int(loader.set_weights([1, 9], from_draw=4 * G * 2))
+
+
+def banned(loader: Any) -> int:
+    return int(loader.ban([f"{number:05d}" for number in range(0, 50, 3)], from_draw=3 * G * 2))
+
+
+@pytest.mark.parametrize(("kind", "change"), [("mix", changed_weights), ("packed mix", banned), ("plain", banned)])
+def test_weights_and_bans_as_without_balance(kind: str, change: Callable[[Any], int], data: Path) -> None:
+    dataset = sized_dataset(data, kind)
+    if kind == "packed mix":  # what has been drawn already, and waits to be packed, differs by nothing
+        change = lambda loader: int(loader.ban([f"{n:05d}" for n in range(0, 50, 3)], from_draw=4000))  # noqa: E731
+    (plain,) = loaders_of(dataset, 1, 0, num_lanes=LANES, microbatches_per_global_batch=G)
+    expected = [sorted(digest(plain.deliver()) for _ in range(G)) for _ in range(2)]
+    change(plain)
+    steps = 30 if kind == "packed mix" else 10
+    expected += [sorted(digest(plain.deliver()) for _ in range(G)) for _ in range(steps)]
+    loaders = open_shared(dataset, 4, 2)
+    found = run_shared(loaders, 2)
+    for loader in loaders:
+        change(loader)
+    found += run_shared(loaders, steps // 2)
+    state = states_of(loaders)
+    later = open_shared(dataset, 2, 0, state=state)
+    found += run_shared(later, steps - steps // 2)
+    assert sets_of(found) == expected
+    if change is banned:
+        ends = plain.save_state_rank(), states_of(later)
+        assert [read_leaves(one)[0]["counts"]["banned"] for one in ends].count(0) == 0
+        assert read_leaves(ends[0])[0]["counts"] == read_leaves(ends[1])[0]["counts"]
+    close([plain, *loaders, *later])
+
+
+def test_seeking_is_that_without_balance(data: Path) -> None:
+    dataset = sized_dataset(data, "mix")
+    loaders = open_shared(dataset, 2)
+    for loader in loaders:
+        loader.seek(3 * G // 2)
+    assert sets_of(run_shared(loaders, 2)) == as_it_comes(dataset, 5)[3:]
+    with pytest.raises(StepMismatchError, match="stands after 10 microbatches, in the middle of a global batch of 8"):
+        loaders[0].seek(5)
+    close(loaders)
+
+
+@pytest.mark.parametrize(("kind", "window"), [("mix", 1), ("plain", 3)])
+def test_which_names_the_rank(kind: str, window: int, data: Path, tmp_path: Path) -> None:
+    """From the mix and from a state, before it and after it."""
+    dataset = sized_dataset(data, kind)
+    loaders = open_shared(dataset, 4, 1, window=window)
+    steps = [[loader.deliver().__restore_key__[3] for loader in loaders] for _ in range(2 * 5)]
+    states = [loader.save_state_rank() for loader in loaders]
+    steps += [[loader.deliver().__restore_key__[3] for loader in loaders] for _ in range(2 * 6)]
+    close(loaders)
+    files = []
+    for rank, state in enumerate(states):
+        files.append(tmp_path / f"{rank}.json")
+        files[-1].write_text(json.dumps(state))
+    mix = tmp_path / "mix.yaml"
+    text = {"path": str(data / "a")}
+    if kind == "mix":
+        leaves = [{"path": str(data / "a"), "weight": 2}, {"path": str(data / "b"), "weight": 1, "filter": "size > 2"}]
+        text = {"blend": leaves}
+    mix.write_text(
+        json.dumps({"__module__": "megatron.energon", "__class__": "MetadatasetV2", "splits": {"train": text}})
+    )
+    shared = ["--balance", "sharing:COST", "--world-size", "4", "--json", "--global-batch-size", str(2 * G)]
+    options = ["--batch-size", "2", "--num-lanes", str(LANES), "--shuffle-buffer-size", "5"]
+    options += ["--max-samples-per-sequence", "4", "--parallel-shard-iters", "3", "--balance-window", str(window)]
+    for arguments in ([str(mix), *options], [*map(str, files), "--mix", str(mix)]):
+        for step in (0, 3, 11, 21):
+            found = CliRunner().invoke(main, ["which", *arguments, *shared, "--step", str(step)])
+            assert found.exit_code == 0, found.output
+            named = json.loads(found.output)["microbatches"]
+            keys = [tuple(tuple(sample["restore_key"]) for sample in one["samples"]) for one in named]
+            assert keys == [tuple(map(tuple, rank)) for rank in steps[step]]
+    of_state = [*map(str, files), "--mix", str(mix), "--world-size", "4", "--global-batch-size", str(2 * G)]
+    for arguments, message in (
+        (["--step", "1", "--balance", "sharing:G"], "must name a ColumnCost, got int"),
+        (["--step", "1", "--balance", "sharing"], "expected MODULE:NAME"),
+        (["--microbatch", "1", "--balance", "sharing:COST"], "give --step, not --microbatch"),
+        (
+            ["--step", "1", "--balance", "sharing:COST", "--balance-window", "2"],
+            f"balance_window={window}, this run has",
+        ),
+        (["--step", "1"], "give the ColumnCost of the run" if window > 1 else ""),
+    ):
+        found = CliRunner().invoke(main, ["which", *of_state, *arguments])
+        assert message in " ".join(found.output.split())
+
+
+# Windows -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["mix", "packed"])
+def test_a_window_has_the_same_microbatches_on_any_ranks(kind: str, data: Path) -> None:
+    """Cut anew, so that even ranks with one microbatch each are even; a run goes on within a window on other ranks."""
+    dataset = sized_dataset(data, kind)
+    came = as_it_comes(dataset, 12)
+    reference = sets_of(run_shared(open_shared(dataset, 1, window=4), 12))
+    assert reference != came
+    for first in range(0, 12, 4):
+        cut, whole = (sorted(chain.from_iterable(sets[first : first + 4])) for sets in (reference, came))
+        assert cut == whole
+    for ranks, workers in TOPOLOGIES[1:]:
+        loaders = open_shared(dataset, ranks, workers, window=4)
+        found = run_shared(loaders, 6)
+        state = states_of(loaders)
+        later = open_shared(dataset, 8 if ranks == 4 else 4, state=state, window=4)
+        again = open_shared(dataset, ranks, 2, state=state, window=4)
+        assert sets_of(found + run_shared(later, 6)) == reference
+        assert run_shared(again, 5) == run_shared(loaders, 5)
+        if ranks == G:
+            numbers = loaders[0].metrics()
+            assert numbers["balance_step"] - 1 < 0.6 * (numbers["balance_step_before"] - 1)
+        for opened in (loaders, later, again):
+            close(opened)
+
+
+def test_another_window_is_refused(data: Path) -> None:
+    dataset = sized_dataset(data, "mix")
+    loaders = open_shared(dataset, 2, window=4)
+    run_shared(loaders, 4)
+    state = states_of(loaders)
+    named = (
+        r"saved with balance_window=4, this run has balance_window={}: which samples a global batch has depends on it"
+    )
+    with pytest.raises(SettingMismatchError, match=named.format(2)):
+        open_shared(dataset, 2, window=2, state=state)
+    with pytest.raises(SettingMismatchError, match=named.format(1)):
+        open_shared(dataset, 2, state=state)
+    with pytest.raises(SettingMismatchError, match=named.format(1)):
+        as_it_comes(dataset, 1, state=state)
+    with pytest.raises(SettingMismatchError, match="saved with balance_window=1, this run has balance_window=4"):
+        open_shared(dataset, 2, window=4, state=states_of(open_shared(dataset, 2)))
+    other = loaders_of(dataset, 1, 0, num_lanes=LANES, microbatches_per_global_batch=G)
+    cost = ColumnCost(tokens="size * size")
+    with pytest.raises(
+        SettingMismatchError, match=r"balance_window_cost=.*\(size\).*has balance_window_cost=.*size \* size"
+    ):
+        balanced(other[0], Balance(cost=cost, group=None, window=4)).restore_state_rank(state)
+    close(loaders)
+
+
+def test_weights_and_bans_change_after_whole_windows(data: Path) -> None:
+    loaders = open_shared(sized_dataset(data, "mix"), 2, window=3)
+    run_shared(loaders, 2)
+    with pytest.raises(WrongUseError, match="2 of 3 global batches of this window were delivered: with balance_wi"):
+        loaders[0].set_weights([1, 9])
+    run_shared(loaders, 1)
+    for loader in loaders:
+        changed_weights(loader)
+    close(loaders)
+
+
+# What cannot be ------------------------------------------------------------------------------------------------------
+
+
+def test_there_is_no_state_within_a_global_batch(data: Path) -> None:
+    loaders = open_shared(sized_dataset(data, "plain"), 2)
+    loaders[0].deliver()
+    with pytest.raises(WrongUseError, match=r"1 of the 4 microbatches .* save it after an optimizer step"):
+        loaders[0].save_state_rank()
+    close(loaders)
+
+
+def test_a_state_needs_all_lanes_and_whole_global_batches(data: Path) -> None:
+    dataset = sized_dataset(data, "plain")
+    loaders = open_shared(dataset, 2)
+    run_shared(loaders, 1)
+    with pytest.raises(MissingRankError, match="the states of some ranks are missing"):
+        open_shared(dataset, 2, state=loaders[0].save_state_rank())
+    (plain,) = loaders_of(dataset, 1, 0, num_lanes=LANES, microbatches_per_global_batch=G)
+    plain.deliver()
+    with pytest.raises(StepMismatchError, match="after 1 microbatches, in the middle of a global batch of 8"):
+        open_shared(dataset, 2, state=plain.save_state_rank())
+    close([*loaders, plain])
+
+
+class Several(Sized):
+    def encode_sample(self, sample: TextSample) -> Any:
+        for _ in range(2):
+            yield super().encode_sample(sample)
+
+
+class SeveralByChance(Sized):
+    def encode_sample(self, sample: TextSample) -> Any:
+        return (one for one in [Sized.encode_sample(self, sample)] * 2)
+
+
+class Unpacked(Sized):
+    def __init__(self) -> None:
+        super().__init__()
+        self.packer = None  # type: ignore[assignment]
+
+
+def opened(dataset: Any, cost: Any = COST, **kwargs: Any) -> Any:
+    (loader,) = loaders_of(dataset, 1, 0, num_lanes=LANES, microbatches_per_global_batch=G)
+    return balanced(loader, Balance(cost=cost, group=None, **kwargs))
+
+
+def test_what_cannot_be_planned_is_exchanged_or_refused_by_name(data: Path, caplog: pytest.LogCaptureFixture) -> None:
+    several = sized_dataset(data, "plain", task_encoder=Several())
+    with pytest.raises(ConfigurationError, match=r"cannot load their own share, since encode_sample of Several is a"):
+        opened(several, own_share=True)
+    with caplog.at_level(logging.INFO, "energon_bridge"):
+        assert isinstance(opened(several), SavableDataLoader)  # one rank has nothing to exchange
+        assert isinstance(opened(sized_dataset(data, "plain")), OwnShareLoader)
+    assert "own shares are not planned: encode_sample of Several is a generator" in caplog.text
+    assert "every rank loads only the microbatches that it runs, planned from columns" in caplog.text
+    later = opened(sized_dataset(data, "plain", task_encoder=SeveralByChance()))
+    with pytest.raises(FatalSampleError, match="encode_sample of SeveralByChance made 2 samples of one"):
+        later.deliver()
+    later.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "cost", "message"),
+    [
+        ("plain", ColumnCost(tokens="length"), r"no column 'length'.*Columns: size"),
+        (
+            "plain",
+            ColumnCost(tokens="size - 5"),
+            r"'size - 5': gives -\d+\.0 for sample \d+, expected a number, 0",
+        ),
+        ("plain", ColumnCost(tokens="size > 5"), None),
+        ("plain", ColumnCost(tokens="'a'"), "gives a string, expected numbers"),
+        (
+            "packed",
+            ColumnCost(tokens="size * 3"),
+            r"has \d+ tokens by 'size \* 3'; expected a whole number, at most",
+        ),
+        ("packed", ColumnCost(tokens="size / 2"), r"has [\d.]+ tokens by 'size / 2'; expected a whole number"),
+        (
+            "packed",
+            ColumnCost(tokens="size", sizes={"pixels": "1"}),
+            "limits tokens, samples, but sizes are given for",
+        ),
+    ],
+)
+def test_costs_that_columns_do_not_give(kind: str, cost: ColumnCost, message: str | None, data: Path) -> None:
+    dataset = sized_dataset(data, kind)
+    if message is None:
+        opened(dataset, cost).close()
+        return
+    with pytest.raises(EnergonError, match=message):
+        opened(dataset, cost)
+
+
+def test_an_encoder_that_packs_needs_its_packer(data: Path) -> None:
+    dataset = sized_dataset(data, "packed", task_encoder=Unpacked())
+    with pytest.raises(ConfigurationError, match="Unpacked packs, but has no `packer`"):
+        opened(dataset)
+    packer: Packer[Any] = Packer(limits={"tokens": 20}, size_of=len)
+    assert isinstance(opened(dataset, ColumnCost(tokens="size", packer=packer)), OwnShareLoader)
+    with pytest.raises(ConfigurationError, match=r"ColumnCost: patches must be a column or an expression"):
+        ColumnCost(tokens="size", patches=" ")
+
+
+@pytest.mark.parametrize("padded", [True, False])
+def test_a_microbatch_costs_what_its_rows_do(padded: bool, data: Path) -> None:
+    """Of rows that are padded, as much as the longest; in the unit of the weights."""
+    weights = BatchCost(tokens=2.0, attention=0.5, patches=3.0)
+    cost = ColumnCost(tokens="size", patches="size // 3", weights=weights, padded=padded)
+    loader, expected = opened(sized_dataset(data, "plain"), cost), 0.0
+    for _ in range(G):
+        sizes = np.array([size_of_number(number) for number in numbers_of(loader.deliver())], dtype=float)
+        tokens = np.full(len(sizes), sizes.max()) if padded else sizes
+        expected += float((2 * tokens + 0.5 * tokens**2 + 3 * (sizes // 3)).sum())
+    assert loader.metrics()["balance_cost"] == pytest.approx(expected, rel=1e-6)
+    loader.close()
+
+
+# On real ranks -------------------------------------------------------------------------------------------------------
+
+
+def on_gloo(folder: Path, ranks: int, function: Callable[[int], Any]) -> list[Any]:
+    rendezvous = folder / f"rendezvous {next(_numbers)}"
+
+    def start(rank: int) -> Any:
+        dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks)
+        return function(rank)
+
+    return run_forked(ranks, start)
+
+
+def open_real(dataset: DatasetSpec, rank: int, ranks: int, *, cost: ColumnCost = COST) -> EnergonDataloader:
+    config = config_of(ranks, 2, rank, num_lanes=LANES, microbatches_per_global_batch=G)
+    loader = get_savable_loader(dataset, worker_config=config)
+    return EnergonDataloader(loader, balance=make_balance(cost, timeout_seconds=60, own_share=True))
+
+
+def test_processes_whose_workers_die_and_states_of_single_ranks(data: Path, tmp_path: Path) -> None:
+    """Two ranks with two workers each, which are killed; then each rank goes on from its own state."""
+    dataset = sized_dataset(data, "packed mix")
+
+    def run(rank: int) -> Any:
+        loader = open_real(dataset, rank, 2)
+        found = [seen(next(loader)) for _ in range(G)]
+        own, whole = loader.save_state(), loader.state_dict()
+        for worker in worker_pids():
+            os.kill(worker, signal.SIGKILL)
+        found += [seen(next(loader)) for _ in range(G)]
+        assert loader.metrics()["worker_restarts"] > 0
+        for state in (own, whole):
+            loader.restore_state(state)
+            assert [seen(next(loader)) for _ in range(G)] == found[G:]
+        loader.close()
+        return found
+
+    results = on_gloo(tmp_path, 2, run)
+    steps = [[rank[4 * step : 4 * step + 4] for rank in results] for step in range(4)]
+    assert sets_of(steps) == as_it_comes(dataset, 4)
+
+
+def test_ranks_that_would_plan_differently_are_told(data: Path, tmp_path: Path) -> None:
+    dataset = sized_dataset(data, "plain")
+
+    def run(rank: int) -> None:
+        loader = open_real(dataset, rank, 2, cost=ColumnCost(tokens="size + 1" if rank else "size"))
+        with pytest.raises(BalanceError, match="ranks 0 and 1 read different columns, or were given different costs"):
+            next(loader)
+        loader.close()
+        loader = open_real(dataset, rank, 2)
+        loader.loader.seek(G // 2 * rank)
+        with pytest.raises(StepMismatchError, match=r"at different microbatches of the run \(0, 8\)"):
+            next(loader)
+        loader.close()
+
+    on_gloo(tmp_path, 2, run)
