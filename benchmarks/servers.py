@@ -76,7 +76,8 @@ def proxy(upstream: int, **settings: Any) -> Iterator[str]:
     """Start a proxy with settings of `Settings`; give its URL."""
     command = [sys.executable, str(Path(__file__).resolve()), str(upstream), json.dumps(settings)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdin is not None and server.stdout is not None
+        assert server.stdin is not None
+        assert server.stdout is not None
         try:
             yield server.stdout.readline().strip()
         finally:

@@ -76,8 +76,7 @@ class EnergonMultiModalDataModule(_Base):
         micro_batch_size: Samples per batch that the loader yields.
         global_batch_size: Samples per optimizer step, all ranks together; a multiple of `micro_batch_size` times the
             data-parallel size. It makes the order fit every legal number of ranks. 1, the default, means "not given".
-        num_workers: Worker processes for training; 0 loads in this process.
-        num_val_workers: The same for validation; default: `num_workers`.
+        num_workers, num_val_workers: Worker processes for training and validation; 0 loads in this process.
         pin_memory: Copy batches to pinned memory if there is a GPU.
         shuffle_buffer_size: Samples among which the order is shuffled.
         max_samples_per_sequence: The most samples in a slice, the unit of shuffled reading; None: no cap.
@@ -110,7 +109,7 @@ class EnergonMultiModalDataModule(_Base):
 
     Attributes:
         init_global_step: Optimizer steps before the restored state; 0 in a new run.
-        train_dataloader_object, val_dataloader_object, test_dataloader_object: The iterators, None before they exist.
+        train_dataloader_object, val_dataloader_object, test_dataloader_object: The iterators, once there are any.
         validation_names: Short names of the datasets, in the order of the validation iterators.
 
     Raises:

@@ -104,7 +104,7 @@ class ShardScan:
 def scan_tar(store: Store, rel: str) -> ShardScan:
     """Walk all headers of a tar; raises CorruptShardError naming the shard and the byte offset of the defect.
 
-    A tar without samples is an error too: nothing could be read from it. A compressed one is an UnsupportedShardError.
+    A tar without samples is an error, too. A compressed one is an UnsupportedShardError.
     """
     try:
         return _scan(store, rel)

@@ -84,7 +84,7 @@ class Description:
                 )
 
     def check_types(self) -> None:
-        """Refuse a mix of types that cannot be put into microbatches; a loader asks, a forecast need not."""
+        """Raise if the leaves' sample types cannot share microbatches; loaders check this, forecasts need not."""
         together = self.rows > 1 and self.packing_buffer_size is None and not self.grouped
         if together or self.max_tokens_per_microbatch is not None:
             _check_types(self.leaves, self.task_encoder)

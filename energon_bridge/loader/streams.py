@@ -218,7 +218,7 @@ class FiniteStreams:
 
 
 def reported(pipeline: Pipeline, unit: int, make: Callable[[], LaneBatch]) -> LaneBatch:
-    """Return the next microbatch of a unit with what failed on the way, under the eyes of the watchdog."""
+    """Return the next microbatch of a unit with the failures on its way, watched by the watchdog."""
     watchdog, start = pipeline.watchdog, time.perf_counter()
     try:
         if watchdog is None:

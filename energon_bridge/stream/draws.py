@@ -159,10 +159,10 @@ class Draws:
         self._pipeline.decode_deferred([one for draw in self._begun if draw.begun for one in draw.begun.encoded])
 
     def _encode_draw(self, counts: Counts) -> None:
-        """Encode the next draw; its outputs, if any, are left in `_outputs`."""
+        """Encode the next draw into `_outputs`."""
         leaf, size, key, sample, begun = self._begun.popleft() if self._begun else self._next()
         self._outputs_of, self._outputs_size = leaf, size
-        counts.of(leaf)[_BYTES] += 0 if self.taken else size  # of a state: they have been counted
+        counts.of(leaf)[_BYTES] += 0 if self.taken else size  # a restored draw was counted before
         again = bool(self.taken)
         if self._pipeline.settings.energon_ranks:
             self._pipeline.number_draw(self.number, self.draw)

@@ -16,7 +16,7 @@ when its turn comes, and the buffer in shares after each microbatch but the firs
 With `max_tokens_per_microbatch` what is selected are microbatches: the engine asks the encoder for the length of each
 sample, and the samples of a "pack" stay rows. Everything else is the same, the state too.
 
-The lanes of a process share a budget of bytes for contents (`stream/pipeline.py`). A lane that must let go drops what
+The lanes of a process share a budget of bytes for contents (`stream/budget.py`). A lane that must let go drops what
 it needs last, the newest of the buffer first and then the packs from the last one on, and makes it again when it is
 needed. The encoder sees a buffer with all its contents, so while one lane selects, its buffer is held beside the
 budget.
@@ -117,7 +117,7 @@ class Packing:
         self._outputs: deque[BatchRow] = deque()
         self.held = 0
         pipeline.budget.join(self)
-        # As drop-in every buffer is full: code for megatron-energon may count on it.
+        # As a drop-in, every buffer is full: code for megatron-energon may rely on it.
         self.target = target or (size if pipeline.settings.energon_ranks else first_target(draws.number, size))
         rows = [(stage, [BatchRow((ref,), SAMPLE, None, 0) for ref in refs], number) for stage, refs, number in held]
         self._packs = _Packs(_Pack(members, taken) for stage, members, taken in rows if stage is Stage.PACK)
@@ -169,7 +169,7 @@ class Packing:
                 if rows := post_encoded(self._pipeline, rows, counts):
                     return rows
                 continue
-            if selections > _EMPTY_SELECTIONS:
+            if selections > EMPTY_SELECTIONS:
                 self._draws.give_up_if_barren(first)
             selections += 1
             self._select(counts)
@@ -210,7 +210,7 @@ class Packing:
         self._pipeline.budget.hold(self, size)
 
     def _select(self, counts: Counts) -> None:
-        """Fill the buffer and hand it to the encoder; makes no pack, and drops the buffer, where the hook fails."""
+        """Fill the buffer and let the encoder select packs; if the hook fails, drop the buffer and make no pack."""
         for attempt in range(EMPTY_SELECTIONS):
             self._fill(self.target + attempt * max(1, self._size // 4), counts)
             before = {id(row): wait for row, wait in zip(self._buffer, self._waits.tolist(), strict=True)}
@@ -368,9 +368,9 @@ def pack_rows(pipeline: Pipeline, rows: list[BatchRow], counts: Counts, *, again
 
 
 def post_encoded(pipeline: Pipeline, rows: list[BatchRow], counts: Counts, *, again: bool = False) -> list[BatchRow]:
-    """Return rows as `postencode_sample` makes them, without those that it refuses, which lose their contents.
+    """Run `postencode_sample` on rows; rows that it refuses are left out and lose their contents.
 
-    With `again`, what the hooks themselves count has been counted before.
+    With `again`, the hooks' own counts were counted before.
     """
     code = pipeline.code
     members: list[BatchRow] = []
@@ -380,7 +380,7 @@ def post_encoded(pipeline: Pipeline, rows: list[BatchRow], counts: Counts, *, ag
         try:
             if code.posts:
                 code.now.hook = "decode_deferred"
-                decode_deferred([content])  # what is left is a broken image
+                decode_deferred([content])  # only a broken image can fail here
             with pipeline.adopting():
                 row.content = code.post(content, *pipeline.seed_of(row))
         except Exception as error:  # the policy decides

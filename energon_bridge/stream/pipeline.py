@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 import time
 from collections import OrderedDict, deque
@@ -12,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +21,7 @@ from energon_bridge.errors import FatalSampleError, SampleError, SkipSample
 from energon_bridge.samples import Batch, Sample, SourceInfo
 from energon_bridge.samples.slabs import LENDER, SLABS, Lender, Slab, SlabPool
 from energon_bridge.storage.network import MADE
+from energon_bridge.stream.budget import Budget
 from energon_bridge.stream.cooking import StorePool, cook_of, cooker_of
 from energon_bridge.stream.dataset_code import PendingSample, has_code
 from energon_bridge.stream.leaf import Cursor, Leaf, LeafSource
@@ -35,81 +35,6 @@ from energon_bridge.stream.values import BANNED, Columns, FailedSample, RestoreK
 from energon_bridge.stream.watchdog import Activities, Watchdog, WatchdogSettings
 from energon_bridge.task_encoder.current import BATCH, FAILED, NUMBER, UNKNOWN
 from energon_bridge.task_encoder.deferred import decode_deferred
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The byte budget for the contents of waiting samples, shared by the lanes of one process.
-#
-# If it is exceeded, lanes that hold more than their share drop the contents they need last, beginning with the lane
-# served last. Dropped contents are encoded again when needed. The budget decides nothing else.
-
-
-logger = logging.getLogger(__name__)
-
-
-class Holder(Protocol):
-    """A stage of a lane that holds contents.
-
-    Attributes:
-        held: Bytes of these contents.
-    """
-
-    held: int
-
-    def let_go(self, size: int) -> None:
-        """Drop contents of at least `size` bytes, or all there are, and report it by `Budget.hold`."""
-        ...
-
-
-class Budget:
-    """The byte budget of one process.
-
-    Args:
-        most: Bytes allowed.
-        lanes: Number of lanes that share it.
-
-    Attributes:
-        held: Bytes held by all lanes.
-    """
-
-    def __init__(self, most: int, lanes: int) -> None:
-        self._most = most
-        self._lanes = lanes
-        self._holders: list[Holder] = []
-        self._said = False
-        self.held = 0
-
-    def join(self, holder: Holder) -> None:
-        """Share the budget with a further lane."""
-        self._holders.append(holder)
-
-    def hold(self, holder: Holder, size: int) -> None:
-        """Count bytes that a lane now holds (negative: that it dropped)."""
-        holder.held += size
-        self.held += size
-
-    def keep(self, served: Holder) -> None:
-        """Make lanes over their shares drop what exceeds the budget; `served` is the lane served last."""
-        if self.held <= self._most:
-            return
-        share = self._most // max(self._lanes, len(self._holders))
-        for holder in (served, *sorted(self._holders, key=lambda one: -one.held)):
-            beyond = min(holder.held - share, self.held - self._most)
-            if beyond > 0:
-                holder.let_go(beyond)
-        if not self._said:
-            self._said = True
-            logger.warning(
-                "samples that wait to be packed or grouped take more than buffer_bytes=%d in this process (%d lanes): "
-                "what is beyond is encoded again when it is needed (`encoded_again` in loader.counters()). Raise "
-                "WorkerConfig(buffer_bytes=…), lower packing_buffer_size, or add what is large in postencode_sample",
-                self._most,
-                max(self._lanes, len(self._holders)),
-            )
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The pipeline.
-
 
 _THREADS = "energon"
 _OPEN_ROUNDS = 4096
@@ -338,7 +263,7 @@ class Pipeline:
     ) -> list[tuple[RestoreKey, Any]]:
         """Return the encoded samples of one draw with their restore keys; count a draw that gives none.
 
-        With `again`, what the hooks themselves count has been counted before. `begun` is what `begin` made of the draw.
+        With `again`, the hooks' own counts were counted before. `begun` is what `begin` made of the draw.
         """
         identity, index, epoch, _ = key
         source = self.source(leaf)
@@ -485,7 +410,7 @@ class Pipeline:
         """Decode the deferred images of samples that are about to be packed or batched, on the loading threads."""
         if self.code.posts:
             self.code.now.hook, self.code.now.sample = "decode_deferred", None
-            # The first error by itself: the members are then decoded one by one, so that the others are kept.
+            # On an error the members are decoded one by one later, so that only the broken one is lost.
             with contextlib.suppress(SampleError):
                 decode_deferred(samples, map if self._pool is None else self._pool.map, self._blocks.memory)
 

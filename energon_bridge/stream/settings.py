@@ -31,15 +31,15 @@ class StreamSettings:
         buffer_bytes: Bytes for the contents of samples waiting to be packed, all lanes of the process together.
         lanes: Lanes of the process.
         cache: Where cookers and hooks keep files that are needed later.
-        policy: What becomes of samples that fail.
-        failure_log: Where they are named that no microbatch takes along.
-        delivered: Leaves of which the run has delivered something; none where it begins.
-        rank, ranks: Number of this process among those that keep quarantine files.
-        words: Where the thread that runs hooks, and then each that loads, writes what it does (`Activity.words`).
-        energon_ranks, energon_workers: For the drop-in of megatron-energon: numbers of ranks, and of workers of each,
-            by which microbatches and samples are counted as there; 0 ranks: nothing is as there.
-        config: For the drop-in: the worker configuration, for hooks that ask.
-        barred: Leaf (`user_key_of`) and index of the samples that are not tried again.
+        policy: Decides about samples that fail.
+        failure_log: Logs failures that no microbatch carries.
+        delivered: Leaves that the run has delivered samples of; empty at its start.
+        rank, ranks: Number of this process, and number of processes, that keep quarantine files.
+        words: Where the hook thread and then each loading thread writes what it is doing (`Activity.words`).
+        energon_ranks, energon_workers: For the drop-in: the ranks, and workers per rank, by which megatron-energon
+            numbers microbatches and samples; 0 ranks: no drop-in.
+        config: For the drop-in: the worker configuration, for hooks that ask for it.
+        barred: Leaf (`user_key_of`) and index of samples that must not be tried again.
         in_worker: Microbatches are pickled, for another process.
     """
 

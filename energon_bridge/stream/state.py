@@ -259,7 +259,7 @@ class LaneBatch:
 
     @classmethod
     def of_plain(cls, values: tuple[Any, ...]) -> LaneBatch:
-        """Return what `plain` was called of."""
+        """Rebuild from `plain()`."""
         batch, rows, state, counts, reports, seconds, *ends = values
         end = None
         if ends:

@@ -10,10 +10,10 @@ tensor is a view over the decoder's memory, because a contiguous copy would cost
 the bytes divided by 255, exactly. `fastrgb` is what costs least: uint8 in numpy for ordinary JPEGs, a Pillow image for
 anything else.
 
-A form may have a target size. A JPEG is then decoded at 1/2, 1/4 or 1/8 of its size, by computing fewer pixels from
-its DCT blocks, as long as neither side falls below the target's; what comes out is as a rule larger than the target,
-and for the encoder to resize. (libjpeg's other scales, such as 5/8, gain little or nothing.) Other formats, and JPEGs
-too small for it, come in full size.
+A form may have a target size. A JPEG is then decoded at 1/2, 1/4 or 1/8 of its size, by computing fewer pixels from its
+DCT blocks, as long as neither side falls below the target's. The result is usually larger than the target; the encoder
+resizes it. (libjpeg's other scales, such as 5/8, gain little or nothing.) Other formats, and JPEGs too small for it,
+keep their full size.
 
 A form may name torchcodec in place of all of these, which is no faster for most formats, gives other pixels for some
 images (it turns them as EXIF says, and keeps the range of 16 bits), and decodes HEIC with libheif. HEIC is otherwise

@@ -15,17 +15,19 @@ from hypothesis import given, strategies as st
 from multimodal import PixelProcessor, WordTokenizer
 
 from energon_bridge import (
-    ConfigurationError,
     DefaultTaskEncoder,
     EnergonMultiModalDataModule,
-    FatalSampleError,
-    OverLongSampleError,
     SavableDataLoader,
-    SettingMismatchError,
     SkipSample,
     TextSample,
     get_train_dataset,
     get_val_dataset,
+)
+from energon_bridge.errors import (
+    ConfigurationError,
+    FatalSampleError,
+    OverLongSampleError,
+    SettingMismatchError,
 )
 from energon_bridge.task_encoder import Document, LengthGrouper, MultiModalTaskEncoder, Packer, Piece
 from energon_bridge.task_encoder.packing import padded_rows

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from energon_bridge import ConfigurationError, DecodeError, SampleDecoder
+from energon_bridge import SampleDecoder
+from energon_bridge.errors import ConfigurationError, DecodeError
 from energon_bridge.task_encoder import images
 from energon_bridge.task_encoder.deferred import DeferredImage
 from energon_bridge.task_encoder.images import IMAGE_FORMS
@@ -94,7 +95,7 @@ def test_torchcodec_keeps_the_limit_of_pixels(monkeypatch):
 @TORCHCODEC
 @pytest.mark.parametrize("form", sorted(IMAGE_FORMS))
 @pytest.mark.parametrize(
-    "kind, mode", [("JPEG", "RGB"), ("JPEG", "CMYK"), ("PNG", "RGB"), ("PNG", "P"), ("PNG", "RGBA")]
+    ("kind", "mode"), [("JPEG", "RGB"), ("JPEG", "CMYK"), ("PNG", "RGB"), ("PNG", "P"), ("PNG", "RGBA")]
 )
 def test_torchcodec_gives_the_pixels_of_pillow_in_every_form(form, kind, mode):
     data = encoded(kind, photo(mode))
