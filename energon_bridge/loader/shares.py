@@ -1,14 +1,14 @@
-"""Own shares: every rank works out what all microbatches of a global batch cost, and loads only those that it runs.
+"""Own shares: every rank computes the costs of all microbatches of a global batch, and loads only those it will run.
 
-Costs and sizes of samples come from columns (`ColumnCost`), so that all lanes can be run on integers
-(`stream.planned`): each process does so for itself, all come to the same plan (`plan.balance`), and nobody has to be
-asked. A *unit* is the number of a microbatch among those of its rank; worker `unit mod W` makes it.
+Costs and sizes of samples come from columns (`ColumnCost`), so all lanes can be planned on integers (`stream.planned`):
+each process does so by itself, all reach the same plan (`plan.balance`), and no communication is needed. A *unit* is
+the number of a microbatch among those of its rank; worker `unit mod W` makes it.
 
-Costs are integers, multiples of 2^-30 of what the most costly sample costs: sums of floats depend on the processor.
+Costs are integers, multiples of 2^-30 of the most costly sample, because sums of floats depend on the processor.
 
-In a *window* of K global batches the microbatches are sorted by cost and cut into K global batches anew
-(`plan.balance.cut_window`). Where lanes stand is known at the beginning of a window; a state within one says how many
-microbatches were delivered, and has the lanes as they were at its beginning.
+In a *window* of K global batches, the microbatches are sorted by cost and cut into K new global batches
+(`plan.balance.cut_window`). The positions of the lanes are known at the beginning of a window; a state within a window
+has the lanes as they were at its beginning, and the number of microbatches delivered since.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ logger = logging.getLogger(__name__)
 
 _RESOLUTION = 2.0**30
 _ONE_OF_ONE = ("encode_sample", "preencode_sample", "pack_selected_samples", "batch", "encode_batch")
-"""Hooks that may not be generators."""
+"""Hooks that must not be generators."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sharing:
-    """How a run is shared out before it is loaded.
+    """How the microbatches of a run are divided among ranks before they are loaded.
 
     Attributes:
         group: Microbatches in a global batch.
-        window: Global batches that are cut anew together.
-        tables: What is known of the samples of each leaf, in the order of the plan.
+        window: Global batches in a window.
+        tables: The table of each leaf, in the order of the plan.
         unit: A cost of 1 in the unit of the tables.
-        packer: How samples are packed; None: the encoder does not pack.
-        settings: What states say of it: nothing without windows, since then no global batch is another one.
+        packer: Packs samples; None: the encoder does not pack.
+        settings: Its settings in states; empty without windows, since global batches then stay the same.
     """
 
     group: int
@@ -74,11 +74,11 @@ class Sharing:
         return self.group * self.window
 
     def begin(self, microbatches: int) -> int:
-        """Return the microbatch at which the window begins in which so many were delivered."""
+        """Return the first microbatch of the window that microbatch `microbatches` is in."""
         return microbatches - microbatches % self.span
 
     def rules(self, data: Description, plan: RunPlan) -> PlanRules:
-        """Return what lanes are planned by."""
+        """Return the rules for planning lanes."""
         return PlanRules(
             leaves=plan.leaves,
             blend=plan.blend,
@@ -90,7 +90,7 @@ class Sharing:
 
 
 def why_unplanned(data: Description) -> str | None:
-    """Say why the microbatches of a stream cannot be planned from columns, or return None."""
+    """Return the reason why a stream cannot be planned from columns; None if it can."""
     encoder = data.task_encoder
     if data.as_energon:
         return "the loader stands in for megatron-energon"
@@ -112,10 +112,10 @@ def why_unplanned(data: Description) -> str | None:
 
 
 def sharing_of(data: Description, group: int, cost: ColumnCost, window: int) -> Sharing:
-    """Read the columns that a cost names, and return how a run is shared out by them.
+    """Read the columns that a cost names, and return how a run is divided by them.
 
     Raises:
-        ConfigurationError, MetadataError: A column is missing or no number, or sizes do not fit the packer.
+        ConfigurationError, MetadataError: A column is missing or not numeric, or sizes do not fit the packer.
     """
     packer = None
     if data.packing_buffer_size is not None:
@@ -143,7 +143,7 @@ def sharing_of(data: Description, group: int, cost: ColumnCost, window: int) -> 
 
 
 def _columns(dataset: Any, cost: ColumnCost, packer: Packer[Any] | None) -> tuple[Any, Any, Any]:
-    """Return of each sample the cost of its tokens and of its patches, and its sizes."""
+    """Return the costs of each sample's tokens and patches, and its sizes."""
     tokens = numbers_of_samples(dataset, cost.tokens, where="ColumnCost(tokens=…)")
     patches = numbers_of_samples(dataset, cost.patches, where="ColumnCost(patches=…)")
     weights = cost.weights
@@ -192,7 +192,7 @@ def _text(cost: ColumnCost) -> str:
 
 
 def window_settings(window: int, group: int, cost: ColumnCost | None = None) -> dict[str, Any]:
-    """Return what the settings of a state say of windows: K, G, and the cost if it is known from columns."""
+    """Return the settings of windows in a state: K, G, and the cost if it is known from columns."""
     if window == 1:
         return {}
     settings: dict[str, Any] = {"balance_window": window, "balance_window_of": group}
@@ -200,7 +200,7 @@ def window_settings(window: int, group: int, cost: ColumnCost | None = None) -> 
 
 
 def in_window(state: State, done: int, settings: Mapping[str, Any]) -> State:
-    """Return the state within a window, of that at its beginning and the microbatches delivered since."""
+    """Return the state within a window, from the state at its beginning and the microbatches delivered since."""
     if not settings:
         return state
     more = {"microbatches": state["microbatches"] + done, "settings": state["settings"] | dict(settings)}
@@ -208,12 +208,12 @@ def in_window(state: State, done: int, settings: Mapping[str, Any]) -> State:
 
 
 def at_window(states: Sequence[State], span: int, settings: Mapping[str, Any]) -> tuple[list[State], int]:
-    """Return the states at the beginning of a window, and the microbatches that were delivered of it.
+    """Return the states at the beginning of a window, and the microbatches delivered of it.
 
     Args:
-        states: Of some or all ranks.
+        states: States of some or all ranks.
         span: Microbatches in a window.
-        settings: Of this run, from `window_settings`.
+        settings: Those of this run, from `window_settings`.
 
     Raises:
         SettingMismatchError: The run that saved them had other windows.
@@ -234,11 +234,11 @@ class SharedBatch:
 
     Attributes:
         number: Its number in the run.
-        batches: Its microbatches, as they come.
-        assignment: Which of them each rank runs in each round, shape (rounds, ranks).
-        figures: The largest cost of a rank over the mean, as they come and as assigned; the sum of the largest costs of
-            the rounds over the mean, as they come and as assigned; and the share of microbatches that move.
-        states: Where the lanes stand after its window, if it is the last one of that.
+        batches: Its microbatches, in order.
+        assignment: The microbatch of each rank in each round, shape (rounds, ranks).
+        figures: The largest cost of a rank over the mean, before and after assignment; the sum of the largest costs of
+            the rounds over the mean, before and after; and the share of microbatches that move.
+        states: The states of the lanes after its window, if it is the last global batch in it.
     """
 
     number: int
@@ -249,16 +249,16 @@ class SharedBatch:
 
 
 class GlobalBatches:
-    """The global batches of a run, planned from where its lanes stand.
+    """The global batches of a run, planned from the positions of its lanes.
 
     Args:
-        sharing: How the run is shared out.
-        rules: By which lanes are planned.
-        plan: Of the run.
+        sharing: How the run is divided.
+        rules: The rules for planning lanes.
+        plan: The plan of the run.
         ranks: R.
-        seed: Of the run.
-        lanes: Where lanes stand at the beginning of a window; those that are not named stand at their beginning.
-        microbatches: Where the window begins.
+        seed: The seed of the run.
+        lanes: The states of lanes at the beginning of a window; lanes that are missing are at their beginning.
+        microbatches: The first microbatch of the window.
     """
 
     def __init__(
@@ -284,7 +284,7 @@ class GlobalBatches:
         return self._next + self._sharing.span
 
     def next_window(self, *, states: bool = True) -> list[SharedBatch]:
-        """Return the global batches of the next window, without the states after it if nobody needs them."""
+        """Return the global batches of the next window, without the states after it if they are not needed."""
         sharing, first = self._sharing, self._next
         numbers = range(first, first + sharing.span)
         self._next = numbers.stop
@@ -325,14 +325,14 @@ class GlobalBatches:
 
 
 class SharedStreams:
-    """The microbatches that one rank runs, of which one process makes some.
+    """The microbatches that one rank runs, or those of them that one process makes.
 
     Args:
-        pipeline: Loads them.
-        rules: By which they were planned.
+        pipeline: Loads samples.
+        rules: The rules of their plan.
         batches: The global batches, from the beginning of a window on.
         unit: A cost of 1 in the unit of the plan.
-        config: Whose rank this is, and among how many workers its microbatches are dealt.
+        config: The worker configuration: the rank and its number of workers.
     """
 
     def __init__(
@@ -352,7 +352,7 @@ class SharedStreams:
 
     def produce(self, unit: int) -> LaneBatch:
         item = reported(self._pipeline, unit, lambda: self._make(unit))
-        if unit + self._workers in self._planned:  # else it would be planned now, while this one is waited for
+        if unit + self._workers in self._planned:  # otherwise it would be planned while a batch is waited for
             self._load(unit + self._workers).read_ahead()
         return item
 
@@ -381,7 +381,7 @@ class SharedStreams:
         return load
 
     def _plan(self, worker: int) -> None:
-        # The worker that makes the last microbatch of the window says where the lanes stand after it.
+        # The worker that makes the last microbatch of a window sends the states of the lanes after it.
         last = self._batches.end // self._ranks - 1
         for shared in self._batches.next_window(states=last % self._workers == worker):
             own = shared.assignment[:, self._rank].tolist()
@@ -403,13 +403,13 @@ def open_shared(
     watchdog: WatchdogSettings | None,
     worker: WorkerFacts | None,
 ) -> SharedStreams:
-    """Build what makes the units of one process of a run that is shared out.
+    """Build the stream of one process of a run with own shares.
 
     Args:
-        data, plan, config: The data, cut into lanes, and who loads what.
-        sharing: How it is shared out.
-        start: Where the lanes stand, at the beginning of the window.
-        microbatches: Delivered by the whole run.
+        data, plan, config: The data, the same cut into lanes, and the worker configuration.
+        sharing: How the run is divided.
+        start: The states of the lanes at the beginning of the window.
+        microbatches: Microbatches delivered by the whole run.
         watchdog, worker: As for `open_stream`.
     """
     pipeline = watched_pipeline(data, plan, config, start.delivered, watchdog, worker)

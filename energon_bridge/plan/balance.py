@@ -1,17 +1,17 @@
 """Assigns the microbatches of a global batch to ranks so that no rank waits long for another.
 
 A global batch has G microbatches, of which each of R ranks runs A = G / R, one in each of A *rounds*. Two things
-should be even: the cost of a rank over the whole step, for which ranks wait where gradients are reduced, and the costs
-within a round, for which they wait where every microbatch synchronises (FSDP, pipelines).
+should be even: the cost of a rank over the whole step, since ranks wait for each other when gradients are reduced, and
+the costs within a round, since they wait after every microbatch with FSDP and pipelines.
 
 The microbatches are sorted by cost, and R neighbours make a round: no other rounds have a smaller sum of largest costs,
 the time of a step whose rounds synchronise. Within the rounds they are dealt by Karmarkar and Karp's differencing: the
 two blocks of the widest spread are joined, the largest of one with the smallest of the other, until one block is left.
-Exchanges within a round then lower the cost of the most loaded rank. Where dealing longest first over all rounds, or
-no change at all, has a lower step, that is taken, unless its rounds were worse than as the microbatches came.
+Exchanges within a round then lower the cost of the most loaded rank. If longest-first over all rounds, or no change at
+all, gives a lower step, that is used, unless its rounds are worse than those of the unchanged order.
 
-Everything is done on integers, in which costs are multiples of 2^-40 of the largest: sums of floats depend on the
-processor, and all ranks must come to the same result.
+All arithmetic is on integers (costs as multiples of 2^-40 of the largest), because sums of floats depend on the
+processor and all ranks must get the same result.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ Floats = npt.NDArray[np.float64]
 
 _RESOLUTION = 2.0**40
 _GAIN = 200
-"""A step that is lower by one part in this many is worth less even rounds."""
+"""A step lower by at least one part in this many justifies less even rounds."""
 _EXCHANGES = 64
-"""Most exchanges that are tried; each looks at all microbatches."""
+"""The most exchanges that are tried; each looks at all microbatches."""
 
 
 def assign_microbatches(costs: npt.ArrayLike, ranks: int) -> Integers:
     """Assign the microbatches of a global batch to ranks.
 
     Args:
-        costs: Of the G microbatches, in any unit, 0 or more; shape (G,). Microbatch `i` is loaded by rank `i % ranks`.
+        costs: Costs of the G microbatches, in any unit, 0 or more; shape (G,). Rank `i % ranks` loads microbatch `i`.
         ranks: R, which divides G.
 
     Returns:
-        Shape (G / R, R): the microbatch that each rank runs in each round, the most costly rounds first. A rank runs
-        one of those that it has loaded where that costs nothing.
+        Shape (G / R, R): the microbatch of each rank in each round, the most costly rounds first. A rank keeps a
+        microbatch that it has loaded if that costs nothing.
 
     Raises:
-        ConfigurationError: R does not divide G, or a cost is negative or no finite number.
+        ConfigurationError: R does not divide G, or a cost is negative or not finite.
     """
     values = np.asarray(costs, np.float64)
     if ranks < 1 or values.ndim != 1 or not len(values) or len(values) % ranks:
@@ -68,18 +68,19 @@ def assign_microbatches(costs: npt.ArrayLike, ranks: int) -> Integers:
 
 
 def cut_window(costs: npt.ArrayLike, group: int, key: int) -> Integers:
-    """Cut the microbatches of a window into global batches of about equal ones, whatever the number of ranks is.
+    """Cut the microbatches of a window into global batches of similar costs, for any number of ranks.
 
-    They are sorted by cost, and G neighbours are a global batch: where each rank runs one microbatch of it, no others
-    are more even. The order of the global batches is shuffled, for training not to see them from long to short.
+    They are sorted by cost, and G neighbours become a global batch: if each rank runs one microbatch of it, no other
+    cut is more even. The order of the global batches is shuffled, so that training does not see them from long to
+    short.
 
     Args:
-        costs: Of the K G microbatches of the window, 0 or more; shape (K G,).
+        costs: Costs of the K G microbatches of the window, 0 or more; shape (K G,).
         group: G.
-        key: Of the window.
+        key: The key of the window.
 
     Returns:
-        Shape (K, G): the microbatches of each global batch, as they come.
+        Shape (K, G): the microbatches of each global batch, in their order.
     """
     order = np.argsort(-np.asarray(costs, np.float64), kind="stable").reshape(-1, group)
     return np.sort(order[shuffled(key, len(order))], axis=1)
@@ -90,9 +91,9 @@ class Imbalance:
     """How uneven a global batch is; 1 is even.
 
     Attributes:
-        step: Cost of the most loaded rank over the mean of the ranks.
-        round: Sum of the largest costs of the rounds, over the same mean: the time of a step in which all ranks wait
-            for each other in every round, over that of even ranks.
+        step: Cost of the most loaded rank, divided by the mean of the ranks.
+        round: Sum of the largest costs of the rounds, divided by the same mean: the time of a step in which all ranks
+            wait for each other in every round, relative to even ranks.
     """
 
     step: float
@@ -109,14 +110,14 @@ def imbalance(costs: npt.ArrayLike, assignment: Integers) -> Imbalance:
 
 
 def _best(costs: Integers, came: Integers) -> Integers:
-    """Return the assignment of the lowest step among those whose rounds are no worse than as they came."""
+    """Return the assignment with the lowest step, among those whose rounds are no worse than unassigned ones."""
     ranks = came.shape[1]
     order = np.argsort(-costs, kind="stable")  # ties by position
     dealt = _exchanged(costs, _differenced(costs, order.reshape(-1, ranks)))
     limit, rounds = _step(costs, came), _rounds(costs, came)
     best = dealt if _step(costs, dealt) <= limit else _sorted(costs, came)
     if best is dealt and _step(costs, dealt) * _GAIN <= _mean(costs, ranks) * (_GAIN + 1):
-        return dealt  # no other one can be lower by more than that
+        return dealt  # no other can be lower by more than that
     greedy = _sorted(costs, _longest_first(costs, order, ranks))
     if _step(costs, greedy) * (_GAIN + 1) < _step(costs, best) * _GAIN and _rounds(costs, greedy) <= rounds:
         best = greedy
@@ -136,7 +137,7 @@ def _mean(costs: Integers, ranks: int) -> int:
 
 
 def _differenced(costs: Integers, rounds: Integers) -> Integers:
-    """Deal the microbatches of each round, shape (rounds, ranks), to ranks; the rounds stay what they are."""
+    """Assign the microbatches of each round, shape (rounds, ranks), to ranks, without changing the rounds."""
     blocks = []
     for number, row in enumerate(rounds):
         sums = costs[row]
@@ -155,7 +156,7 @@ def _differenced(costs: Integers, rounds: Integers) -> Integers:
 
 
 def _exchanged(costs: Integers, assignment: Integers) -> Integers:
-    """Lower the cost of the most loaded rank by exchanges within rounds, as far as single ones can."""
+    """Lower the cost of the most loaded rank by exchanges within rounds, until no single one helps."""
     assignment = assignment.copy()
     table = costs[assignment]
     sums = table.sum(0)
@@ -196,12 +197,12 @@ def _longest_first(costs: Integers, order: Integers, ranks: int) -> Integers:
 
 
 def _sorted(costs: Integers, assignment: Integers) -> Integers:
-    """Let every rank run its most costly microbatches first: no order has a smaller sum of the rounds' largest."""
+    """Order each rank's microbatches by cost, largest first: no order has a smaller sum of the rounds' largest."""
     return np.take_along_axis(assignment, np.argsort(-costs[assignment], axis=0, kind="stable"), axis=0)
 
 
 def _relabelled(assignment: Integers) -> Integers:
-    """Exchange whole ranks, which changes no cost, so that many microbatches stay where they were loaded."""
+    """Permute whole ranks, which changes no cost, so that many microbatches stay where they were loaded."""
     ranks = assignment.shape[1]
     loaders = assignment % ranks
     shared = np.bincount((np.arange(ranks) * ranks + loaders).ravel(), minlength=ranks * ranks)

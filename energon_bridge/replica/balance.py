@@ -1,19 +1,19 @@
 """A loader whose ranks exchange the microbatches of each global batch, so that all of them have the same work.
 
-Every data-parallel rank loads its own microbatches as it does without balance: order, state, number of ranks and
-workers stay as they are. Before a global batch is trained on, the ranks tell each other what their microbatches cost,
-each of them computes the same assignment (`plan.balance`), and those that move go from the rank that loaded them to the
-one that runs them. The set of microbatches of a global batch never changes.
+Every data-parallel rank loads its own microbatches as without balance: order, state, ranks and workers are not
+affected. Before a global batch is trained on, the ranks gather the costs of its microbatches, each computes the same
+assignment (`plan.balance`), and microbatches that move are sent from the rank that loaded them to the one that runs
+them. The set of microbatches of a global batch never changes.
 
-The training thread loads the next global batch, two microbatches for each that it delivers, so that user code and
-worker processes stay where they are; a thread exchanges them while the rest of this one is trained on.
+The training thread loads the next global batch, two microbatches for each one that it delivers, so that user code and
+workers stay in their processes; another thread exchanges them while the rest of the current one is trained on.
 
-Where costs are known before anything is loaded (`ColumnCost`), each rank loads only what it runs (`balanced`), and
-nothing is exchanged.
+If costs are known before anything is loaded (`ColumnCost`), each rank loads only what it runs (`balanced`), and nothing
+is exchanged.
 
-In a *window* of K global batches the microbatches of all of them are loaded and exchanged together, cut into K global
-batches anew (`plan.balance.cut_window`). A state within a window has the lanes as they were at its beginning, says
-how many microbatches were delivered, and names K in its settings; a resume loads the window again.
+In a *window* of K global batches, the microbatches of all of them are loaded and exchanged together, cut into K new
+global batches (`plan.balance.cut_window`). A state within a window has the lanes as they were at its beginning, the
+number of microbatches delivered, and K in its settings; a resume loads the window again.
 """
 
 from __future__ import annotations
@@ -57,15 +57,15 @@ _AT_CLOSE = 5.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Balance:
-    """How the microbatches of a global batch are shared by the data-parallel ranks; `make_balance` makes it.
+    """How the data-parallel ranks divide the microbatches of a global batch; made by `make_balance`.
 
     Args:
-        cost: Returns what a microbatch costs to train on, 0 or more, in any unit; `BatchCost` makes one. It must depend
-            on the microbatch alone.
-        group: A gloo group of the data-parallel ranks that nobody else uses; None: there is one rank, and nothing to
+        cost: Returns the cost of training on a microbatch, 0 or more, in any unit, such as a `BatchCost`. It must
+            depend on the microbatch alone.
+        group: A gloo group of the data-parallel ranks for this purpose only; None: there is one rank, and nothing to
             balance.
-        window: Global batches that are cut anew together, by cost; 1: each keeps its microbatches.
-        own_share: Whether each rank loads only what it runs; None: if the cost is a `ColumnCost`, and the stream can be
+        window: Global batches whose microbatches are cut into new global batches by cost; 1: each keeps its own.
+        own_share: Whether each rank loads only what it runs; None: if the cost is a `ColumnCost` and the stream can be
             planned by it.
     """
 
@@ -95,17 +95,17 @@ def make_balance(
         cost: See `Balance`.
         pg_collection: megatron-core's `ProcessGroupCollection`, whose `dp` is looked at. Default: the groups of
             `megatron.core.parallel_state`, else all ranks.
-        data_group: The data-parallel group of this process, where it is none of these.
-        replica: Where one rank of each replica loads: from `make_replica`. These ranks balance.
-        timeout_seconds: How long a rank waits for another one; default: that of torch.distributed, 30 minutes.
-        window: Cut the microbatches of so many global batches into as many new ones of about equal microbatches each,
-            for ranks that run one microbatch of a global batch. This changes which samples a global batch has; a run
-            keeps its window.
-        own_share: False: ranks exchange microbatches even where a `ColumnCost` would let each load its own share. True:
-            refuse a stream for which that cannot be, saying why.
+        data_group: The data-parallel group of this process, if it is none of these.
+        replica: From `make_replica`, if one rank of each replica loads. These ranks balance.
+        timeout_seconds: How long a rank waits for another; default: that of torch.distributed, 30 minutes.
+        window: Cut the microbatches of so many global batches into as many new ones with about equal microbatches, for
+            ranks that run one microbatch of each global batch. This changes the samples of a global batch; a run keeps
+            its window.
+        own_share: False: ranks exchange microbatches even if a `ColumnCost` would let each load its own share. True:
+            raise an error if own shares are not possible.
 
     Raises:
-        ConfigurationError: The cost is no function, or the ranks that load are no data-parallel group.
+        ConfigurationError: The cost is not a function, or the ranks that load are not a data-parallel group.
     """
     if not callable(cost):
         raise ConfigurationError(
@@ -144,10 +144,10 @@ def make_balance(
 
 
 def balanced(loader: Any, balance: Balance | None) -> Any:
-    """Return a loader whose ranks balance their microbatches; the loader itself where there is nothing to balance.
+    """Return a loader whose ranks balance their microbatches; the loader itself if there is nothing to balance.
 
     Raises:
-        ConfigurationError: The stream is none that can be balanced.
+        ConfigurationError: The stream cannot be balanced.
     """
     if balance is None:
         return loader
@@ -184,7 +184,7 @@ def _ranks(loader: Any) -> int:
 
 @dataclass(kw_only=True, slots=True)
 class _Share:
-    """What this rank has loaded of a global batch, or of a window of them."""
+    """The microbatches of a global batch (or window) that this rank has loaded."""
 
     number: int
     batches: list[Any] = field(default_factory=list)
@@ -196,8 +196,8 @@ class _Share:
 class _Exchange(threading.Thread):
     """Exchanges one global batch; `outcome` waits for it.
 
-    Where another rank is gone it may never end, so it must not keep the process; where the process ends as it should,
-    it is waited for, since a thread that is stopped within a call of gloo aborts the process.
+    It may never end if another rank is gone, so it must not keep the process alive. But a normal exit waits for it,
+    since stopping a thread inside a call of gloo aborts the process.
     """
 
     def __init__(self, work: Callable[[], list[Any]]) -> None:
@@ -224,12 +224,12 @@ class _Exchange(threading.Thread):
 
 
 class ExchangingLoader(BalancedLoader):
-    """The loader of one data-parallel rank, which exchanges microbatches with those of the other ranks.
+    """The loader of one data-parallel rank, which exchanges microbatches with the other ranks.
 
-    All ranks must make the same calls; only `save_state_rank`, `metrics` and `len` ask nobody.
+    All ranks must make the same calls; only `save_state_rank`, `metrics` and `len` need no communication.
 
     Args:
-        loader: Of this rank, over an endless training stream.
+        loader: This rank's loader, over an endless training stream.
         balance: From `make_balance`.
     """
 
@@ -277,12 +277,12 @@ class ExchangingLoader(BalancedLoader):
         return batch
 
     def _next_window(self) -> list[Any]:
-        """Return what this rank runs of the next window; after an error all ranks begin it anew."""
+        """Return the microbatches of the next window that this rank runs; after an error all ranks begin it again."""
         self._load(self._turns)
         assert self._exchange is not None
         share, skipped = self._share, self._skipped
         try:
-            batches = self._exchange.outcome()  # interrupted while it waits, the next call goes on waiting
+            batches = self._exchange.outcome()  # if interrupted here, the next call waits again
         except Exception:
             self._drop()
             self.loader.restore_state_rank(self._state())
@@ -295,7 +295,7 @@ class ExchangingLoader(BalancedLoader):
         return batches
 
     def _load(self, count: int) -> None:
-        """Load so many microbatches of the next window, and exchange it once it is there; raise nothing."""
+        """Load microbatches of the next window, and start the exchange when it is complete; raises nothing."""
         share = self._share
         for _ in range(count):
             if self._exchange is not None:
@@ -309,7 +309,7 @@ class ExchangingLoader(BalancedLoader):
                 if len(share.batches) == self._turns:
                     share.state = self.loader.snapshot()
             except Exception as error:
-                # The other ranks wait for this one, and what was loaded before can still be trained on.
+                # Other ranks wait for this one, and batches loaded earlier can still be trained on.
                 share.error = error
             if share.error is not None or share.state is not None:
                 self._exchange = _Exchange(lambda: self._exchanged(share))
@@ -373,7 +373,7 @@ class ExchangingLoader(BalancedLoader):
         return pin_value(received) if self.loader.pins else received
 
     def _raise_failures(self, error: Exception | None, failed: Any, number: int) -> None:
-        """Raise the error of this rank, or say which rank has failed and why; return where none has."""
+        """Raise the error of this rank, or a BalanceError that names the rank that failed; return if none did."""
         if not failed.any():
             return
         texts = self._peers.tell("" if error is None else f"{type(error).__name__}: {error}")
@@ -388,7 +388,7 @@ class ExchangingLoader(BalancedLoader):
     # State -----------------------------------------------------------------------------------------------------------
 
     def _document(self) -> State:
-        # While a global batch is delivered in part, what is whole is counted.
+        # In the middle of a global batch, only complete ones are counted.
         done = self._within // self._rounds
         return in_window(self._state(), done * self._rounds * self._peers.size, self._settings)
 
@@ -414,7 +414,7 @@ class ExchangingLoader(BalancedLoader):
         self._skipped = skipped
 
     def _change(self, change: Callable[[], int]) -> int:
-        """Let go of what was loaded ahead, change the loader, and go on from where it stands."""
+        """Drop what was loaded ahead, change the loader, and continue from its position."""
         state = self._state()
         self._drop()
         self.loader.restore_state_rank(state)
@@ -430,7 +430,7 @@ class ExchangingLoader(BalancedLoader):
         self.loader.close()
 
     def _drop(self) -> None:
-        """Forget what was loaded ahead."""
+        """Drop what was loaded ahead."""
         if self._exchange is not None:
             self._exchange.join()
         self._exchange, self._stream = None, None
@@ -439,7 +439,7 @@ class ExchangingLoader(BalancedLoader):
         self._share = _Share(number=self._share.number)
 
     def _moved(self) -> None:
-        """Begin where the loader stands."""
+        """Begin at the loader's position."""
         self._check_place(self.loader.microbatches)
         self._check_even()
         self._state = self._state_after = self.loader.snapshot()
@@ -447,9 +447,9 @@ class ExchangingLoader(BalancedLoader):
 
 
 def _check(loader: Any, balance: Balance, *, asks: bool) -> int:
-    """Refuse a loader that cannot be balanced; return the microbatches of a global batch.
+    """Raise if a loader cannot be balanced; return the microbatches of a global batch.
 
-    `asks` says that ranks exchange microbatches, and need a group for that.
+    `asks`: the ranks exchange microbatches, and need a group for that.
     """
     if not isinstance(loader, SavableDataLoader):
         raise ConfigurationError(

@@ -1,10 +1,10 @@
-"""What loaders have in common that share the microbatches of each global batch out by their costs.
+"""The base class of loaders that divide the microbatches of each global batch among ranks by cost.
 
-`OwnShareLoader` is the one whose ranks know the costs before anything is loaded (`loader.shares`): each loads only what
-it runs. The other one exchanges what was loaded (`balance`).
+With `OwnShareLoader` the ranks know the costs before anything is loaded (`loader.shares`), and each loads only what it
+runs. The other loader exchanges loaded microbatches (`balance`).
 
-A state says that whole global batches were delivered. In the middle of one there is none: what the ranks have delivered
-there is no beginning of the stream.
+States exist after whole global batches only: in the middle of one, the microbatches delivered by the ranks are not a
+prefix of the stream.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from energon_bridge.topology import Ownership, WorkerConfig
 
 _FIGURES = ("step_before", "step", "round_before", "round", "moved")
 _NOT_COUNTED = ("_seconds", "ready", "worker_restarts")
-"""What the loader alone knows."""
+"""Metrics that only the inner loader can count."""
 
 
 class BalancedLoader(ABC):
-    """The loader of one data-parallel rank that runs its share of each global batch, by costs.
+    """The loader of one data-parallel rank, which runs its share of each global batch by cost.
 
     Args:
-        loader: Of this rank, over an endless training stream.
-        rounds: Microbatches that each rank runs of a global batch.
-        window: Global batches that are cut anew together; 1: none is.
+        loader: This rank's loader, over an endless training stream.
+        rounds: Microbatches of a global batch per rank.
+        window: Global batches in a window; 1: no windows.
 
     Attributes:
-        loader: The loader; it may be ahead of what was delivered.
+        loader: The inner loader; it may be ahead of what was delivered.
     """
 
     def __init__(self, loader: SavableDataLoader, rounds: int, window: int) -> None:
@@ -52,7 +52,7 @@ class BalancedLoader(ABC):
 
     @property
     def spec(self) -> DatasetSpec:
-        """What the loader delivers."""
+        """The dataset of the loader."""
         return self.loader.spec
 
     @property
@@ -62,7 +62,7 @@ class BalancedLoader(ABC):
 
     @property
     def ownership(self) -> Ownership:
-        """Which rank keeps the state of which lane."""
+        """Says which rank keeps the state of which lane."""
         return self.loader.ownership
 
     @property
@@ -82,7 +82,7 @@ class BalancedLoader(ABC):
 
     @property
     def unfinished(self) -> str | None:
-        """Why there is no state just now, or None."""
+        """The reason why no state can be saved now, or None."""
         done = self._within % self._rounds
         if not done:
             return None
@@ -106,7 +106,7 @@ class BalancedLoader(ABC):
         """Return the next microbatch that this rank runs."""
 
     def _measured(self, figures: tuple[float, ...], own: float) -> None:
-        """Note how even a global batch is, and what this rank runs of it costs."""
+        """Record how even a global batch is, and the cost of this rank's part."""
         self._sums = [total + figure for total, figure in zip(self._sums, figures, strict=True)]
         self._own_cost = own
         self._global_batches += 1
@@ -132,7 +132,7 @@ class BalancedLoader(ABC):
         """Continue from a state (see `SavableDataLoader.restore_state_rank`), saved with or without balance.
 
         Raises:
-            StateError: It does not fit; a StepMismatchError if it stands in the middle of a global batch.
+            StateError: It does not fit; a StepMismatchError if it is in the middle of a global batch.
         """
 
     def state_dict(self) -> State:
@@ -188,12 +188,12 @@ class BalancedLoader(ABC):
         """Return what this rank did so far as plain numbers by name.
 
         Returns:
-            What the loader's own `metrics` has, and of balance: `balance_cost`, that of this rank in the last global
-            batch that was shared out; and means over all of them since this object was made: `balance_step`, the
-            largest cost of a rank over the mean, and `balance_round`, the sum of the largest costs of the rounds over
-            the mean cost of a rank; both as they came, `balance_step_before` and `balance_round_before`; and
-            `balance_moved`, the share of microbatches that another rank would have run. `balance_own_share` is 1 where
-            each rank loads what it runs, and 0 where ranks exchange what they have loaded.
+            The metrics of the inner loader, and `balance_cost`: the cost of this rank in the last global batch. Means
+            over all global batches since this object was made: `balance_step`, the largest cost of a rank over the
+            mean, and `balance_round`, the sum of the largest costs of the rounds over the mean cost of a rank; both
+            without balance, `balance_step_before` and `balance_round_before`; and `balance_moved`, the share of
+            microbatches that another rank would have run. `balance_own_share` is 1 if each rank loads what it runs, 0
+            if ranks exchange loaded microbatches.
         """
         found = self.loader.metrics()
         counted = flat_metrics(self.counters())
@@ -215,7 +215,7 @@ class BalancedLoader(ABC):
         self.loader.close()
 
     def _check_place(self, microbatches: int) -> None:
-        """Refuse to begin elsewhere than at the beginning of a global batch."""
+        """Raise unless the position is the beginning of a global batch."""
         size = self._rounds * self.config.dp_size
         if microbatches % size:
             raise StepMismatchError(
@@ -225,13 +225,13 @@ class BalancedLoader(ABC):
             )
 
     def _check_even(self) -> None:
-        """Refuse ranks with masked microbatches; a state may have brought another number of lanes."""
+        """Raise if ranks would get masked microbatches; a state may bring another number of lanes."""
         if not self.ownership.even:
             raise ConfigurationError(uneven(self.ownership))
 
 
 def uneven(ownership: Ownership) -> str:
-    """Say that some microbatches would be masked."""
+    """Return the error for masked microbatches."""
     return (
         f"balance: {ownership.world_size} data-parallel ranks do not divide the {ownership.num_lanes} lanes of the "
         f"run, so that some microbatches would be masked: use {ownership.nearest_even_world_size()} ranks"
@@ -239,19 +239,19 @@ def uneven(ownership: Ownership) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Ranks that load their own share.
+# Own shares.
 
 
 class OwnShareLoader(BalancedLoader):
-    """The loader of one data-parallel rank that loads only the microbatches that it runs.
+    """The loader of one data-parallel rank, which loads only the microbatches that it runs.
 
-    No rank waits for another one. Before the first microbatch, and after a restore, they compare what they plan by;
-    where a state is that of this rank alone, they tell each other theirs, since all plan all lanes.
+    No rank waits for another. Before the first microbatch, and after a restore, the ranks compare the data of their
+    plans; if each restores only its own rank's state, they exchange these, since every rank plans all lanes.
 
     Args:
-        loader: Of this rank, over an endless training stream.
-        sharing: How the run is shared out.
-        group: A gloo group of the data-parallel ranks; None: nobody can be asked.
+        loader: This rank's loader, over an endless training stream.
+        sharing: How the run is divided.
+        group: A gloo group of the data-parallel ranks; None: no communication.
     """
 
     def __init__(self, loader: SavableDataLoader, sharing: Sharing, group: Any) -> None:
@@ -269,7 +269,7 @@ class OwnShareLoader(BalancedLoader):
         """Return the next microbatch that this rank runs.
 
         Raises:
-            BalanceError: The ranks plan by different data.
+            BalanceError: The ranks plan from different data.
         """
         if not self._agreed:
             self._compare()
@@ -310,7 +310,7 @@ class OwnShareLoader(BalancedLoader):
         return change()
 
     def _compare(self) -> None:
-        """Compare what the ranks plan by: where they stand, and a hash of the costs of all samples."""
+        """Compare the ranks' positions and a hash of the costs of all samples."""
         self._agreed = True
         sharing = self.loader.sharing
         if self._group is None or sharing is None:

@@ -1,10 +1,10 @@
-"""Lanes run on integers: which samples their next microbatches have and what these cost, before anything is read.
+"""Plans lanes on integers: which samples their next microbatches have and what they cost, before anything is read.
 
-A lane makes its microbatches of its draws, and of packs if the encoder packs. Where every draw gives one sample, and
-columns say how large that is, both follow from integers: `PlannedLane` draws, fills the buffer and selects packs by the
-rules of `draws` and `packing`, and ends in the same states. `make_planned` then loads one such microbatch, on any rank.
+A lane makes microbatches from draws, or from packs if the encoder packs. If every draw gives one sample and columns
+have its size, both follow from integers: `PlannedLane` draws, fills the buffer and selects packs by the rules of
+`draws` and `packing`, and reaches the same states. `make_planned` then loads one such microbatch, on any rank.
 
-A plan is never made anew: a sample that fails, or that a hook skips, is counted and left out of its microbatch.
+A plan is never changed: a sample that fails, or that a hook skips, is counted and left out of its microbatch.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from energon_bridge.stream.values import FailedSample
 from energon_bridge.task_encoder.packing import LONGEST_WAIT, Packer
 
 _FEWEST, _MOST = 32, 256
-"""Draws of a lane that are looked up together: few where it begins, since there are many lanes."""
+"""Draws of a lane looked up at a time; few at first, since there are many lanes."""
 _BANNED, _SKIPPED, _BYTES = map(COUNTERS.index, ("banned", "skipped", "bytes"))
 _NO_MEMBERS: IntArray = np.zeros((0, 3), dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleTable:
-    """What is known of the samples of a leaf; an entry for each sample of its dataset.
+    """Costs and sizes of a leaf's samples, one entry per sample of its dataset.
 
     Attributes:
         added: What a sample adds to the cost of its microbatch, shape (samples,).
-        padded: What a row costs that is padded to this sample, shape (samples,); None: rows are not padded.
+        padded: The cost of a row that is padded to the length of this sample, shape (samples,); None: no padding.
         sizes: Its size under each limit of the packer, shape (samples, limits); None: the encoder does not pack.
     """
 
@@ -54,13 +54,13 @@ class SampleTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRules:
-    """What all lanes of a run are planned by.
+    """The rules by which all lanes of a run are planned.
 
     Attributes:
-        leaves, blend: Of the plan of the run.
-        tables: Of each leaf.
+        leaves, blend: Those of the run's plan.
+        tables: The table of each leaf.
         rows: Rows in a microbatch.
-        packer: How rows are packed; None: a sample is a row.
+        packer: Packs rows; None: each sample is a row.
         buffer_size: Samples from which packs are selected.
     """
 
@@ -87,14 +87,14 @@ class PlanRules:
 
 @dataclass(slots=True, kw_only=True)
 class PlannedBatch:
-    """A microbatch that is still to be loaded.
+    """A planned microbatch, not loaded yet.
 
     Attributes:
         lane, number: Its lane, and its number among the microbatches of the lane.
         members: Leaf, sample and epoch of each sample, shape (samples, 3).
         ends: Where the rows end among the members, if they are packs; None: each sample is a row.
-        cost: What it costs, in units of the run.
-        lost: Draws that gave nothing on the way to it, by leaf and counter.
+        cost: Its cost, in units of the run.
+        lost: Draws before it that gave nothing, by leaf and counter.
     """
 
     lane: int
@@ -106,7 +106,7 @@ class PlannedBatch:
 
 
 class _PlannedDraws:
-    """The draws of one lane, from a state on, without those that are banned."""
+    """The draws of one lane from a state on, without banned ones."""
 
     def __init__(self, lane: int, rules: PlanRules, state: LaneState) -> None:
         self._lane, self._rules = lane, rules
@@ -171,7 +171,7 @@ class _PlannedDraws:
         self._base, self._at = self.draw, 0
 
     def _look_in(self, leaf: int, places: IntArray, members: IntArray) -> None:
-        """Write the next draws of a leaf to some places."""
+        """Look up the next draws of a leaf, for some places."""
         draw, at = self._leaf_looked[leaf], 0
         while at < len(places):
             part = self._rounds.get(leaf)
@@ -186,15 +186,15 @@ class _PlannedDraws:
 
 
 class PlannedLane:
-    """One lane on integers, continued from a state.
+    """One lane planned on integers, continued from a state.
 
     Args:
         number: Lane number.
-        rules: Of the run.
+        rules: The rules of the run.
         state: Where to continue.
 
     Raises:
-        ConfigurationError: The state is of an encoder that yields several samples of one.
+        ConfigurationError: The state comes from an encoder that yields several samples per draw.
     """
 
     def __init__(self, number: int, rules: PlanRules, state: LaneState) -> None:
@@ -312,15 +312,15 @@ class PlannedLane:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Loading what was planned.
+# Loading planned microbatches.
 
 
 class PlannedLoad:
-    """The samples of a planned microbatch, on their way.
+    """The loads of a planned microbatch.
 
     Args:
-        pipeline: Loads them.
-        members: As `PlannedBatch` has them.
+        pipeline: Loads the samples.
+        members: Those of the `PlannedBatch`.
     """
 
     def __init__(self, pipeline: Pipeline, members: IntArray) -> None:
@@ -341,13 +341,13 @@ class PlannedLoad:
         return ranges
 
     def read_ahead(self) -> None:
-        """Start reading, where reads are slow."""
+        """Start reading, if reads are slow."""
         for _, ranges in self._parts:
             for part in ranges:
                 self._pipeline.read_ahead(part.buffer)
 
     def start(self) -> PendingLoads:
-        """Start loading, if that has not been done."""
+        """Start loading, unless it has started."""
         if self._loads is None:
             pipeline = self._pipeline
             self._loads = PendingLoads(pipeline)
@@ -358,11 +358,11 @@ class PlannedLoad:
 
 
 def make_planned(pipeline: Pipeline, planned: PlannedBatch, load: PlannedLoad, rules: PlanRules) -> LaneBatch:
-    """Return a planned microbatch, without the samples of it that fail or are skipped; these are counted.
+    """Load a planned microbatch; samples that fail or are skipped are counted and left out.
 
     Raises:
-        FatalSampleError: Nothing is left of it, hooks make several of one, or an encoded sample has not the size that
-            its columns say.
+        FatalSampleError: Nothing is left of it, a hook makes several samples of one, or the size of an encoded sample
+            differs from its columns.
     """
     counts = Counts()
     counts.add(planned.lost)
@@ -398,7 +398,7 @@ def make_planned(pipeline: Pipeline, planned: PlannedBatch, load: PlannedLoad, r
 def _encoded(
     pipeline: Pipeline, planned: PlannedBatch, loads: PendingLoads, counts: Counts
 ) -> tuple[list[Any], list[tuple[Any, ...]]]:
-    """Return the encoded samples, None in the place of those that are left out, and the restore keys of all."""
+    """Return the encoded samples (None for those left out) and the restore keys of all."""
     encodes = pipeline.code.encodes
     samples: list[Any] = []
     keys: list[tuple[Any, ...]] = []
@@ -446,7 +446,7 @@ def _packed(
 def _check_sizes(
     pipeline: Pipeline, planned: PlannedBatch, samples: Sequence[Any], there: list[int], rules: PlanRules
 ) -> None:
-    """Compare the sizes of encoded samples with those that they were planned by."""
+    """Raise if the sizes of encoded samples differ from the planned ones."""
     packer = rules.packer
     assert packer is not None
     planned_sizes = rules.looked_up(planned.members[there], "sizes")
