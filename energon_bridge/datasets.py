@@ -338,7 +338,7 @@ def _open(
     policy: ErrorPolicy | None,
     condition: str | None,
 ) -> tuple[Mix, tuple[OpenLeaf, ...]]:
-    """Describe a mix and open its leaves, both with the help of its index where it has one."""
+    """Describe a mix and open its leaves, both with the help of its index if it has one."""
     index = open_mix_index(source, split_part=split_part)
     configs = {"dataset_config": dataset_config, "split_config": split_config}
     mix = load_mix(source, split_part=split_part, index=index, condition=condition, **configs)

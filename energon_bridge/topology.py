@@ -150,7 +150,7 @@ def _rank_and_size(group: Any) -> tuple[int, int]:
 
 
 def _parallel_state() -> Any:
-    """Return megatron-core's module of global groups, or None where they are not made."""
+    """Return megatron-core's module of global groups, or None if they are not made."""
     # What was never imported cannot be initialised, and importing megatron-core takes seconds.
     parallel_state = sys.modules.get("megatron.core.parallel_state")
     initialised = parallel_state is not None and parallel_state.model_parallel_is_initialized()
@@ -158,7 +158,7 @@ def _parallel_state() -> Any:
 
 
 def data_parallel_group(pg_collection: Any = None) -> Any:
-    """Return the pure data-parallel process group, or None where torch.distributed as a whole (or nothing) is it.
+    """Return the pure data-parallel process group, or None if torch.distributed as a whole (or nothing) is it.
 
     Args:
         pg_collection: megatron-core's `ProcessGroupCollection`, whose `dp` goes before `megatron.core.parallel_state`.
@@ -192,7 +192,7 @@ def parallel_place(kind: Literal["tp", "cp", "pp"], pg_collection: Any = None) -
 
 
 def check_data_parallel(config: WorkerConfig, pg_collection: Any = None) -> None:
-    """Refuse a configuration under which the ranks of a replica would train on different data.
+    """Raise for a configuration under which the ranks of a replica would train on different data.
 
     Looked at are megatron's groups, where they are made: there cannot be more data-parallel ranks than replicas, and
     where there are as many, a rank given as a number must be the data-parallel one. A group is taken at its word.

@@ -256,7 +256,7 @@ def _as_chw(image: Any) -> Tensor:
 
 
 def _is_rgb(pixels: Tensor) -> bool:
-    """Tell whether the compiled part can do with an image what torch does."""
+    """Return whether the compiled part can do with an image what torch does."""
     return pixels.dtype == torch.uint8 and pixels.shape[-3] == 3 and pixels.device.type == "cpu"
 
 

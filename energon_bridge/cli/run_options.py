@@ -189,7 +189,7 @@ def named(spec: str, option: str, example: str) -> Any:
     """Return what `MODULE:NAME`, the value of an option, names.
 
     Raises:
-        ConfigurationError: There is nothing of that name.
+        ConfigurationError: There is none of that name.
     """
     module, colon, name = spec.partition(":")
     if not colon or not name:

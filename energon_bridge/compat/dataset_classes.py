@@ -1,8 +1,8 @@
-"""Dataset classes: names in a `dataset.yaml`, and classes of the user's that derive from them.
+"""Dataset classes: names in a `dataset.yaml`, and the user's classes that derive from them.
 
-A `dataset.yaml` may name a class with an `__init__` of its own, which sets field maps, loaders or a decoder, or with a
-`load_sample`. Both run, as the code that they are: `format.dataset_config` asks `__dataset_code__` only where
-`trust_remote_code=True` is said. What else such a class overrides would be ignored here, so it is refused by name.
+A `dataset.yaml` may name a class with its own `__init__`, which sets field maps, loaders or a decoder, or with a
+`load_sample`. Both run only with `trust_remote_code=True` (`format.dataset_config` asks for `__dataset_code__`). Any
+other method that such a class overrides would be ignored here, so it raises an error that names it.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class _Built:
     """What a hook put together.
 
     Attributes:
-        sources: Place of each dataset in the mix, how often it comes (None: for ever), and its weight of 1.
+        sources: Place of each dataset in the mix, how often it comes (None: forever), and its weight of 1.
         settings: Fields of a `DatasetSpec`.
     """
 

@@ -42,9 +42,9 @@ class Run:
         spec: What it reads.
         config: Ranks and lanes.
         plan: The leaves and their order.
-        state: The saved state that it was described by, None where it is a run from the beginning.
+        state: The saved state that it was described by; None if it is a run from the beginning.
         lanes: Where the lanes stand in the state, those that it holds.
-        sharing: How it is shared out, if ranks load their own shares.
+        sharing: How it is divided, if ranks load their own shares.
     """
 
     spec: DatasetSpec
@@ -143,7 +143,7 @@ def shared_out(run: Run, cost: Any, group: int | None, window: int | None) -> Ru
         run: The run.
         cost: The `ColumnCost` that it was started with.
         group: Microbatches in a global batch; None: as the state says.
-        window: Global batches that are cut anew together; None: as the state says, else 1.
+        window: Global batches in a window; None: that of the state, else 1.
 
     Raises:
         ConfigurationError: The run cannot be planned from columns, or something is missing.

@@ -51,7 +51,7 @@ class KeyNames:
         self._shards: dict[tuple[str, str], list[str]] = {}
 
     def key_of(self, dataset: PreparedDataset, shard: str, index: int) -> str | None:
-        """Return the key of a sample, None where no local key index tells it: shard and index say it as well."""
+        """Return the key of a sample; None if no local key index tells it: shard and index say it as well."""
         place = dataset.path, shard
         keys = self._shards.get(place)
         if keys is not None:
@@ -102,7 +102,7 @@ class NamedSample:
         index: Its number in the split part, of a join the row.
         epoch: How often the leaf has been gone through before.
         key: Its key, where the dataset has a key index on a local disk; else None.
-        excluded: Whether `exclude` lists it (None where the key is not known): then it is skipped.
+        excluded: Whether `exclude` lists it (None if the key is not known): then it is skipped.
         restore_key: What `restore_sample` takes.
     """
 
@@ -180,7 +180,7 @@ def name_shared_steps(
     Args:
         run: The run.
         steps: As for `name_steps`, rising.
-        sharing: How the run is shared out.
+        sharing: How the run is divided.
         keys: Look keys up.
 
     Raises:

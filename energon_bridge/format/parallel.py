@@ -71,7 +71,7 @@ def map_shards(
 
 
 def _end_with_parent() -> None:
-    """Make a worker end when the process that started it is killed, instead of waiting for work for ever."""
+    """Make a worker end when the process that started it is killed, instead of waiting for work forever."""
     parent = multiprocessing.parent_process()
     if parent is None:
         return

@@ -495,7 +495,7 @@ def _microbatches_of_full_validation(arguments: Any) -> int:
 
 
 def _check_consumed(state: State, consumed: int | None, micro_batch_size: int, where: str) -> None:
-    """Refuse a state at another position than the model's."""
+    """Raise for a state at another position than the model's."""
     if consumed is None or state["microbatches"] * micro_batch_size == consumed:
         return
     raise StepMismatchError(

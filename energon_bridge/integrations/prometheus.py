@@ -7,7 +7,7 @@ gets the last ones, and never touches the loader. Names are `energon_…`, with 
     energon_dataset_samples_total{dataset="captions",rank="0"} 25600.0  `samples/captions`, of a mix
     energon_epochs{rank="0"} 1.7                                        `epochs`
 
-What only grows begins anew, or jumps, if a run is resumed; Prometheus knows how to count that.
+What only grows begins again, or jumps, if a run is resumed; Prometheus knows how to count that.
 """
 
 from __future__ import annotations

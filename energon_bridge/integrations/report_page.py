@@ -152,7 +152,7 @@ def _mix_section(ranks: Sequence[RankSummary]) -> Iterator[str]:
 
 
 def _balance_section(ranks: Sequence[RankSummary], recorder: RunRecorder) -> Iterator[str]:
-    """Yield how uneven the work of the ranks was as it came, and as it was shared out."""
+    """Yield how uneven the work of the ranks was as it came, and as it was divided."""
     curves = recorder.balance
     if not curves:
         return

@@ -37,7 +37,7 @@ _AFFECTED = {
 """What a setting changes, for those that change something other than the order."""
 
 WINDOWS = "balance_window"
-"""The setting that says how many global batches are cut anew together; more about them begins with it."""
+"""The setting with the number of global batches in a window; names of further window settings begin with it."""
 _ABSENT = {WINDOWS: 1}
 """What a setting is where a state or a run does not have it, if not None."""
 _OF_WINDOWS = (WINDOWS, "balance_window_of", "balance_window_cost")
@@ -117,7 +117,7 @@ def _describe(leaf: State) -> str:
 
 
 def check_windows(then: State, now: Mapping[str, object]) -> None:
-    """Refuse the settings of a state that was saved with other windows of balance, or none.
+    """Raise for the settings of a state that was saved with other windows of balance, or none.
 
     Raises:
         SettingMismatchError: They differ.

@@ -309,7 +309,7 @@ class WorkerPool:
                 reported = self._judge(worker, unit, self._watchdog, since, reported)
 
     def _judge(self, worker: Worker, unit: int, settings: WatchdogSettings, since: float, reported: int) -> int:
-        """Say and do what is to be done about a worker that is waited for; return how often something was said."""
+        """Say and do what must be done about a worker that is waited for; return how often something was said."""
         board = worker.board
         making_since = board.making_since
         took = time.monotonic() - (since if making_since is None else making_since)
@@ -446,7 +446,7 @@ _pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
 
 @atexit.register
 def _stop_all() -> None:
-    """Stop what is left when the interpreter ends; multiprocessing would wait for ever for a worker that is stopped."""
+    """Stop what is left when the interpreter ends; multiprocessing would wait forever for a worker that is stopped."""
     for pool in list(_pools):
         for worker in pool._workers:
             if worker._process._started_by == os.getpid():

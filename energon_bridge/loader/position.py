@@ -54,9 +54,9 @@ class Position:
         microbatches: Delivered by the whole run; of a finite stream, in this pass.
         epoch: Passes that are done, of a finite stream.
         epoch_steps: Steps delivered of the virtual epoch.
-        lanes: State of each lane after its last delivered microbatch; of a run that is shared out before it is loaded,
+        lanes: State of each lane after its last delivered microbatch; of a run that is divided before it is loaded,
             of all its lanes at the beginning of the window.
-        sharing: How the run is shared out before it is loaded; None: each rank loads its own lanes.
+        sharing: How the run is divided before it is loaded; None: each rank loads its own lanes.
     """
 
     def __init__(self, data: Description, config: WorkerConfig) -> None:

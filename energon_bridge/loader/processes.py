@@ -75,7 +75,7 @@ def _attached(descriptor: Any, size: int) -> SharedMemory:
 class StackFile:
     """A file without a name into which a worker writes where its threads are, when it is asked by a signal."""
 
-    number = -1  # for `__del__`, where there is no descriptor left for the file
+    number = -1  # for `__del__`, if there is no descriptor left for the file
 
     def __init__(self, file: int | None = None) -> None:
         self.number = os.memfd_create("energon-stack") if file is None else file
@@ -117,7 +117,7 @@ class Board:
         self._words[_BEGUN] = 1
 
     def start_pass(self) -> None:
-        """Begin to count anew."""
+        """Begin to count again."""
         self._words[_MADE] = self._words[_SENT] = self._words[_SINCE] = 0
 
     def start_item(self) -> None:
@@ -215,7 +215,7 @@ class _OfThisProcess:
 
     @property
     def daemon(self) -> bool:
-        """Whether it is to be terminated when this process ends."""
+        """Whether it must be terminated when this process ends."""
         return self._started_by in (0, os.getpid()) and bool(super().daemon)  # type: ignore[misc]
 
     @daemon.setter
@@ -314,7 +314,7 @@ def _begin_anew() -> None:
 def _leave_scalers_behind() -> None:
     """Drop what PyAV keeps per thread for `VideoFrame.reformat` (from PyAV 19 on), so that no fork inherits it.
 
-    A scaler of FFmpeg owns threads. A fork has the scaler without its threads, and waits for them for ever: when it
+    A scaler of FFmpeg owns threads. A fork has the scaler without its threads, and waits for them forever: when it
     scales a frame, or when Python destroys there what belonged to other threads. PyAV makes a new one when it needs it.
     """
     frames: Any = sys.modules.get("av.video.frame")

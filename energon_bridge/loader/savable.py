@@ -267,7 +267,7 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
 
     @property
     def sharing(self) -> Sharing | None:
-        """How the run is shared out before it is loaded; None: each rank loads its own lanes."""
+        """How the run is divided before it is loaded; None: each rank loads its own lanes."""
         return self._position.sharing
 
     def share_out(self, sharing: Sharing) -> None:

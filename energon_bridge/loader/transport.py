@@ -88,7 +88,7 @@ class Arena:
         return _arena_of, (self.size, self._map)
 
     def write(self, chunks: Sequence[memoryview | bytes], total: int) -> tuple[int, int, int] | None:
-        """Copy chunks into a free block and return its (slot, offset, length), or None where there is no room."""
+        """Copy chunks into a free block and return its (slot, offset, length), or None if there is no room."""
         with self._lock:
             place = self._claim(total, _WRITTEN)
         if place is None:
@@ -134,7 +134,7 @@ class Arena:
         return None
 
     def is_kept(self, slot: int) -> bool:
-        """Tell whether the worker still refers to a block that it lent."""
+        """Return whether the worker still refers to a block that it lent."""
         lent = self._lent.get(slot)
         return lent is not None and lent.block() is not None
 
@@ -190,7 +190,7 @@ class Outbox:
     """What one worker sends its batches with: its arena, and memory files where that is full.
 
     Args:
-        arena: None where there was no address space for one.
+        arena: None if there was no address space for one.
         kept: Memory files kept open until the training process has surely opened them: more than messages can be under
             way to it.
     """
@@ -367,7 +367,7 @@ def _reduced(tensor: torch.Tensor) -> Any:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor is its numbers in the memory of this process, and nothing else."""
+    """Return whether a tensor is its numbers in the memory of this process, and nothing else."""
     if tensor.layout is not torch.strided or tensor.device.type != "cpu":
         return False
     return not (tensor.requires_grad or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())

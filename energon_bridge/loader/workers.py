@@ -1,6 +1,6 @@
 """What runs in one process of a loader: the units of a rank, in order, each made by a stream.
 
-A *unit* is a lane (of an endless run), the number of a microbatch (of a finite one), or, in a run that is shared out
+A *unit* is a lane (of an endless run), the number of a microbatch (of a finite one), or, in a run that is divided
 before it is loaded, that of a microbatch of the rank. The same generator runs in a
 worker process, in the training process with `num_workers=0`, and in tests, which is why no order can depend on where
 it runs.
@@ -102,7 +102,7 @@ def outgoing(item: LaneBatch, outbox: Outbox) -> BatchMessage:
 def schedule(spec: Description, config: WorkerConfig, position: Position, began: int) -> Iterator[tuple[int, int]]:
     """Give the units of a rank from a position on, each with the number of its worker.
 
-    `began` is the microbatch of a finite pass at which its units were shared out among the workers.
+    `began` is the microbatch of a finite pass at which its units were divided among the workers.
     """
     ranks, rank, workers = config.dp_size, config.dp_rank, max(1, config.num_workers)
     if position.sharing is not None:
@@ -121,7 +121,7 @@ class Work:
         number: Which of the workers of its rank it is.
         position: A copy of what was delivered.
         held_back: Units at the beginning that the training process has already (`SavableDataLoader._masked`).
-        began: Microbatch at which the pass was shared out (`schedule`).
+        began: Microbatch at which the pass was divided (`schedule`).
         barred, careful: As in `WorkerFacts`.
     """
 
@@ -275,7 +275,7 @@ def set_up_worker(work: Work, board: Board, stacks: StackFile, parent: int) -> N
 
     Ctrl-C is for the training process, which then stops its workers; what that does at SIGTERM is its own affair, too.
     What the training process had made before is kept from the garbage collector, which would write to all of it and so
-    end the sharing of its memory, and would destroy what owns threads that are not here (FFmpeg's decoders: for ever).
+    end the sharing of its memory, and would destroy what owns threads that are not here (FFmpeg's decoders: forever).
     What the worker makes is collected, also where the training process collects by hand.
 
     Args:

@@ -202,7 +202,7 @@ def numbers_of_samples(dataset: PreparedDataset | JoinedDataset, text: str, *, w
 def _columns_of(
     dataset: PreparedDataset | JoinedDataset, text: str, start: int, stop: int, *, where: str, use: str
 ) -> tuple[dict[str, np.ndarray], str]:
-    """Return the columns that an expression names, of the samples in [start, stop), and a hint where there are none."""
+    """Return the columns that an expression names, of the samples in [start, stop), and a hint if there are none."""
     if isinstance(dataset, (JoinedDataset, JsonlDataset)):
         what = "a join" if isinstance(dataset, JoinedDataset) else "a JSONL file"
         raise MetadataError(f"{where}: {what} has no columns and cannot be {use}: {text}")

@@ -27,7 +27,7 @@ Without shuffling, every leaf is dealt in blocks of one microbatch, from its own
 - The samples of a round are spread: those of piece j, c_j of them, are shuffled by key, and the i-th comes at a keyed
   moment between `i / c_j` and `(i+1) / c_j` of the round. So every stretch of a round has its share of every slice.
 
-Shuffled over E epochs at once, the line is E copies of the dataset, cut, permuted and shared out as if it were one: a
+Shuffled over E epochs at once, the line is E copies of the dataset, cut, permuted and divided as if it were one: a
 sample comes E times in E epochs, not once in each.
 """
 

@@ -1,7 +1,7 @@
 """Making columns: a function that is called for every sample of a prepared dataset.
 
 Values are kept shard by shard: making a column again computes only new and changed shards. A run that fails leaves the
-columns as they were. Where there are many shards, or tasks share them out, what was computed of a shard is kept until
+columns as they were. Where there are many shards, or tasks divide them, what was computed of a shard is kept until
 the column is complete, so a run that was killed goes on.
 
     .nv-meta.columns/<hash of name and function>/<shard>.npz    "of": [samples, bytes, failed], "column <name>": values

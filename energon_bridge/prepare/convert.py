@@ -471,7 +471,7 @@ def _told(source: Source, options: ConvertOptions) -> bytes:
 
 
 def _check_folder(parts: PartsFolder, told: bytes, *, overwrite: bool) -> None:
-    """Refuse a folder that holds anything but this conversion, unfinished or finished."""
+    """Raise for a folder that holds anything but this conversion, unfinished or finished."""
     root = parts.root
     for path in (parts.path / _OPTIONS, root / META_FOLDER / _RECORDS / _OPTIONS):
         if not path.exists():

@@ -361,12 +361,12 @@ def _patch(store: LocalStore, renamed: Iterable[Renamed], *, back: bool) -> None
 
 
 def _torn(found: bytes, states: tuple[bytes, ...]) -> bool:
-    """Tell whether a block is part one state and part another, as a loss of power in the middle leaves it."""
+    """Return whether a block is part one state and part another, as a loss of power in the middle leaves it."""
     return len(found) == BLOCK and all(byte in known for byte, *known in zip(found, *states, strict=True))
 
 
 def _is_renamed(store: LocalStore, one: Renamed) -> bool:
-    """Tell whether a sample of the log still has the name that it got: its tar may be gone or another one."""
+    """Return whether a sample of the log still has the name that it got: its tar may be gone or another one."""
     if not store.exists(one.shard):
         return False
     size = store.size(one.shard)

@@ -1,4 +1,4 @@
-"""Samples of equal content: found by a hash of their parts, from the column `hash` where there is one."""
+"""Samples of equal content: found by a hash of their parts, from the column `hash` if there is one."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def prepare_dataset(
 
     `dataset_yaml` is the content for the file of that name, None leaves what is there. `progress(done, total)` counts
     shards. The excludes of an earlier split.yaml are kept, and its media metadata, unless `media` says which files to
-    look into anew. Raises NoShardsError, UnsupportedShardError,
+    look into again. Raises NoShardsError, UnsupportedShardError,
     CorruptShardError, DuplicateKeyError or StorageError, and then leaves the dataset unchanged.
     """
     if "/" in dataset_yaml_name or not dataset_yaml_name.endswith(".yaml"):

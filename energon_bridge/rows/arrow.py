@@ -187,7 +187,7 @@ def parquet_files(path: Path) -> list[tuple[str, Path]]:
 
 
 def is_saved(path: Path) -> bool:
-    """Tell whether Hugging Face's library saved a dataset in a folder."""
+    """Return whether Hugging Face's library saved a dataset in a folder."""
     return (path / "dataset_dict.json").exists() or (path / "state.json").exists()
 
 

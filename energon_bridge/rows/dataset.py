@@ -104,12 +104,12 @@ class TableDataset(PreparedDataset):
 
 
 def is_table(path: str | os.PathLike[str]) -> bool:
-    """Tell whether a path names a parquet or arrow file, by its name alone."""
+    """Return whether a path names a parquet or arrow file, by its name alone."""
     return os.fspath(path).endswith(_SUFFIXES)
 
 
 def has_tables(path: str | os.PathLike[str]) -> bool:
-    """Tell whether a local path is such a file, or a folder of parquet files or of a saved dataset."""
+    """Return whether a local path is such a file, or a folder of parquet files or of a saved dataset."""
     here = Path(os.fspath(path))
     if "://" in str(path):
         return False
@@ -119,7 +119,7 @@ def has_tables(path: str | os.PathLike[str]) -> bool:
 
 
 def is_unprepared_table(path: str | os.PathLike[str]) -> bool:
-    """Tell whether a local path has tables and is not also a prepared dataset."""
+    """Return whether a local path has tables and is not also a prepared dataset."""
     meta = Path(os.fspath(path)) / ".nv-meta"
     return has_tables(path) and not any((meta / name).exists() for name in (INFO_JSON, INFO_YAML))
 

@@ -161,7 +161,7 @@ def _order_of_pillow() -> Callable[[tuple[int, int], tuple[int, int]], bool] | N
 
 @cache
 def _as_torch() -> bool:
-    """Tell whether the compiled part gives the bytes of the torch that is installed."""
+    """Return whether the compiled part gives the bytes of the torch that is installed."""
     if _compiled is None or not COMPILED:
         return False
     noise = np.random.default_rng(0).integers(0, 2, (303, 50, 3), np.uint8) * np.uint8(255)

@@ -9,7 +9,7 @@ lie in the memory that it shares with the training process, so that a batch is n
 Invariant: values are those of separate memory. A row is given out once; a slab is used again only when the last view
 of it is gone, as the `Block` that all views refer to tells; and rows are taken for a batch only if they lie
 in a slab of that pool, in order and without a gap. What does not fit (an image of another size, rows that a hook
-replaced or left out) is copied as ever.
+replaced or left out) is copied as before.
 
 Pixels for models go the same way: the engine decodes the images of a microbatch into memory of one piece, each as what
 the model takes (`DeferredImage.made`), and `concat_pad` finds the rows one behind the other (`SlabPool.adopt_joined`).
@@ -94,7 +94,7 @@ class SlabPool:
     """The slabs of one process.
 
     Attributes:
-        lender: Where their memory comes from; None, or where it has no room: the process's own.
+        lender: Where their memory comes from; None, or if it has no room: the process's own.
     """
 
     def __init__(self) -> None:
@@ -113,7 +113,7 @@ class SlabPool:
         return Slab(self, rows)
 
     def memory(self, size: int) -> np.ndarray:
-        """Return uninitialised memory of that many bytes, shape (size,), used again where that is possible."""
+        """Return uninitialised memory of that many bytes, shape (size,), used again if that is possible."""
         if self.lender is not None and (lent := self.lender.lend(size)) is not None:
             return lent
         with self._lock:
@@ -143,7 +143,7 @@ class SlabPool:
             self._pause = _PAUSE
 
     def adopt(self, rows: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        """Return n rows of shape (…) as one tensor (n, …) over their own memory, or None where it must be copied.
+        """Return n rows of shape (…) as one tensor (n, …) over their own memory, or None if it must be copied.
 
         Written for few calls into torch, each of which costs far more between decoded images than its own work.
         """

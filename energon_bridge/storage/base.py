@@ -33,7 +33,7 @@ class Store(Protocol):
         ...
 
     def exists(self, rel: str) -> bool:
-        """Tell whether `rel` is a file."""
+        """Return whether `rel` is a file."""
         ...
 
     def read(self, rel: str) -> bytes:

@@ -1,6 +1,6 @@
 """Any `proto://` URL that fsspec knows; `memory://` in tests proves that nothing above cares where bytes live.
 
-Invariant: the file system object belongs to one process. After a fork or in a spawned process it is made anew.
+Invariant: the file system object belongs to one process. After a fork or in a spawned process it is made again.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class FsspecStore:
             return int(self._stalls.run(lambda: fs.size(path), lambda: self.url(rel)))
 
     def exists(self, rel: str) -> bool:
-        """Tell whether `rel` is a file."""
+        """Return whether `rel` is a file."""
         fs, path = self._locate(rel)
         with self._naming(rel):
             return bool(fs.isfile(path))

@@ -4,7 +4,7 @@
 for answers. Who may read what, and where, is an `Origin`'s business (`buckets.py`).
 
 Why not a ready-made client. Training processes read indexes and then fork workers, so the first requirement is to
-survive a fork, and libraries on a runtime of their own do not: obstore 0.12 hangs for ever in a forked child if the
+survive a fork, and libraries on a runtime of their own do not: obstore 0.12 hangs forever in a forked child if the
 parent has used it. This client is plain sockets and threads. A fork has none of the threads and makes connections of
 its own, and nothing that is shared holds a lock. Speed does not decide. A trial with 8 threads on loopback, reading 1
 MiB at a time, took 0.4-0.6 s of CPU per GB with bare http.client against 0.7-0.9 in obstore (with TLS 1.6 both); 64 KiB
@@ -78,7 +78,7 @@ class Origin(Protocol):
     """What says how the objects of a bucket are reached."""
 
     def target(self, key: str, *, fresh: bool) -> Target:
-        """Return how to read an object; `fresh`: the last signature was refused, so credentials are asked for anew."""
+        """Return how to read an object; `fresh`: the last signature was refused, so credentials are asked for again."""
         ...
 
     def recover(self, refused: Refused) -> bool:

@@ -3,7 +3,7 @@
 The stores of a mix share one pool, so that the open files of a process do not grow with the number of datasets. Where
 the process has no descriptors left, the pool lets go of half of its own, as often as it has any.
 
-Only regular files are opened: a pipe would block for ever, and a device might never end. A pool that is confined to a
+Only regular files are opened: a pipe would block forever, and a device might never end. A pool that is confined to a
 folder also refuses what symbolic links in it lead out to.
 
 Invariant: a descriptor is closed only when no read uses it any more. The pool drops its reference, and the descriptor
@@ -179,7 +179,7 @@ class LocalStore:
             raise self._cannot_open(rel, error) from error
 
     def exists(self, rel: str) -> bool:
-        """Tell whether `rel` is a file."""
+        """Return whether `rel` is a file."""
         return os.path.isfile(f"{self.root}/{rel}")
 
     def read(self, rel: str) -> bytes:

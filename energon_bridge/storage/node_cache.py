@@ -367,7 +367,7 @@ def _host() -> str:
 
 
 def _is_void(path: str) -> bool:
-    """Tell whether nobody is behind a claim."""
+    """Return whether nobody is behind a claim."""
     try:
         with open(path, "rb") as file:
             age = time.time() - os.fstat(file.fileno()).st_mtime

@@ -37,7 +37,7 @@ _PIECE = 4 << 20
 _CHANGES = 3
 """So often a read by the cache begins again because the object has changed."""
 _LISTED = 64
-"""Sizes of so many files are taken from a listing, where there is one."""
+"""Sizes of so many files are taken from a listing, if there is one."""
 
 _MAKERS: dict[str, Callable[[str], Bucket]] = {
     "http": lambda place: HttpBucket("http", place),
@@ -125,7 +125,7 @@ class RemoteStore:
                 raise
 
     def exists(self, rel: str) -> bool:
-        """Tell whether `rel` is a file."""
+        """Return whether `rel` is a file."""
         if not rel or self._cache is None:
             return bool(rel) and self._answers(self._prefix + rel)
         return self._versions([rel])[0].size >= 0
@@ -330,7 +330,7 @@ class RemoteStore:
         return self._place()[0].fetch(pieces, self._stalls) if pieces else []
 
     def _answers(self, key: str) -> bool:
-        """Tell whether the server has anything under a key."""
+        """Return whether the server has anything under a key."""
         client, bucket = self._place()
         with self._naming(key[len(self._prefix) :]):
             try:

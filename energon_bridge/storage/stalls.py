@@ -38,7 +38,7 @@ _NETWORK |= {"wekafs", "orangefs", "pvfs2", "ocfs2", "gfs2", "virtiofs", "panfs"
 
 
 class Stalls:
-    """Runs reads with a deadline; any thread may, and after a fork the child begins anew.
+    """Runs reads with a deadline; any thread may, and after a fork the child begins again.
 
     Args:
         seconds: Time after which a read is tried again beside the ones that are under way; None: reads are waited for.

@@ -333,7 +333,7 @@ class _State(Enum):
 
 
 class KeptFile:
-    """One file that was asked for; `store` is None where data was given instead of a file."""
+    """One file that was asked for; `store` is None if data was given instead of a file."""
 
     __slots__ = ("key", "name", "path", "references", "size", "source", "state", "store")
 

@@ -35,7 +35,7 @@ from energon_bridge.task_encoder.current import NUMBER
 # ---------------------------------------------------------------------------------------------------------------------
 # Which samples the draws of one pass over the data are.
 #
-# Validation goes through its leaves `InOrder`; training that ends goes through them `Shuffled`, anew in every pass.
+# Validation goes through its leaves `InOrder`; training that ends goes through them `Shuffled`, again in every pass.
 
 
 class FinitePlan(Protocol):
@@ -86,7 +86,7 @@ class Shuffled:
 
     Args:
         leaves: The leaves, cut for one lane.
-        blend: How they are merged; None where there is one.
+        blend: How they are merged; None if there is one.
         epoch: Number of the pass.
     """
 
@@ -149,7 +149,7 @@ Grouped = tuple[ListedRow, Any, Any]
 class Listing:
     """The rows of a pass that all ranks have agreed on, and the row at which each microbatch ends.
 
-    `ends` is None where every microbatch has `batch_size` rows.
+    `ends` is None if every microbatch has `batch_size` rows.
     """
 
     rows: Sequence[ListedRow]
@@ -402,7 +402,7 @@ class FiniteStream:
 
 
 def mask_loss(batch: Any) -> None:
-    """Set the `loss_mask` of a batch to zero, where it has one."""
+    """Set the `loss_mask` of a batch to zero, if it has one."""
     loss_mask = batch.get("loss_mask") if isinstance(batch, dict) else getattr(batch, "loss_mask", None)
     if isinstance(loss_mask, torch.Tensor):
         attach(batch, "loss_mask", torch.zeros_like(loss_mask))

@@ -27,7 +27,7 @@ class Lane:
     Args:
         number: Lane number, below L.
         pipeline: Shared by all lanes of the process.
-        blend: Says which leaf a draw comes from; None where there is one leaf.
+        blend: Says which leaf a draw comes from; None if there is one leaf.
         state: Where to continue.
     """
 

@@ -215,7 +215,7 @@ class NoBatch:
 
 @dataclass(frozen=True, slots=True)
 class ShareEnd:
-    """What comes with the last microbatch that a rank runs of a global batch that was shared out before.
+    """What comes with the last microbatch that a rank runs of a global batch that was divided before.
 
     Attributes:
         figures: How even the global batch is, and what this rank runs of it costs (`loader.shares.SharedBatch`).

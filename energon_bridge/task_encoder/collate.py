@@ -27,7 +27,7 @@ from energon_bridge.samples.stacking import batch_pad_stack, batch_stack, concat
 
 
 def is_record_type(cls: type) -> bool:
-    """Tell whether objects of a class are records: dict, dataclass or named tuple."""
+    """Return whether objects of a class are records: dict, dataclass or named tuple."""
     return issubclass(cls, dict) or is_dataclass(cls) or _is_named_tuple(cls)
 
 

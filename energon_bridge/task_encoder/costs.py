@@ -134,7 +134,7 @@ class ColumnCost:
         weights: What tokens, pairs of tokens and patches cost.
         padded: Rows of single samples are padded to the longest of their microbatch, as models compute padding, too.
             Packs are not.
-        sizes: For an encoder that packs: an expression for each limit of its packer; default, where it has one limit
+        sizes: For an encoder that packs: an expression for each limit of its packer; default, if it has one limit
             besides `samples`: `tokens`. They must be what `size_of` returns for the encoded sample.
         packer: How it packs; default: the encoder's `packer`.
 

@@ -64,7 +64,7 @@ class MultiModalPack(Sample):
 
     @property
     def visual(self) -> dict[str, Tensor]:
-        """Return the tensors of the images of all samples, joined anew each time."""
+        """Return the tensors of the images of all samples, joined again each time."""
         return concat_visual(self.visual_rows)
 
 

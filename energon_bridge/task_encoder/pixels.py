@@ -4,7 +4,7 @@ Processors that scale, crop, pad, rescale and normalise are read once, by their 
 here: scaled as bytes, then one look-up for each byte that rescales, normalises and puts values where the model wants
 them. That is plain processors (those of CLIP, SigLIP and many more), LLaVA's, LLaVA-NeXT's, which make tiles, and those
 that make patches: of Qwen2-VL, Qwen2.5-VL and Qwen3-VL, and of SigLIP2. Any other processor, and one that overrides a
-method, is called as ever, and the log says so once.
+method, is called as before, and the log says so once.
 
 Two profiles say whose values come out. `pillow`: those of the processors of transformers that go by Pillow, bit for
 bit. `torch`: those of its processors that go by torchvision, which scales bytes by torch's `interpolate` with
@@ -103,7 +103,7 @@ class PixelPath:
 
     @property
     def byte_norm(self) -> Tensor | None:
-        """What batches of bytes carry along; None where values are made here."""
+        """What batches of bytes carry along; None if values are made here."""
         return self.norm if self.dtype == torch.uint8 else None
 
     def image(self, image: Any, memory: np.ndarray | None = None) -> dict[str, Tensor]:
@@ -260,7 +260,7 @@ def _placed(shape: tuple[int, ...], dtype: torch.dtype, memory: np.ndarray | Non
 
 
 def pixel_path(image_processor: Any, profile: Profile | None = None, dtype: PixelDtype = "float32") -> PixelPath | None:
-    """Return the native path of an image processor; None where the processor itself is to be called.
+    """Return the native path of an image processor; None if the processor itself must be called.
 
     Args:
         image_processor: One of transformers, or of its interface.
@@ -268,7 +268,7 @@ def pixel_path(image_processor: Any, profile: Profile | None = None, dtype: Pixe
         dtype: Of the values; uint8: bytes, for `normalise_on_device`.
 
     Raises:
-        ConfigurationError: There is no such profile or type, or bytes are asked for where there is no native path.
+        ConfigurationError: There is no such profile or type, or bytes are asked for if there is no native path.
     """
     if profile is not None and profile not in get_args(Profile):
         raise ConfigurationError(f"pixels={profile!r} must be one of {', '.join(get_args(Profile))}, or None")

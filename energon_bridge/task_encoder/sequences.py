@@ -110,7 +110,7 @@ class Sequencer:
         return len(self.tokens) > self.longest
 
     def has_room(self, count: int) -> bool:
-        """Tell whether so many more tokens can all be shown."""
+        """Return whether so many more tokens can all be shown."""
         return len(self.tokens) + count <= self.longest
 
     def add(self, tokens: Sequence[int], *, learned: bool) -> None:
@@ -180,7 +180,7 @@ def pad_optional(rows: Sequence[Any], length: int) -> dict[str, Any]:
 
 
 def mrope_of(row: Any) -> Tensor:
-    """Return the positions of three axes of a sample, those of a text where it has none."""
+    """Return the positions of three axes of a sample, those of a text if it has none."""
     if row.mrope_position_ids is not None:
         positions: Tensor = row.mrope_position_ids
         return positions

@@ -37,7 +37,7 @@ def tokens_with_offsets(tokenizer: Any, text: str) -> tuple[list[int], list[tupl
 
 
 def is_fast(tokenizer: Any) -> bool:
-    """Tell whether a tokenizer takes many texts at a time and says where their tokens stand."""
+    """Return whether a tokenizer takes many texts at a time and says where their tokens stand."""
     return bool(getattr(tokenizer, "is_fast", False))
 
 
@@ -59,7 +59,7 @@ def _engine_of(tokenizer: Any) -> Any | None:
 
 @lru_cache(maxsize=64)
 def _is_plain(kind: type) -> bool:
-    """Tell whether all that a class of tokenizers encodes with is that of transformers' base classes."""
+    """Return whether all that a class of tokenizers encodes with is that of transformers' base classes."""
     owners = [next((base for base in kind.__mro__ if name in vars(base)), None) for name in _ENCODE]
     plain = all(owner.__module__ in _PLAIN for owner in owners if owner is not None)
     return plain and hasattr(kind, "backend_tokenizer")

@@ -183,7 +183,7 @@ class VisionLanguageModule(LightningModule):
         return sequence_inputs(batch, mrope=self._takes_mrope)
 
     def on_train_start(self) -> None:
-        """Refuse a model that would mix the samples of packs."""
+        """Raise for a model that would mix the samples of packs."""
         if self.config.data.packs:
             with self.trainer.precision_plugin.forward_context():
                 check_packing(self.model)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import io
 import re
 import shlex
 import signal
 import subprocess
 import sys
+import tokenize
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -203,6 +205,15 @@ DIALECT = {
     r"\bhas to be there\b": "must exist",
 }
 """Words and phrases that this project once used and nobody else does, with what to write instead."""
+DIALECT_OF_CODE = {
+    **{odd: word for odd, word in DIALECT.items() if "parked" not in odd},  # a key of states
+    r"\bTell (whether|which)\b": "Return whether …",
+    r"\bNone where\b": "None if",
+    r"\bshared? (\w+ )?out\b": "divided",
+    r"\bshares out\b": "divides",
+    r"\bEnter wherever\b": "what the context does",
+}
+"""The same for docstrings and comments."""
 
 
 @pytest.mark.parametrize(
@@ -211,6 +222,20 @@ DIALECT = {
 def test_pages_are_in_plain_english(page):
     text = page.read_text()
     assert [f"{found.group()}: {word}" for odd, word in DIALECT.items() for found in re.finditer(odd, text)] == []
+
+
+@pytest.mark.parametrize("folder", sorted({path.parent for path in (REPOSITORY / "energon_bridge").rglob("*.py")}))
+def test_docstrings_and_comments_are_in_plain_english(folder):
+    odd_ones = []
+    for path in folder.glob("*.py"):
+        for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
+            if token.type == tokenize.COMMENT or (token.type == tokenize.STRING and token.string.startswith('"""')):
+                odd_ones += [
+                    f"{path.name}:{token.start[0]}: {found.group()}: {word}"
+                    for odd, word in DIALECT_OF_CODE.items()
+                    for found in re.finditer(odd, token.string)
+                ]
+    assert odd_ones == []
 
 
 def commands_of(page: Path) -> Iterator[list[str]]:

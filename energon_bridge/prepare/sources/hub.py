@@ -14,7 +14,7 @@ _PREFIX = "hf:/"  # what `Path` leaves of hf://
 
 
 def is_hub(source: str | Path) -> bool:
-    """Tell whether a source names a dataset of the hub."""
+    """Return whether a source names a dataset of the hub."""
     return str(source).startswith(_PREFIX)
 
 

@@ -1,4 +1,4 @@
-"""WebDatasets that are sharded or shuffled anew: their samples keep keys, parts and bytes."""
+"""WebDatasets that are sharded or shuffled again: their samples keep keys, parts and bytes."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ class Chat:
 
 
 def has_turns(sample: Any) -> bool:
-    """Tell whether a sample brings turns of its own."""
+    """Return whether a sample brings turns of its own."""
     return _turns_of(sample) is not None
 
 

@@ -370,7 +370,7 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
         return f"nothing to learn: {cut}, before the first of the learned tokens"
 
     def _over(self, policy: str, limit: str, complaint: str) -> None:
-        """Do what a policy says: count, and raise unless the sample is to be cut."""
+        """Do what a policy says: count, and raise unless the sample must be cut."""
         self.counts[f"{policy} {limit}"] += 1
         if policy == OverLong.DROP:
             raise SkipSample(complaint)

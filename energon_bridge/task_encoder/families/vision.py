@@ -60,7 +60,7 @@ class VideoFrames:
 
     Attributes:
         frames: A uint8 tensor of shape (frames, channels, height, width), or a list of images.
-        fps: Frames per second of these frames, as they were sampled; None where it is not known.
+        fps: Frames per second of these frames, as they were sampled; None if it is not known.
         timestamps: Seconds at which the frames stand. None: the first at 0, the others by `fps`.
     """
 
