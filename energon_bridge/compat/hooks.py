@@ -1,8 +1,8 @@
-"""Builders that run the `build_…` hooks that a task encoder overrides, and do what they put together.
+"""Runs the `build_…` hooks that a task encoder overrides, and builds what they describe.
 
-A hook puts wrappers around datasets. What they say is read from the outside in, and compared with what the hooks of
-megatron-energon itself would put together. Other batch sizes, buffers, lengths and limits are taken; other weights,
-another order, or a wrapper that the engine does not know, is refused by name.
+A hook wraps datasets. The wrappers are read from the outside in, and compared with what megatron-energon's own hooks
+would build. Other batch sizes, buffers, lengths and limits are accepted; other weights, another order, or an unknown
+wrapper raises an error that names it.
 """
 
 from __future__ import annotations
