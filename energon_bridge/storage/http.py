@@ -54,6 +54,8 @@ _HEDGE_SECONDS, _HEDGE_TIMES = 1.0, 4.0
 """A rival starts after so many seconds, or after so many times what requests usually take, whichever is later."""
 _HEDGES, _HEDGED_SHARE = 16, 0.05
 _RIVALS = 3
+_EXPIRED_SECONDS = 15.0
+"""For so long a process that has read before waits for whatever writes its next credentials, if that is late."""
 _CHUNK = 256 << 10
 _HOPS = 6
 _IDLE_SECONDS = 50.0
@@ -355,7 +357,12 @@ class Client:
                 moved = ""
                 if origin.recover(refused):
                     continue
-                if fresh or not _is_of_credentials(refused):
+                if not _is_of_credentials(refused):
+                    raise
+                if fresh:
+                    waited = time.monotonic() - attempt.call.since
+                    if self._typical and "xpired" in str(refused) and waited < _EXPIRED_SECONDS:
+                        raise _Busy(str(refused), pause=1.0) from refused
                     raise
                 fresh = True
                 continue
