@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from energon_bridge.errors import FatalSampleError, SampleError, SkipSample
 from energon_bridge.samples import Batch, Sample, SourceInfo
+from energon_bridge.samples.base import SentSources
 from energon_bridge.samples.slabs import LENDER, SLABS, Lender, Slab, SlabPool
 from energon_bridge.storage.network import MADE
 from energon_bridge.stream.cooking import StorePool, cook_of, cooker_of
@@ -409,8 +410,13 @@ class Pipeline:
                 which = (output,) if len(batches) > 1 else ()
                 self._attach(batch, "__restore_key__", ("Batch", lane, number + output, tuple(keys), *which))
         for batch in batches:
-            crosses = self.settings.in_worker and isinstance(batch, Batch | Sample | dict)
-            self._attach(batch, "__valid__", RealRows(len(samples)) if crosses else real_rows(len(samples)))
+            if not (self.settings.in_worker and isinstance(batch, Batch | Sample | dict)):
+                self._attach(batch, "__valid__", real_rows(len(samples)))
+                continue
+            self._attach(batch, "__valid__", RealRows(len(samples)))
+            sources = batch.get("__sources__") if isinstance(batch, dict) else getattr(batch, "__sources__", None)
+            if type(sources) is tuple:
+                attach(batch, "__sources__", SentSources(sources))
         return batches
 
     def _attach(self, batch: Any, name: str, value: Any) -> None:
