@@ -288,7 +288,7 @@ class Pipeline:
     @contextlib.contextmanager
     def lending(self) -> Iterator[None]:
         """Let what is stacked meanwhile, for a microbatch, lie in the lender's memory."""
-        LENDER.set(self._memory)
+        LENDER.set(self._blocks if self._memory is None else self._memory)
         try:
             yield
         finally:
@@ -489,7 +489,7 @@ class Pipeline:
             self.code.now.hook, self.code.now.sample = "decode_deferred", None
             # The first error by itself: the members are then decoded one by one, so that the others are kept.
             with contextlib.suppress(SampleError):
-                decode_deferred(samples, map if self._pool is None else self._pool.map, self._blocks.memory)
+                decode_deferred(samples, map if self._pool is None else self._pool.map, self._blocks.lend)
 
     def failed(
         self,

@@ -30,7 +30,16 @@ from PIL import Image
 from torch import Tensor
 
 from energon_bridge.errors import ConfigurationError
-from energon_bridge.samples.pixels import FILTERS, Filter, Layout, bits_of, look_up, resample, resample_as_torch
+from energon_bridge.samples.pixels import (
+    FILTERS,
+    Filter,
+    Layout,
+    bits_of,
+    look_up,
+    resample,
+    resample_as_torch,
+    values_in,
+)
 from energon_bridge.task_encoder.deferred import DeferredImage
 from energon_bridge.task_encoder.resize import best_resolution, fitted, smart_resize
 from energon_bridge.task_encoder.visual import as_pil, as_rgb
@@ -255,8 +264,7 @@ def _placed(shape: tuple[int, ...], dtype: torch.dtype, memory: np.ndarray | Non
     """Return uninitialised values, in memory that is given if it is as large as they are."""
     if memory is None or memory.nbytes != math.prod(shape) * dtype.itemsize:
         return torch.empty(shape, dtype=dtype)
-    bits = np.int16 if dtype == torch.bfloat16 else torch.empty(0, dtype=dtype).numpy().dtype
-    return torch.from_numpy(memory.view(bits).reshape(shape)).view(dtype)
+    return values_in(memory, shape, dtype)
 
 
 def pixel_path(image_processor: Any, profile: Profile | None = None, dtype: PixelDtype = "float32") -> PixelPath | None:

@@ -33,7 +33,7 @@ from energon_bridge.task_encoder.families.chat import (
     has_turns,
 )
 from energon_bridge.task_encoder.families.config import ChatConfig
-from energon_bridge.task_encoder.families.llava import FixedTokenFamily
+from energon_bridge.task_encoder.families.llava import FixedTokenFamily, TiledFamily
 from energon_bridge.task_encoder.families.prepared import PreparedSample, positions_of
 from energon_bridge.task_encoder.families.pretrained import load_pretrained
 from energon_bridge.task_encoder.families.qwen import QwenFamily
@@ -377,7 +377,7 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
             )
 
 
-_FAMILIES = (FixedTokenFamily, QwenFamily)
+_FAMILIES = (FixedTokenFamily, TiledFamily, QwenFamily)
 _POSTENCODE = ChatTemplateTaskEncoder.postencode_sample
 
 
