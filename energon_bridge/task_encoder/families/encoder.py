@@ -172,7 +172,7 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
         if sample.plans and self.family is not None:
             ordered = sorted(sample.plans, key=lambda plan: plan.kind)  # images, then videos; each in their order
             try:
-                videos = [one.made() if isinstance(one, Deferred) else decoded(one) for one in sample.videos]
+                videos = [_made(video) for video in sample.videos]
                 visual = self.family.process(images, videos, ordered)
             except SampleError as error:
                 raise type(error)(f"sample {_key(sample)!r}: {error}") from error
@@ -384,6 +384,13 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
 
 _FAMILIES = (FixedTokenFamily, QwenFamily)
 _POSTENCODE = ChatTemplateTaskEncoder.postencode_sample
+
+
+def _made(video: Any) -> Any:
+    """Return a video as a family takes it: as pixels, where they have been made, else with its frames decoded."""
+    if isinstance(video, Deferred):
+        return video.made()
+    return decoded(video) if isinstance(video, VideoFrames) else video
 
 
 def _path_of(family: Any) -> PixelPath | None:
