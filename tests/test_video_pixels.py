@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -81,8 +82,9 @@ def data(clips: list[bytes], tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def encoder(kind: type[ChatTemplateTaskEncoder], pixels: Any, dtype: Any = None) -> ChatTemplateTaskEncoder:
-    made = encoder_of("qwen2_5_vl", video_min_pixels=64, video_max_pixels=64 * 64)
-    return kind(made.tokenizer, made.family, ChatConfig(pixels=pixels, pixels_dtype=dtype, seq_length=8192))
+    made: Any = encoder_of("qwen2_5_vl")
+    family = replace(made.family, video_min_pixels=160 * 160, video_max_pixels=200 * 200)
+    return kind(made.tokenizer, family, ChatConfig(pixels=pixels, pixels_dtype=dtype, seq_length=8192))
 
 
 def batches(data: Path, task_encoder: Any, workers: int = 0, number: int = 4) -> list[Any]:
