@@ -71,14 +71,23 @@ def clips(tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
 
 @pytest.fixture(scope="module")
 def data(clips: list[bytes], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return written(tmp_path_factory.mktemp("videos") / "data", clips, BROKEN)
+
+
+@pytest.fixture(scope="module")
+def sound(clips: list[bytes], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return written(tmp_path_factory.mktemp("sound") / "data", clips, None)
+
+
+def written(folder: Path, clips: list[bytes], broken: int | None) -> Path:
     samples = {}
     for number in range(NUMBER):
         clip = clips[number % len(clips)]
-        if number == BROKEN:  # its index is there, its frames are not
+        if number == broken:  # its index is there, its frames are not
             at = clip.index(b"mdat") + 100
             clip = clip[:at] + bytes(len(clip) - at) if clip.index(b"moov") < at else b"\0" * 40
         samples[f"{number:03d}"] = {"mp4": clip, "json": json.dumps(number).encode()}
-    return prepared(tmp_path_factory.mktemp("videos") / "data", samples)
+    return prepared(folder, samples)
 
 
 def encoder(kind: type[ChatTemplateTaskEncoder], pixels: Any, dtype: Any = None) -> ChatTemplateTaskEncoder:
@@ -118,11 +127,11 @@ def test_hooks_of_the_user_see_frames_that_are_not_decoded(data: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "uint8"])
-def test_pixels_are_not_copied_into_the_batch(data: Path, dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pixels_are_not_copied_into_the_batch(sound: Path, dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     joined: list[int] = []
     join = stacking._cat
     monkeypatch.setattr(stacking, "_cat", lambda rows: joined.append(rows[0].nbytes) or join(rows))
-    for batch in batches(data, encoder(Videos, None, dtype)):
+    for batch in batches(sound, encoder(Videos, None, dtype)):
         assert batch.visual_inputs["pixel_values_videos"].nbytes > 1 << 16
     assert joined
     assert max(joined) < 1024  # grids
