@@ -124,11 +124,9 @@ def converted(image: bytes, form: str, number: int) -> bytes:
         if form == "webp":
             picture.save(out, "WEBP", quality=85)
             return out.getvalue()
-        if number % 4 == 3:
-            picture = Image.fromarray(np.asarray(picture.convert("L")).astype(np.uint16) * 257)
-        else:
-            picture = (picture.convert("RGB"), picture.quantize(256), picture.convert("RGBA"))[number % 4]
-        picture.save(out, "PNG", compress_level=6)
+        grey = np.asarray(picture.convert("L")).astype(np.uint16) * 257
+        modes = (picture.convert("RGB"), picture.quantize(256), picture.convert("RGBA"), Image.fromarray(grey))
+        modes[number % len(modes)].save(out, "PNG")
     return out.getvalue()
 
 
