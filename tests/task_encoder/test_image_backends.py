@@ -94,7 +94,7 @@ def test_torchcodec_keeps_the_limit_of_pixels(monkeypatch):
 @TORCHCODEC
 @pytest.mark.parametrize("form", sorted(IMAGE_FORMS))
 @pytest.mark.parametrize(
-    "kind, mode", [("JPEG", "RGB"), ("JPEG", "CMYK"), ("PNG", "RGB"), ("PNG", "P"), ("PNG", "RGBA")]
+    ("kind", "mode"), [("JPEG", "RGB"), ("JPEG", "CMYK"), ("PNG", "RGB"), ("PNG", "P"), ("PNG", "RGBA")]
 )
 def test_torchcodec_gives_the_pixels_of_pillow_in_every_form(form, kind, mode):
     data = encoded(kind, photo(mode))
