@@ -3,6 +3,7 @@
     caption   256 x 256 JPEG (14-30 kB) + txt + json
     large     640 x 480 JPEG + txt + json
     text      400 B of json
+    png, webp  256 x 256 PNG (RGB, palette, RGBA and 16 bits of grey in turn) and WebP + txt + json
     interleaved  crude: one to four 256 x 256 JPEGs (0.jpg, 1.jpg, …) and json with a text for each
 
 The images are smooth noise with some grain, which gives JPEGs the size of photographs. A few hundred different ones are
@@ -70,6 +71,17 @@ KINDS = {
             image_size=None,
             samples_per_shard=10_000,
         ),
+        *(
+            Kind(
+                name=part,
+                sample_type="CaptioningSample",
+                field_map={"image": part, "caption": "txt"},
+                part=part,
+                image_size=(256, 256),
+                samples_per_shard=1000,
+            )
+            for part in ("png", "webp")
+        ),
         Kind(
             name="interleaved",
             sample_type="CrudeWebdataset",
@@ -105,6 +117,19 @@ def jpeg(generator: np.random.Generator, size: tuple[int, int]) -> bytes:
     return stream.getvalue()
 
 
+def converted(image: bytes, form: str, number: int) -> bytes:
+    """Return a JPEG as WebP, or as PNG of a mode that depends on its number."""
+    out = io.BytesIO()
+    with Image.open(io.BytesIO(image)) as picture:
+        if form == "webp":
+            picture.save(out, "WEBP", quality=85)
+            return out.getvalue()
+        grey = np.asarray(picture.convert("L")).astype(np.uint16) * 257
+        modes = (picture.convert("RGB"), picture.quantize(256), picture.convert("RGBA"), Image.fromarray(grey))
+        modes[number % len(modes)].save(out, "PNG")
+    return out.getvalue()
+
+
 def samples(kind: Kind, count: int) -> Iterator[tuple[str, dict[str, bytes]]]:
     """Yield (key, parts) of each sample."""
     chooser = random.Random(SEED)
@@ -112,6 +137,8 @@ def samples(kind: Kind, count: int) -> Iterator[tuple[str, dict[str, bytes]]]:
     if kind.image_size is not None:
         generator = np.random.default_rng(SEED)
         images = [jpeg(generator, kind.image_size) for _ in range(min(count, DIFFERENT_IMAGES))]
+        if kind.part in ("png", "webp"):
+            images = [converted(image, kind.part, number) for number, image in enumerate(images)]
     for index in range(count):
         caption = " ".join(chooser.choices(WORDS, k=12))
         if kind.field_map is None:
@@ -121,7 +148,7 @@ def samples(kind: Kind, count: int) -> Iterator[tuple[str, dict[str, bytes]]]:
             parts["json"] = json.dumps({"index": index, "texts": texts}).encode()
         elif images:
             record = json.dumps({"index": index, "caption": caption, "license": "none"})
-            parts = {"jpg": chooser.choice(images), "txt": caption.encode(), "json": record.encode()}
+            parts = {kind.part: chooser.choice(images), "txt": caption.encode(), "json": record.encode()}
         else:
             record = json.dumps({"index": index, "text": " ".join(chooser.choices(WORDS, k=120))})
             parts = {"json": (record[:398] + '"}').encode()}

@@ -3,6 +3,9 @@
 A photograph of 640 x 480 pixels in each format, as RGB bytes (RGBA where it has alpha). All libraries that are
 installed take turns; a line has their medians, each with the largest difference of its pixels from Pillow's. `-`: it
 does not decode the format, or is not installed.
+
+Then: how far pixels are from those of the full decoding if `SampleDecoder(image_target=...)` lets JPEGs be decoded at a
+half, a quarter or an eighth, after both are resized to the target (bicubic, with antialiasing), in steps of a byte.
 """
 
 from __future__ import annotations
@@ -13,12 +16,15 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
-from benchmarks.data import SEED, painted
+from benchmarks.data import SEED, jpeg, painted
+from energon_bridge.samples.pixels import resample_as_torch
 from energon_bridge.task_encoder.decoder import SampleDecoder
 
 SIZE, ROUNDS = (640, 480), 41
@@ -117,8 +123,34 @@ def measured(functions: Mapping[str, Callable[[], Any]]) -> dict[str, float]:
     return {name: 1e3 * statistics.median(values[1:]) for name, values in times.items()}
 
 
+def pictures() -> dict[str, bytes]:
+    """Return JPEGs by name: the picture of the benchmarks, and the photographs of scikit-learn if it is there."""
+    found = {"painted": jpeg(np.random.default_rng(SEED), SIZE)}
+    if find_spec("sklearn") is not None:
+        folder = Path(str(import_module("sklearn").__file__)).parent / "datasets" / "images"
+        found |= {path.stem: path.read_bytes() for path in sorted(folder.glob("*.jpg"))}
+    return found
+
+
+def scaled(target: int) -> list[str]:
+    """Return a row for each picture: what declaring a target does to its pixels, and to the CPU of decoding it."""
+    rows = []
+    for name, data in pictures().items():
+        made, times = [], []
+        for more in ({}, {"image_target": target}):
+            decoder = SampleDecoder(image_decode="rgb8", **more)  # type: ignore[arg-type]
+            pixels = decoder.decode("jpg", data)
+            times.append(measured({"": partial(decoder.decode, "jpg", data)})[""])
+            made.append(resample_as_torch(np.ascontiguousarray(pixels), (target, target), "bicubic").astype(int))
+        far = np.abs(made[0] - made[1])
+        scale = f"{pixels.shape[1]} x {pixels.shape[0]}"
+        off = f"{far.mean():.2f} | {np.percentile(far, 99):.0f} | {far.max()}"
+        rows.append(f"| {name} | {target} | {scale} | {off} | {times[0]:.2f} | {times[1]:.2f} |")
+    return rows
+
+
 def main() -> None:
-    """Print a line for each format."""
+    """Print a line for each format, and what scaled decoding does."""
     import torch
 
     torch.set_num_threads(1)
@@ -143,6 +175,9 @@ def main() -> None:
             for library in LIBRARIES
         ]
         print(f"| {name} | {len(data) / 1e3:.0f} | " + " | ".join(cells) + " |", flush=True)
+    print("\n| picture | target | decoded at | mean | 99th percentile | largest | ms | ms, scaled |\n|" + "---|" * 8)
+    for target in (200, 100, 50):
+        print("\n".join(scaled(target)), flush=True)
 
 
 if __name__ == "__main__":

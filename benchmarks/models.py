@@ -96,7 +96,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rival-python", required=True)
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
-    parser.add_argument("--workers", nargs="+", type=int, default=[1, 2])
+    parser.add_argument("--workers", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--seconds", type=float, default=6.0)
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--cache", type=Path, default=REPOSITORY / ".cache" / "bench")

@@ -37,11 +37,14 @@ from benchmarks.processes import System, call, ensure_prepared, measure, systems
 from benchmarks.systems.measure import Job  # noqa: E402
 from benchmarks.systems.same_api import PACKING_BUFFER  # noqa: E402
 
-COUNTS = {"caption": 20_000, "large": 4_000, "text": 200_000, "interleaved": 4_000}
+COUNTS = {"caption": 20_000, "large": 4_000, "text": 200_000, "interleaved": 4_000, "png": 4_000, "webp": 4_000}
 POINTS = (
     *("text/raw", "caption/raw", "caption/uint8", "caption/float", "caption/packed", "interleaved/cooked"),
     *("large/uint8", "large/float", "large/resized", "large/scaled"),
+    *("png/uint8", "webp/uint8"),
 )
+JPEGS_ONLY = ("webdataset", "simplejpeg")
+"""Systems whose runners know no other images."""
 CHECKPOINT_POINTS = ("text/raw", "caption/uint8")
 PARTS = ("throughput", "checkpoint", "prepare", "mixes", "video")
 FRAMES = 8
@@ -187,6 +190,8 @@ class Bench:
         for point, workers, name in self.rounds(self.options.points, self.options.workers, self.systems):
             mode = point.partition("/")[2]
             if mode not in MODES.get(name, (mode,)) or (name == "simplejpeg" and workers != min(self.options.workers)):
+                continue
+            if name in JPEGS_ONLY and point.startswith(("png/", "webp/")):
                 continue
             result = measure(self.systems[name], self.job("throughput", point, workers))
             yield record(point, workers, name) | result

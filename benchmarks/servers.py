@@ -4,8 +4,9 @@
 
 The proxy is a process of its own, `python benchmarks/servers.py UPSTREAM '{"latency": 0.03}'`. It holds each request
 back for `latency` seconds and passes answers on by splice(2), so that it takes little of the cores that the readers
-share with it. Which fault befalls a request is drawn from a seed. Besides, it signs nothing and checks one thing: with
-`expire`, S3's access key must be the time of its issue, `key-SECONDS`, and not older than so many seconds.
+share with it. Which fault befalls a request is drawn from a seed. It makes nginx a bucket server as far as reading
+goes: it answers S3's ListObjectsV2, the first part of a path being the bucket. Signatures are not checked, except that
+with `expire` S3's access key must be the time of its issue, `key-SECONDS`, and not older than so many seconds.
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
+from xml.sax.saxutils import escape
 
 _PIPE = 1 << 20
 _CONFIGURATION = """
@@ -121,6 +124,7 @@ class Proxy:
             (`stall_seconds` before the answer).
         dead: Number of the one request that is answered after ten minutes; 0: none.
         expire: Seconds for which an access key is good; 0: for ever.
+        folder: What the server serves, for listings.
     """
 
     def __init__(
@@ -132,9 +136,11 @@ class Proxy:
         stall_seconds: float = 5.0,
         dead: int = 0,
         expire: float = 0.0,
+        folder: str = "",
         seed: int = 0,
     ) -> None:
         self._upstream = upstream
+        self._folder = folder
         self._latency = latency
         self._faults = faults or {}
         self._stall = stall_seconds
@@ -183,6 +189,9 @@ class Proxy:
             return True
         if fault in ("stall", "dead"):
             time.sleep(self._stall if fault == "stall" else 600.0)
+        if b"list-type=2" in head.split(b"\r\n", 1)[0]:
+            connection.sendall(_answer(200, _listing(self._folder, head)))
+            return True
         server.sendall(head)
         answer = _head(server)
         connection.sendall(answer)
@@ -240,6 +249,52 @@ def _age_of_key(head: bytes) -> float | None:
         credential = unquote(found.split(b",", 1)[0].decode())
     name, _, issued = credential.partition("/")[0].partition("-")
     return time.time() - float(issued) if name == "key" and issued else None
+
+
+def _listing(folder: str, head: bytes) -> bytes:
+    """Answer a ListObjectsV2 request; ETags are those of nginx."""
+    target = urlsplit(head.split(b" ", 2)[1].decode())
+    query = {name: values[0] for name, values in parse_qs(target.query, keep_blank_values=True).items()}
+    bucket = Path(folder, unquote(target.path).strip("/"))
+    prefix, delimiter = query.get("prefix", ""), query.get("delimiter", "")
+    after = query.get("continuation-token") or query.get("start-after", "")
+    most = int(query.get("max-keys", "1000"))
+    entries: dict[str, str] = {}
+    for key, size, changed in _files(bucket, prefix):
+        end = key.find(delimiter, len(prefix)) if delimiter else -1
+        name = key if end < 0 else key[: end + 1]
+        if name <= after:
+            continue
+        if end >= 0:
+            entries[name] = f"<CommonPrefixes><Prefix>{escape(name)}</Prefix></CommonPrefixes>"
+        else:
+            stamp = time.strftime("%Y-%m-%dT%H:%M:%S.000Z", time.gmtime(changed))
+            entries[name] = (
+                f"<Contents><Key>{escape(name)}</Key><LastModified>{stamp}</LastModified>"
+                f"<ETag>&quot;{changed:x}-{size:x}&quot;</ETag><Size>{size}</Size></Contents>"
+            )
+    names = sorted(entries)[:most]
+    more = len(names) < len(entries)
+    token = f"<NextContinuationToken>{escape(names[-1])}</NextContinuationToken>" if more and names else ""
+    return (
+        f"<ListBucketResult><Name>{escape(bucket.name)}</Name><Prefix>{escape(prefix)}</Prefix>"
+        f"<KeyCount>{len(names)}</KeyCount><MaxKeys>{most}</MaxKeys><IsTruncated>{str(more).lower()}</IsTruncated>"
+        f"{token}{''.join(entries[name] for name in names)}</ListBucketResult>"
+    ).encode()
+
+
+@lru_cache(maxsize=16)
+def _files(bucket: Path, prefix: str) -> list[tuple[str, int, int]]:
+    """Return key, size and time of what has a prefix; nothing changes while a proxy runs."""
+    found = []
+    for folder, _, names in os.walk(bucket / prefix.rpartition("/")[0]):
+        for name in names:
+            path = Path(folder, name)
+            key = path.relative_to(bucket).as_posix()
+            if key.startswith(prefix):
+                status = path.stat()
+                found.append((key, status.st_size, int(status.st_mtime)))
+    return sorted(found)
 
 
 def _answer(status: int, body: bytes) -> bytes:

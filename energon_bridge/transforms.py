@@ -28,7 +28,9 @@ from PIL import Image
 from torch import Tensor
 
 from energon_bridge.errors import ConfigurationError, SampleError
-from energon_bridge.samples.pixels import Layout, bits_of, look_up, resample_as_torch
+from energon_bridge.samples.pixels import Layout, bits_of, look_up, resample_as_torch, values_in
+from energon_bridge.samples.slabs import lent
+from energon_bridge.samples.streaming import LARGE
 
 __all__ = [
     "center_crop",
@@ -43,6 +45,7 @@ Interpolation = Literal["nearest", "nearest-exact", "bilinear", "bicubic"]
 _SMOOTH = ("bilinear", "bicubic")
 _TRIES = 10
 _WHOLE = Layout()
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def resize(
@@ -198,10 +201,18 @@ def normalise(
             f"normalise makes one tensor of a list of images, which must have one shape, got {sorted(shapes)}: resize "
             "or crop them before, or call it for each"
         )
-    out = torch.empty((len(images), *images[0].shape), dtype=dtype, device=images[0].device)
+    out = _room((len(images), *images[0].shape), dtype, images[0].device)
     for pixels, row in zip(images, out, strict=True):
         _normalised(pixels, means, stds, row)
     return out
+
+
+def _room(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return room for a batch, if the engine is collating one in memory that it lends."""
+    size = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or size < LARGE or dtype not in _DTYPES:
+        return torch.empty(shape, dtype=dtype, device=device)
+    return values_in(lent((size,), np.dtype(np.uint8)), shape, dtype)
 
 
 def _normalised(pixels: Tensor, means: tuple[float, ...], stds: tuple[float, ...], out: Tensor) -> Tensor:

@@ -46,7 +46,7 @@ class Job:
     workers: int
     batch_size: int
     shuffle_buffer_size: int
-    slice_size: int
+    slice_size: int | None
     seconds: float
     warmup_seconds: float
     warmup_batches: int = 0

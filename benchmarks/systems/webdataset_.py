@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import webdataset
+from braceexpand import braceexpand
 
 from benchmarks.systems.measure import Job, main
 
@@ -27,7 +28,8 @@ def collate(samples: list[dict[str, Any]]) -> dict[str, list[Any] | torch.Tensor
 
 
 def open_loader(job: Job) -> Any:
-    shards = sorted(str(path) for path in Path(job.path).glob("*.tar"))
+    piped = job.path.startswith("pipe:")
+    shards = [*braceexpand(job.path)] if piped else sorted(str(path) for path in Path(job.path).glob("*.tar"))
     dataset = webdataset.WebDataset(shards, shardshuffle=len(shards), empty_check=False, seed=0)
     dataset = dataset.repeat().shuffle(job.shuffle_buffer_size)
     if job.mode in DECODERS:

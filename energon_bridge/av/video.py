@@ -107,14 +107,16 @@ class Pixels:
         """Return the pixels of a frame, (height, width, 3)."""
         width, height = self._size or (frame.width, frame.height)
         self._size = (width, height)
-        out = self._reformatter.reformat(frame, width, height, "rgb24", interpolation="BILINEAR")
+        # One thread: more of them would get in the way of those that decode, and must not be there at a fork.
+        out = self._reformatter.reformat(frame, width, height, "rgb24", interpolation="BILINEAR", threads=1)
         pixels: np.ndarray = out.to_ndarray()
-        return pixels
+        return pixels.copy() if out is frame else pixels  # which may be asked for twice
 
 
 def clip_of(frames: list[np.ndarray]) -> torch.Tensor:
     """Return frames as one tensor (frames, 3, height, width): a view over memory in which the channels come last."""
-    return tensor_of(np.stack(frames)).permute(0, 3, 1, 2)
+    stacked = frames[0][None] if len(frames) == 1 else np.stack(frames)
+    return tensor_of(stacked).permute(0, 3, 1, 2)
 
 
 def is_over(media: Media, reader: VideoReader, begin: Fraction, until: int) -> bool:

@@ -58,6 +58,9 @@ logger = logging.getLogger(__name__)
 _LOOK_SECONDS = 0.5
 """Between two looks at a worker that is waited for."""
 _BEGIN_SECONDS = 30.0
+"""For a fork to begin, and twice as long after each one that did not."""
+_IMPORT_FACTOR = 10
+"""So many times as long for workers that import everything first, on nodes that are busy with that."""
 _END_SECONDS = 5.0
 _STACK_SECONDS = 1.0
 _RESTARTS_WITHOUT_A_BATCH = 3
@@ -299,10 +302,10 @@ class WorkerPool:
                 return last or b""
             now = time.monotonic()
             if not worker.board.has_begun:
-                if now - worker.started > _BEGIN_SECONDS:
-                    logger.warning(
-                        "worker %d has not begun after %.0f seconds and is killed", worker.number, _BEGIN_SECONDS
-                    )
+                factor = 1 if self._method == "fork" else _IMPORT_FACTOR
+                allowed = _BEGIN_SECONDS * factor * 2 ** self._deaths[worker.number]
+                if now - worker.started > allowed:
+                    logger.warning("worker %d has not begun after %.0f seconds and is killed", worker.number, allowed)
                     worker.kill()
                 continue
             if self._watchdog is not None:

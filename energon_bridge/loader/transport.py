@@ -4,7 +4,8 @@ Every worker has an *arena*: anonymous shared memory mapped before the fork. It 
 be left behind and the size of /dev/shm does not matter; its pages are used again, so a batch costs one copy and no page
 faults. A batch is pickled with its tensors and arrays (but the smallest) out of band: all of it goes into one block of
 the arena, and the message is a few bytes, sent in one piece, so that a killed worker cannot leave half a message. The
-training process rebuilds tensors as views of the block and gives it back when the last is gone.
+training process rebuilds tensors as views of the block and gives it back when the last is gone. A pickle of up to
+32 KiB with nothing out of band, as of a batch of texts, is the message itself.
 
 That the last view is gone is a promise of the language: views refer to the `Block` that they are views of, and a weak
 reference to it calls back when it goes. Nothing here counts references.

@@ -34,7 +34,7 @@ from energon_bridge.format.nvmeta import (
 from energon_bridge.mix.paths import split_path, user_cache
 from energon_bridge.mix.tree import LeafRef
 from energon_bridge.rows.dataset import has_tables, is_table, open_tables
-from energon_bridge.storage import READ_TIMEOUT_SECONDS, LocalStore, OpenFiles, Stalls, Store, as_far, open_store
+from energon_bridge.storage import READ_TIMEOUT_SECONDS, OpenFiles, Stalls, Store, as_far, open_store
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The index of a mix: the metadata of its datasets, kept in a file so that the next start need not read it again.
@@ -49,14 +49,17 @@ from energon_bridge.storage import READ_TIMEOUT_SECONDS, LocalStore, OpenFiles, 
 #     [path, split part, dataset config, split config]
 #         [stamps, shards, counts, sizes, excluded, <hash of its config>, fingerprint]       (a line for each dataset)
 #
-# The *stamps* of a dataset are `[name, bytes, mtime ns, ctime ns, inode]` of its files in `.nv-meta`, `[name]` for one
-# that is not there. The version is that of the format and that of the fingerprint.
+# The *stamps* of a dataset are `[name, bytes, mtime ns, ctime ns, inode]` of its files in `.nv-meta`, of those in a
+# bucket `[name, bytes, ETag]`, `[name]` for one that is not there. The version is that of the format and that of the
+# fingerprint.
 #
 # Invariant: the index changes how fast a mix opens, never what is read. A document is used if the bytes of its file
-# have the hash; a dataset is used if its stamps and the sizes of all its shards are unchanged, otherwise it is opened
-# again. Datasets with code of their own, outside local folders, or changed within the last two seconds (a file system
-# may give a later change the same time) are not kept. A damaged file, or one of another version, is ignored. The file
-# is replaced atomically, so any number of processes can start together; a failure to write is logged.
+# have the hash; a dataset if its stamps and the sizes of all its shards are what they were, and else it is opened
+# anew. Buckets are asked by listing the folder that all datasets have in common, once. What has code of its own, lies
+# on a web server (which has no listing) or where too many other files lie, or was changed within the last two seconds
+# (a file system may give a later change the same time) is not kept. A file that is damaged or of another version is as
+# good as none. Writing replaces the whole file at once, so it does not matter how many processes start together; a
+# failure to write is logged.
 
 
 logger = logging.getLogger(__name__)
@@ -66,6 +69,8 @@ VERSION = [1, FINGERPRINT_VERSION]
 MIN_DATASETS = 32
 """Mixes of fewer datasets get no index: they open within milliseconds."""
 _SETTLED_NS = 2_000_000_000
+_LISTED, _LISTED_EACH = 20_000, 20
+"""A bucket is listed as far as so many files, and so many more for each dataset: a request lists a thousand."""
 _ENCODER = json.JSONEncoder(separators=(",", ":"))
 
 Place = tuple[str, str, str, str]
@@ -104,6 +109,8 @@ class MixIndex:
         self._configs: dict[str, str] = {}
         self._found: dict[bytes, tuple[bytes, str]] = {}
         self._changed = False
+        self._listed: dict[str, tuple[int, str]] = {}
+        self._is_listed: set[str] = set()
         for folder in self._folders:
             self._read(os.path.join(folder, self._name))
 
@@ -140,19 +147,77 @@ class MixIndex:
         for line in self._known.get(key, ()):
             stamps, shards, counts, sizes, excluded, config, fingerprint = json.loads(line)
             known = Known(stamps, shards, counts, sizes, excluded, self._configs[config], fingerprint)
-            if _is_current(place[0], known):
+            if self._is_current(place[0], known):
                 self._found[key] = (line, config)
                 return known
         return None
 
     def record(self, place: Place, known: Known) -> None:
-        """Keep the entry of a dataset, unless it changed so recently that a later change might get the same time."""
-        newest = max((time for stamp in known.stamps for time in stamp[2:4]), default=0)
+        """Keep what a place has, if nothing of it was changed so recently that a later change might look the same."""
+        newest = max((time for stamp in known.stamps for time in stamp[2:4] if isinstance(time, int)), default=0)
         if newest < time.time_ns() - _SETTLED_NS:
             config = _hash(known.config.encode())
             self._configs[config] = known.config
             self._found[_line(place)] = (_line(known._replace(config=config)), config)
             self._changed = True
+
+    def look_up(self, places: Iterable[Place]) -> None:
+        """List what lies in buckets at some places, for `find` and `stamps_of`."""
+        by_bucket: dict[str, list[str]] = {}
+        for path in sorted({place[0] for place in places if "://" in place[0]}):
+            by_bucket.setdefault("/".join(path.split("/")[:3]), []).append(path)
+        for paths in by_bucket.values():
+            store = as_far(open_store(os.path.commonpath(paths).replace(":/", "://", 1)))
+            if not self.is_kept or store is None or len(paths) < MIN_DATASETS:
+                continue
+            found = store.versions(_LISTED + _LISTED_EACH * len(paths))
+            if found is not None:
+                self._listed.update({store.url(name): version for name, version in found.items()})
+                self._is_listed.update(paths)
+
+    def stamps_of(self, place: Place) -> list[Stamp]:
+        """Return the stamps of the files that say what is at a place, none if they cannot be had.
+
+        Take them before the files are read.
+        """
+        path, _, dataset_config, split_config = place
+        stamps: list[Stamp] = []
+        if "://" in path and path not in self._is_listed:
+            return stamps
+        splits = [split_config, SPLIT_JSON] if split_config == DEFAULT_SPLIT_CONFIG else [split_config]
+        for names in ([INFO_JSON, INFO_YAML], splits, [dataset_config]):
+            for name in names:
+                stamps.append(self._stamp(path, name))
+                if len(stamps[-1]) > 1:
+                    break  # the others are read only where this one is missing
+        return stamps
+
+    def _stamp(self, path: str, name: str) -> Stamp:
+        file = f"{path}/{meta_path(name)}"
+        if "://" in path:
+            return [name, *self._listed.get(file, ())]
+        try:
+            status = os.stat(file)
+        except OSError:
+            return [name]
+        return [name, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
+
+    def _is_current(self, path: str, known: Known) -> bool:
+        if "://" in path and path not in self._is_listed:
+            return False
+        for stamp in known.stamps:
+            if self._stamp(path, stamp[0]) != stamp:
+                return False
+        sizes = zip(known.shards, known.sizes, strict=True)
+        return all(self._size(f"{path}/{shard}") == size for shard, size in sizes)
+
+    def _size(self, file: str) -> int:
+        if "://" in file:
+            return self._listed.get(file, (-1, ""))[0]
+        try:
+            return os.stat(file).st_size
+        except OSError:
+            return -1
 
     def save(self) -> None:
         """Write the file if this start has found new entries."""
@@ -208,40 +273,6 @@ def index_folders(mix: str) -> tuple[str, ...]:
     return tuple(folder for folder in folders if os.path.isabs(folder))  # not all processes have a home
 
 
-def stamps_of(place: Place) -> list[Stamp]:
-    """Return the stamps of the metadata files of a dataset. Take them before the files are read."""
-    path, _, dataset_config, split_config = place
-    splits = [split_config, SPLIT_JSON] if split_config == DEFAULT_SPLIT_CONFIG else [split_config]
-    stamps = []
-    for names in ([INFO_JSON, INFO_YAML], splits, [dataset_config]):
-        for name in names:
-            stamps.append(_stamp(path, name))
-            if len(stamps[-1]) > 1:
-                break  # the others are read only if this one is missing
-    return stamps
-
-
-def _stamp(path: str, name: str) -> Stamp:
-    try:
-        status = os.stat(f"{path}/{meta_path(name)}")
-    except OSError:
-        return [name]
-    return [name, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
-
-
-def _is_current(path: str, known: Known) -> bool:
-    for stamp in known.stamps:
-        if _stamp(path, stamp[0]) != stamp:
-            return False
-    try:
-        for shard, size in zip(known.shards, known.sizes, strict=True):
-            if os.stat(f"{path}/{shard}").st_size != size:
-                return False
-    except OSError:
-        return False
-    return True
-
-
 def _line(value: Any) -> bytes:
     return _ENCODER.encode(value).encode()
 
@@ -276,7 +307,7 @@ def _write(folder: str, name: str, pieces: Iterable[bytes]) -> None:
 # Opening the datasets of a mix.
 
 
-_AT_ONCE = 16
+_AT_ONCE = 32
 
 
 class DatasetOpener:
@@ -339,6 +370,7 @@ class DatasetOpener:
         far = {_place_of(ref): ref for ref in refs if "://" in ref.path and as_far(open_store(ref.path)) is not None}
         if len(far) < 2:
             return
+        self._index.look_up(far)
 
         def try_to_open(ref: LeafRef) -> None:
             with contextlib.suppress(Exception):
@@ -353,7 +385,7 @@ class DatasetOpener:
         known = self._index.find(place)
         if known is not None:
             return self._from_index(store, place, known)
-        stamps = stamps_of(place) if isinstance(store, LocalStore) else []
+        stamps = self._index.stamps_of(place)
         dataset, config = read_prepared(
             store, self._configs, split_part=split_part, dataset_config=dataset_config, split_config=split_config
         )

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from types import MappingProxyType
@@ -30,7 +30,17 @@ import numpy as np
 import torch
 from PIL import Image
 
-__all__ = ["COMPILED", "FILTERS", "Filter", "Layout", "bits_of", "look_up", "resample", "resample_as_torch"]
+__all__ = [
+    "COMPILED",
+    "FILTERS",
+    "Filter",
+    "Layout",
+    "bits_of",
+    "look_up",
+    "resample",
+    "resample_as_torch",
+    "values_in",
+]
 
 Filter = Literal["box", "bilinear", "hamming", "bicubic", "lanczos"]
 
@@ -201,6 +211,12 @@ def bits_of(values: torch.Tensor) -> np.ndarray:
     """Return the memory of values as an array, of integers where numpy has no such type."""
     made: np.ndarray = (values.view(torch.int16) if values.dtype == torch.bfloat16 else values).numpy()
     return made
+
+
+def values_in(memory: np.ndarray, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Return memory, uint8 of shape (bytes,), as values of a shape and type."""
+    bits = np.int16 if dtype == torch.bfloat16 else torch.empty(0, dtype=dtype).numpy().dtype
+    return torch.from_numpy(memory.view(bits).reshape(shape)).view(dtype)
 
 
 def _scratch(size: int) -> np.ndarray:

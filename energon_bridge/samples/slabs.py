@@ -83,7 +83,10 @@ class Lender(Protocol):
 
 
 def lent(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray:
-    """Return an uninitialised array for a batch: in a worker in memory that crosses without a copy, if it has room."""
+    """Return an uninitialised array for a batch: while the engine collates, in memory that is used again.
+
+    In a worker that is memory which crosses without a copy, if it has room.
+    """
     lender = LENDER.get()
     base = None if lender is None else lender.lend(math.prod(shape) * dtype.itemsize)
     # A view of the lender's type, which is what keeps its memory.
@@ -112,8 +115,8 @@ class SlabPool:
             return None
         return Slab(self, rows)
 
-    def memory(self, size: int) -> np.ndarray:
-        """Return uninitialised memory of that many bytes, shape (size,), used again if that is possible."""
+    def lend(self, size: int) -> np.ndarray:
+        """Return uninitialised memory of that many bytes, shape (size,), used again where that is possible."""
         if self.lender is not None and (lent := self.lender.lend(size)) is not None:
             return lent
         with self._lock:
@@ -154,7 +157,7 @@ class SlabPool:
         end = start + len(rows) * size
         if not size or list(map(torch.Tensor.data_ptr, rows)) != list(range(start, end, size)):
             return None
-        found = self._memory_at(start, end - start)
+        found = self.lent_at(start, end - start)
         if found is None or first.requires_grad or any(len(set(map(trait, rows))) > 1 for trait in _TRAITS):
             return None
         address, base = found
@@ -178,7 +181,7 @@ class SlabPool:
             if not same or row.data_ptr() != end or not row.is_contiguous():
                 return None
             end += row.nbytes
-        found = self._memory_at(start, end - start)
+        found = self.lent_at(start, end - start)
         if found is None:
             return None
         address, base = found
@@ -186,7 +189,8 @@ class SlabPool:
         view = type(base)((sum(map(len, rows)), *first.shape[1:]), bits, base, start - address)
         return torch.from_numpy(view).view(first.dtype)
 
-    def _memory_at(self, start: int, size: int) -> tuple[int, np.ndarray] | None:
+    def lent_at(self, start: int, size: int) -> tuple[int, np.ndarray] | None:
+        """Return address and array of the memory that holds so many bytes from an address on, if it is of the pool."""
         if self.lender is not None and (lent := self.lender.lent_at(start, size)) is not None:
             return lent
         with self._lock:
@@ -220,7 +224,7 @@ class Slab:
         with self._lock:
             if not self._arrays:
                 free = UNALIGNED if dtype is np.uint8 else 0
-                memory = self._pool.memory(free + self._number * math.prod(shape) * np.dtype(dtype).itemsize)
+                memory = self._pool.lend(free + self._number * math.prod(shape) * np.dtype(dtype).itemsize)
                 images = memory[free:].view(dtype).reshape(self._number, *shape)
                 self._tensors = list(map(torch.from_numpy, images.transpose(0, 3, 1, 2)))
                 self._arrays = list(images)

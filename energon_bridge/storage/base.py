@@ -76,6 +76,10 @@ class FarStore(Store, Protocol):
         """Return the sizes of several files in bytes; raises what `size` raises."""
         ...
 
+    def versions(self, most: int) -> dict[str, tuple[int, str]] | None:
+        """Return bytes and ETag of all files below the root, None if the storage cannot say or they are too many."""
+        ...
+
 
 def as_far(store: Store) -> FarStore | None:
     """Return the store if its answers take long, else None."""

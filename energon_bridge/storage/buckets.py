@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import logging
+import math
 import os
 import threading
 import time
@@ -25,8 +26,12 @@ from energon_bridge.storage.http import Refused, Target
 _SIGNED_SECONDS = 3600
 _USED_SECONDS = 1500
 _MOST_SIGNED = 50_000
+_PAGE = 1000
 _RENEW_SECONDS = 5.0
 _log = logging.getLogger(__name__)
+
+Listed = tuple[str, int, str]
+"""Key, bytes and ETag of an object."""
 
 
 class Bucket(Protocol):
@@ -40,8 +45,8 @@ class Bucket(Protocol):
     def target(self, key: str, *, fresh: bool) -> Target: ...
     def recover(self, refused: Refused) -> bool: ...
 
-    def list(self, prefix: str, most: int | None = None) -> Iterator[tuple[str, int]]:
-        """Yield key and bytes of the objects whose keys begin with `prefix`, `most` of them at most."""
+    def list(self, prefix: str, most: int | None = None) -> Iterator[Listed]:
+        """Yield the objects whose keys begin with `prefix`, `most` of them at most."""
         ...
 
     def put(self, key: str, data: bytes) -> None: ...
@@ -64,7 +69,7 @@ class HttpBucket:
         """Return False."""
         return False
 
-    def list(self, prefix: str, most: int | None = None) -> Iterator[tuple[str, int]]:
+    def list(self, prefix: str, most: int | None = None) -> Iterator[Listed]:
         """Refuse: there is no listing that all web servers have."""
         raise StorageError(f"{self._root}/{prefix}: a web server cannot list its files. {_READ_ONLY}")
 
@@ -126,16 +131,18 @@ class S3Bucket:
             self._signed.clear()
         return True
 
-    def list(self, prefix: str, most: int | None = None) -> Iterator[tuple[str, int]]:
-        """Yield key and bytes of objects."""
-        more: dict[str, Any] = {} if most is None else {"MaxKeys": most}
+    def list(self, prefix: str, most: int | None = None) -> Iterator[Listed]:
+        """Yield objects."""
+        more: dict[str, Any] = {} if most is None else {"MaxKeys": min(most, _PAGE)}
+        left = math.inf if most is None else most
         token: dict[str, str] = {}
         while True:
             with self._lock:
                 page = self._s3().list_objects_v2(Bucket=self._bucket, Prefix=prefix, **more, **token)
             for found in page.get("Contents", ()):
-                yield found["Key"], found["Size"]
-            if most is not None or not page.get("IsTruncated"):
+                yield found["Key"], found["Size"], found.get("ETag", "")
+                left -= 1
+            if left <= 0 or not page.get("IsTruncated"):
                 return
             token = {"ContinuationToken": page["NextContinuationToken"]}
 
@@ -158,7 +165,10 @@ class S3Bucket:
         if self._client is None:
             boto3 = _library("boto3", "s3")
             core = importlib.import_module("botocore.config")
-            session = boto3.session.Session()
+            base = importlib.import_module("botocore.session").get_session()
+            # Times are not used here, and parsing them would be most of what a listing costs.
+            base.get_component("response_parser_factory").set_parser_defaults(timestamp_parser=str)
+            session = boto3.session.Session(botocore_session=base)
             unsigned = session.get_credentials() is None
             # A checksum would be a header that is signed; regions other than the default one need the newer signature.
             config = core.Config(
@@ -211,11 +221,11 @@ class GcsBucket:
         """Return False."""
         return False
 
-    def list(self, prefix: str, most: int | None = None) -> Iterator[tuple[str, int]]:
-        """Yield key and bytes of objects."""
+    def list(self, prefix: str, most: int | None = None) -> Iterator[Listed]:
+        """Yield objects."""
         with self._lock:
             found = list(self._gcs().list_blobs(self._bucket, prefix=prefix, max_results=most))
-        yield from ((blob.name, blob.size) for blob in found)
+        yield from ((blob.name, blob.size, blob.etag or "") for blob in found)
 
     def put(self, key: str, data: bytes) -> None:
         """Write an object."""
@@ -294,14 +304,14 @@ class AzureBucket:
         """Return False."""
         return False
 
-    def list(self, prefix: str, most: int | None = None) -> Iterator[tuple[str, int]]:
-        """Yield key and bytes of objects; folders of a hierarchical namespace are not objects."""
+    def list(self, prefix: str, most: int | None = None) -> Iterator[Listed]:
+        """Yield objects; folders of a hierarchical namespace are not objects."""
         with self._lock:
             pages = self._container_client().list_blobs(
                 name_starts_with=prefix, include=["metadata"], results_per_page=most and most + 20
             )
             found = list(itertools.islice((blob for blob in pages if not _is_folder(blob)), most))
-        yield from ((blob.name, blob.size) for blob in found)
+        yield from ((blob.name, blob.size, blob.etag or "") for blob in found)
 
     def put(self, key: str, data: bytes) -> None:
         """Write an object."""

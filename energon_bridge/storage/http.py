@@ -37,6 +37,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 from urllib.parse import unquote, urljoin, urlsplit
 
+from energon_bridge.storage.answers import Answer, get
 from energon_bridge.storage.helpers import Helpers
 from energon_bridge.storage.network import MADE
 from energon_bridge.storage.stalls import Stalls
@@ -54,6 +55,8 @@ _HEDGE_SECONDS, _HEDGE_TIMES = 1.0, 4.0
 """A rival starts after so many seconds, or after so many times what requests usually take, whichever is later."""
 _HEDGES, _HEDGED_SHARE = 16, 0.05
 _RIVALS = 3
+_EXPIRED_SECONDS = 15.0
+"""For so long a process that has read before waits for whatever writes its next credentials, if that is late."""
 _CHUNK = 256 << 10
 _HOPS = 6
 _IDLE_SECONDS = 50.0
@@ -355,7 +358,12 @@ class Client:
                 moved = ""
                 if origin.recover(refused):
                     continue
-                if fresh or not _is_of_credentials(refused):
+                if not _is_of_credentials(refused):
+                    raise
+                if fresh:
+                    waited = time.monotonic() - attempt.call.since
+                    if self._typical and "xpired" in str(refused) and waited < _EXPIRED_SECONDS:
+                        raise _Busy(str(refused), pause=1.0) from refused
                     raise
                 fresh = True
                 continue
@@ -390,7 +398,7 @@ class Client:
                 response.close()
                 connection.close()
 
-    def _read(self, attempt: _Attempt, response: http.client.HTTPResponse, first: int) -> bool:
+    def _read(self, attempt: _Attempt, response: Answer | http.client.HTTPResponse, first: int) -> bool:
         """Read a body; say whether all of the answer has been read."""
         piece, body = attempt.call.piece, attempt.body
         version = response.headers.get("ETag") or response.headers.get("Last-Modified") or ""
@@ -441,7 +449,7 @@ class Client:
             body.got += count
         return True
 
-    def _other(self, piece: Piece, body: Body, response: http.client.HTTPResponse) -> str:
+    def _other(self, piece: Piece, body: Body, response: Answer | http.client.HTTPResponse) -> str:
         """Return where an answer without data redirects to; raises what it means otherwise."""
         status, headers = response.status, response.headers
         if status in _BUSY:
@@ -467,7 +475,7 @@ class Client:
 
     def _send(
         self, attempt: _Attempt, url: str, headers: Mapping[str, str], silence: float
-    ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+    ) -> tuple[http.client.HTTPConnection, Answer | http.client.HTTPResponse]:
         """Send a request by an idle connection, or by a new one; return it with the answer's head."""
         parts = urlsplit(url)
         path = f"{parts.path or '/'}?{parts.query}" if parts.query else parts.path or "/"
@@ -481,8 +489,8 @@ class Client:
                     connection.sock.settimeout(silence)  # type: ignore[attr-defined]  # there is one by now
                     self._reached.add(parts.netloc)
                 attempt.asked += 1
-                connection.request("GET", url if absolute else path, headers={**headers, **more})
-                return connection, connection.getresponse()
+                asked = url if absolute else path
+                return connection, get(connection, parts.scheme, parts.netloc, asked, {**headers, **more})
             except (OSError, http.client.HTTPException) as error:
                 connection.close()
                 if not is_new and not isinstance(error, TimeoutError) and not attempt.cancelled:

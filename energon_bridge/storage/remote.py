@@ -8,6 +8,7 @@ its URL, and finds the client and the bucket of the process it is in, and of wha
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 import weakref
@@ -29,6 +30,8 @@ from energon_bridge.storage.buckets import (
 from energon_bridge.storage.http import Body, Client, GaveUp, Piece, Refused, TooShort, WholeFile, shared_client
 from energon_bridge.storage.node_cache import BLOCK, Place, Span, Version, node_cache
 from energon_bridge.storage.stalls import Stalls
+
+_log = logging.getLogger(__name__)
 
 _GAP = 32 << 10
 """Bytes between two ranges that are read along: they cost a small part of what a request does."""
@@ -291,10 +294,23 @@ class RemoteStore:
         """List (name, bytes) of all files below the root whose name ends with `suffix` (or one of them), sorted."""
         start = len(self._prefix)
         with self._naming(""):
-            found = [(key[start:], size) for key, size in self._place()[1].list(self._prefix)]
+            found = [(key[start:], size) for key, size, _ in self._place()[1].list(self._prefix)]
         if not found:
             self.check_root()
         return sorted((name, size) for name, size in found if name.endswith(suffix) and not name.endswith("/"))
+
+    def versions(self, most: int) -> dict[str, tuple[int, str]] | None:
+        """Return bytes and ETag of all files below the root by one listing, None if there are more than `most`.
+
+        None, too, of web servers, of buckets that may not be listed, and of those without ETags.
+        """
+        start, bucket = len(self._prefix), self._place()[1]
+        try:
+            found = {key[start:]: (size, tag) for key, size, tag in bucket.list(self._prefix, most + 1)}
+        except Exception as error:
+            _log.info("%s cannot be listed: %s", self.root, error)
+            return None
+        return found if len(found) <= most and all(tag for _, tag in found.values()) else None
 
     def write(self, rel: str, data: bytes) -> None:
         """Write `rel` as a whole: a reader sees the old content or the new, never a part."""

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from energon_bridge.errors import FatalSampleError, SampleError, SkipSample
 from energon_bridge.samples import Batch, Sample, SourceInfo
+from energon_bridge.samples.base import SentSources
 from energon_bridge.samples.slabs import LENDER, SLABS, Lender, Slab, SlabPool
 from energon_bridge.storage.network import MADE
 from energon_bridge.stream.budget import Budget
@@ -215,8 +216,8 @@ class Pipeline:
 
     @contextlib.contextmanager
     def lending(self) -> Iterator[None]:
-        """Allocate the microbatch that is stacked in this context from the lender's memory."""
-        LENDER.set(self._memory)
+        """Let what is stacked meanwhile, for a microbatch, lie in the lender's memory."""
+        LENDER.set(self._blocks if self._memory is None else self._memory)
         try:
             yield
         finally:
@@ -338,8 +339,13 @@ class Pipeline:
                 which = (output,) if len(batches) > 1 else ()
                 self._attach(batch, "__restore_key__", ("Batch", lane, number + output, tuple(keys), *which))
         for batch in batches:
-            crosses = self.settings.in_worker and isinstance(batch, Batch | Sample | dict)
-            self._attach(batch, "__valid__", RealRows(len(samples)) if crosses else real_rows(len(samples)))
+            if not (self.settings.in_worker and isinstance(batch, Batch | Sample | dict)):
+                self._attach(batch, "__valid__", real_rows(len(samples)))
+                continue
+            self._attach(batch, "__valid__", RealRows(len(samples)))
+            sources = batch.get("__sources__") if isinstance(batch, dict) else getattr(batch, "__sources__", None)
+            if type(sources) is tuple:
+                attach(batch, "__sources__", SentSources(sources))
         return batches
 
     def _attach(self, batch: Any, name: str, value: Any) -> None:
@@ -412,7 +418,7 @@ class Pipeline:
             self.code.now.hook, self.code.now.sample = "decode_deferred", None
             # On an error the members are decoded one by one later, so that only the broken one is lost.
             with contextlib.suppress(SampleError):
-                decode_deferred(samples, map if self._pool is None else self._pool.map, self._blocks.memory)
+                decode_deferred(samples, map if self._pool is None else self._pool.map, self._blocks.lend)
 
     def failed(
         self,

@@ -33,8 +33,23 @@ _WORTHWHILE = 1 << 16
 """Bytes of pixels from which memory in one piece costs less than joining them."""
 
 
+class Deferred:
+    """Something that is decoded when a sample is about to be delivered, on the threads of the engine."""
+
+    __slots__ = ()
+
+    @property
+    def room(self) -> int:
+        """Return the bytes of memory that `made` asks for."""
+        return 0
+
+    def made(self, memory: np.ndarray | None = None) -> Any:
+        """Return what takes its place before `postencode_sample`, in memory of `room` bytes if it can be."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True, slots=True, repr=False)
-class DeferredImage:
+class DeferredImage(Deferred):
     """An image that has not been decoded.
 
     Attributes:
@@ -69,11 +84,6 @@ class DeferredImage:
         """Decode and return the pixels; each call decodes again. Raises DecodeError."""
         return decode_image(self.data, self.form, part=self.part)
 
-    @property
-    def room(self) -> int:
-        """Return the bytes of memory that `made` asks for."""
-        return 0
-
     def made(self, memory: np.ndarray | None = None) -> Any:
         """Return what takes the image's place before `postencode_sample`, in memory of `room` bytes if it can be."""
         return self.get()
@@ -90,15 +100,15 @@ class DeferredImage:
         return f"DeferredImage({self.part!r}, {len(self.data)} bytes)"
 
 
-def deferred_in(sample: Any) -> list[tuple[Callable[[Any], None], DeferredImage]]:
-    """Return the deferred images in a sample's fields (or lists there), each with a function that replaces it."""
-    found: list[tuple[Callable[[Any], None], DeferredImage]] = []
+def deferred_in(sample: Any) -> list[tuple[Callable[[Any], None], Deferred]]:
+    """Return what is deferred in a sample's fields, or in lists there, each with what puts pixels in its place."""
+    found: list[tuple[Callable[[Any], None], Deferred]] = []
     for name, value in sample_parser(sample):
-        if isinstance(value, DeferredImage):
+        if isinstance(value, Deferred):
             put = sample.__setitem__ if isinstance(sample, dict) else partial(setattr, sample)
             found.append((partial(put, name), value))
         elif isinstance(value, list):
-            places = (place for place, one in enumerate(value) if isinstance(one, DeferredImage))
+            places = (place for place, one in enumerate(value) if isinstance(one, Deferred))
             found += [(partial(value.__setitem__, place), value[place]) for place in places]
     return found
 
@@ -128,15 +138,15 @@ def decode_deferred(
         SampleError: An image does not decode; what comes before it has been decoded.
     """
     found = [entry for sample in samples for entry in deferred_in(sample)]
-    images = [image for _, image in found]
-    ends = list(accumulate(image.room for image in images))
+    waiting = [deferred for _, deferred in found]
+    ends = list(accumulate(deferred.room for deferred in waiting))
     memory = memory_of(ends[-1]) if memory_of is not None and ends and ends[-1] >= _WORTHWHILE else None
-    pieces: list[np.ndarray | None] = [None] * len(images)
+    pieces: list[np.ndarray | None] = [None] * len(waiting)
     if memory is not None:
-        pieces = [memory[end - image.room : end] for image, end in zip(images, ends, strict=True)]
-    for (put, _), pixels in zip(found, over(_made, images, pieces), strict=True):
+        pieces = [memory[end - deferred.room : end] for deferred, end in zip(waiting, ends, strict=True)]
+    for (put, _), pixels in zip(found, over(_made, waiting, pieces), strict=True):
         put(pixels)
 
 
-def _made(image: DeferredImage, memory: np.ndarray | None) -> Any:
-    return image.made(memory)
+def _made(deferred: Deferred, memory: np.ndarray | None) -> Any:
+    return deferred.made(memory)

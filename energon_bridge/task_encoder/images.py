@@ -346,7 +346,7 @@ def _torchcodec() -> Callable[..., torch.Tensor]:
         raise ConfigurationError(
             "image_backend='torchcodec' needs torchcodec 0.17 or later: pip install 'energon-bridge[torchcodec]'. Its "
             "wheels on PyPI need the CUDA build of torch; for a CPU build take the one of "
-            f"https://download.pytorch.org/whl/cpu, of the same release as torch ({type(error).__name__}: {error})"
+            f"https://download.pytorch.org/whl/cpu that fits torch ({type(error).__name__}: {error})"
         ) from error
     function: Callable[..., torch.Tensor] = decode
     return function

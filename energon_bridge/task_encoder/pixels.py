@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache, partial
 from types import MappingProxyType
@@ -30,7 +30,16 @@ from PIL import Image
 from torch import Tensor
 
 from energon_bridge.errors import ConfigurationError
-from energon_bridge.samples.pixels import FILTERS, Filter, Layout, bits_of, look_up, resample, resample_as_torch
+from energon_bridge.samples.pixels import (
+    FILTERS,
+    Filter,
+    Layout,
+    bits_of,
+    look_up,
+    resample,
+    resample_as_torch,
+    values_in,
+)
 from energon_bridge.task_encoder.deferred import DeferredImage
 from energon_bridge.task_encoder.resize import best_resolution, fitted, smart_resize
 from energon_bridge.task_encoder.visual import as_pil, as_rgb
@@ -141,7 +150,7 @@ class PixelPath:
             return 1, self.most_patches, 3 * self.patch**2
         if self.kind == "plain":
             return 1, 3, height, width
-        return math.prod(self.grid(height, width)), 3 * self.times * self.patch**2
+        return math.prod(self.grid(height, width)), self._patch_values
 
     def _final(self, size: Size) -> Size:
         """Return the size of an image behind scaling and cropping."""
@@ -188,25 +197,37 @@ class PixelPath:
         """Return the patches of an image along time, height and width."""
         return 1, height // self.patch, width // self.patch
 
-    def patches(self, images: Sequence[np.ndarray], *, frames: bool = False) -> Tensor:
-        """Return the patches of images in their final sizes, one behind the other: (patches, values of a patch).
-
-        With `frames`, the images are those of one video: as many of them as a patch has stand in a patch.
-        """
-        values = 3 * self.times * self.patch**2
+    def patches(self, images: Sequence[np.ndarray]) -> Tensor:
+        """Return the patches of images in their final sizes, one behind the other: (patches, values of a patch)."""
         counts = [math.prod(self.grid(*image.shape[:2])) for image in images]
-        if frames:
-            size, step = counts[0] * len(images) // self.times, self.times
-            clips = [np.stack(images[start : start + step]) for start in range(0, len(images), step)]
-            counts = [counts[0]] * len(clips)
-        else:
-            size, clips = sum(counts), list(images)
-        out = torch.empty((size, values), dtype=self.dtype)
+        out = torch.empty((sum(counts), self._patch_values), dtype=self.dtype)
         start = 0
-        for clip, count in zip(clips, counts, strict=True):
-            look_up(clip, self.table, self._layout, bits_of(out[start : start + count]))
+        for image, count in zip(images, counts, strict=True):
+            look_up(image, self.table, self._layout, bits_of(out[start : start + count]))
             start += count
         return out
+
+    def video_shape(self, frames: int, size: Size) -> tuple[int, int]:
+        """Return the shape of the patches of a video whose frames are scaled to a size."""
+        return -(-frames // self.times) * math.prod(self.grid(*size)), self._patch_values
+
+    def video(self, frames: Iterable[Any], size: Size, memory: np.ndarray | None = None) -> Tensor:
+        """Return the patches of a video, its frames scaled to a size: as many of them as a patch has stand in it.
+
+        The last frame is repeated where there are too few for its patch. `memory`: as of `image`.
+        """
+        scaled = [self.scaled(self.rgb(frame), size) for frame in frames]
+        scaled += scaled[-1:] * (-len(scaled) % self.times)
+        out = _placed(self.video_shape(len(scaled), size), self.dtype, memory)
+        count = math.prod(self.grid(*size))
+        for step in range(len(scaled) // self.times):
+            clip = np.stack(scaled[step * self.times : (step + 1) * self.times])
+            look_up(clip, self.table, self._layout, bits_of(out[step * count : (step + 1) * count]))
+        return out
+
+    @property
+    def _patch_values(self) -> int:
+        return 3 * self.times * self.patch**2
 
     @property
     def _layout(self) -> Layout:
@@ -246,7 +267,7 @@ class DeferredPixels(DeferredImage):
 
 @dataclass(frozen=True, slots=True)
 class MadePixels:
-    """What the processor returns for an image; the task encoder has it in place of the image."""
+    """What the processor returns for an image or video; the task encoder has it in its place."""
 
     visual: dict[str, Tensor]
 
@@ -255,8 +276,7 @@ def _placed(shape: tuple[int, ...], dtype: torch.dtype, memory: np.ndarray | Non
     """Return uninitialised values, in memory that is given if it is as large as they are."""
     if memory is None or memory.nbytes != math.prod(shape) * dtype.itemsize:
         return torch.empty(shape, dtype=dtype)
-    bits = np.int16 if dtype == torch.bfloat16 else torch.empty(0, dtype=dtype).numpy().dtype
-    return torch.from_numpy(memory.view(bits).reshape(shape)).view(dtype)
+    return values_in(memory, shape, dtype)
 
 
 def pixel_path(image_processor: Any, profile: Profile | None = None, dtype: PixelDtype = "float32") -> PixelPath | None:

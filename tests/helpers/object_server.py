@@ -35,6 +35,7 @@ class ObjectServer(http.server.ThreadingHTTPServer):
         fault: What befalls requests.
         asked: Path and Range of each request.
         stall: Seconds that a stalled answer takes.
+        folders: Status of the answers for folders.
     """
 
     daemon_threads = True
@@ -48,6 +49,7 @@ class ObjectServer(http.server.ThreadingHTTPServer):
         self.fault: Fault = no_fault
         self.asked: list[tuple[str, str]] = []
         self.stall = 20.0
+        self.folders = 200
         self.most_at_once = 0
         self.stopped = threading.Event()
         self._numbers = itertools.count()
@@ -95,7 +97,7 @@ class ObjectServer(http.server.ThreadingHTTPServer):
             return
         file = self.folder / path.lstrip("/")
         if not file.is_file():
-            return _say(handler, 200 if file.is_dir() else 404, b"a folder" if file.is_dir() else b"not here")
+            return _say(handler, self.folders if file.is_dir() else 404, b"a folder" if file.is_dir() else b"not here")
         total, status, low = file.stat().st_size, 200, 0
         count = total
         if span and fault != "whole":

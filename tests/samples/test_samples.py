@@ -25,7 +25,7 @@ from energon_bridge.samples import (
     sample_type_by_name,
     sample_type_names,
 )
-from energon_bridge.samples.base import batch_meta
+from energon_bridge.samples.base import SentSources
 
 SOURCE = SourceInfo("/data", 3, "a.tar", ("x.jpg",))
 OTHER = SourceInfo("/more", "k", "b.tar", ("x.txt", "x.json"))
@@ -186,14 +186,13 @@ class OwnRecord(NamedTuple):
     line: int
 
 
-@pytest.mark.parametrize("rows", [[()], [(SOURCE,), (OTHER, SOURCE)], [(SOURCE,), (OwnRecord("/own", 3),)], [("x",)]])
-def test_sources_of_a_batch_survive_pickling_whatever_they_are(rows: list[tuple[Any, ...]]):
-    sources = batch_meta("__sources__", rows)
+@pytest.mark.parametrize("sources", [(), (SOURCE,), (OTHER, SOURCE), (SOURCE, OwnRecord("/own", 3)), ("x",)])
+def test_sources_that_are_sent_arrive_as_a_plain_tuple_whatever_they_are(sources: tuple[Any, ...]):
     for protocol in (2, pickle.HIGHEST_PROTOCOL):
-        copied = pickle.loads(pickle.dumps(sources, protocol))
-        assert isinstance(copied, tuple)
-        assert copied == sources == tuple(source for row in rows for source in row)
-        assert list(map(type, copied)) == list(map(type, sources))
+        arrived = pickle.loads(pickle.dumps(SentSources(sources), protocol))
+        assert type(arrived) is tuple
+        assert arrived == sources
+        assert list(map(type, arrived)) == list(map(type, sources))
 
 
 def test_derive_from_copies_the_meta_fields_only():

@@ -212,6 +212,16 @@ def test_what_is_refused_for_good_is_named_at_once(server: ObjectServer) -> None
     assert len(server.asked) < 25
 
 
+@pytest.mark.parametrize("status", [403, 404, 405])
+def test_a_web_server_need_not_answer_for_folders(server: ObjectServer, status: int) -> None:
+    """nginx says 403 unless it lists folders, object stores behind HTTP say 404."""
+    name = plain(server.folder)
+    server.folders = status
+    assert content(f"{server.url}/{name}", 4) == content(server.folder / name, 4)
+    with pytest.raises(DatasetNotFoundError, match=r"/nowhere: no such folder"):
+        content(f"{server.url}/nowhere", 1)
+
+
 @pytest.mark.parametrize(
     ("url", "library", "extra"),
     [("s3", "boto3", "s3"), ("gs", "google.cloud.storage", "gcs"), ("az", "azure.storage.blob", "azure")],

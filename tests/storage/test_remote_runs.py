@@ -160,11 +160,23 @@ def test_credentials_that_expire_are_looked_for_again(
         assert server.keys > 2
         assert server.refused > 1
         assert server.refused < server.answers
+        store, old = (
+            open_store(f"s3://{bucket}/texts"),
+            "[default]\naws_access_key_id = old\naws_secret_access_key = s\n",
+        )
         server.rotate()
         server.rotate()
-        server.file.write_text("[default]\naws_access_key_id = old\naws_secret_access_key = secret\n")
+        server.file.write_text(old)
+        late = threading.Timer(0.3, server.rotate)
+        late.start()
+        assert store.read(".nv-meta/dataset.yaml")  # waits for credentials that come late
+        late.join()
+        server.rotate()
+        server.rotate()
+        server.file.write_text(old)
+        monkeypatch.setattr("energon_bridge.storage.http._EXPIRED_SECONDS", 0.0)
         with pytest.raises(StorageError, match=r"ExpiredToken.*The credentials are wrong or have expired"):
-            open_store(f"s3://{bucket}/texts").read(".nv-meta/dataset.yaml")
+            store.read(".nv-meta/dataset.yaml")
     finally:
         server.shutdown()
         thread.join()

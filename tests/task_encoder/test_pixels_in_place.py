@@ -23,7 +23,9 @@ from families import encoder_of
 
 from energon_bridge import Cooker, SkipSample, WorkerConfig, basic_sample_keys, get_savable_loader, get_train_dataset
 from energon_bridge.samples import stacking
+from energon_bridge.samples.slabs import LENDER, SlabPool
 from energon_bridge.task_encoder.families import ChatConfig, ChatSample, ChatTemplateTaskEncoder
+from energon_bridge.transforms import normalise
 
 NUMBER, BROKEN = 24, 7
 _AREA = {"min_pixels": 64, "max_pixels": 160 * 160}
@@ -178,3 +180,24 @@ def test_a_run_goes_on_where_it_was_saved(photographs: Path, kind: Any) -> None:
         for batch, (key, pixels) in zip(taken(loader, 3), expected[number:], strict=False):
             assert batch.__key__ == key
             assert torch.equal(pixels_of(batch), pixels)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_normalised_batches_lie_in_memory_that_is_lent(dtype: torch.dtype) -> None:
+    rng = np.random.default_rng(3)
+    images = [torch.from_numpy(rng.integers(0, 256, (3, 400, 300), np.uint8)) for _ in range(4)]
+    expected = normalise(images, 0.5, 0.25, dtype)
+    pool = SlabPool()
+    token = LENDER.set(pool)
+    try:
+        made = normalise(images, 0.5, 0.25, dtype)
+        address = made.data_ptr()
+        assert pool.lent_at(address, made.nbytes) is not None
+        assert torch.equal(made, expected)
+        kept = made[1]
+        other = normalise(images[::-1], 0.5, 0.25, dtype)
+        assert other.data_ptr() != address
+        del made, kept
+        assert normalise(images[:4], 0.5, 0.25, dtype).data_ptr() == address  # used again, now that nobody has it
+    finally:
+        LENDER.reset(token)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from energon_bridge.task_encoder.families.chat import ChatSample
 from energon_bridge.task_encoder.families.config import ChatConfig
 from energon_bridge.task_encoder.families.encoder import ChatTemplateTaskEncoder
-from energon_bridge.task_encoder.families.llava import FixedTokenFamily, llava_family
+from energon_bridge.task_encoder.families.llava import FixedTokenFamily, TiledFamily, llava_family, llava_next_family
 from energon_bridge.task_encoder.families.prepared import PreparedSample
 from energon_bridge.task_encoder.families.qwen import QwenFamily, qwen_family
 from energon_bridge.task_encoder.families.registry import family_of
@@ -31,8 +31,10 @@ __all__ = [
     "Plan",
     "PreparedSample",
     "QwenFamily",
+    "TiledFamily",
     "VideoFrames",
     "family_of",
     "llava_family",
+    "llava_next_family",
     "qwen_family",
 ]

@@ -22,7 +22,7 @@ from energon_bridge.samples import VidQASample
 from energon_bridge.task_encoder.base import TaskEncoder, default_hook
 from energon_bridge.task_encoder.conversation import Document, ImageToken, MultiModalSampleConfig
 from energon_bridge.task_encoder.decoder import SampleDecoder
-from energon_bridge.task_encoder.deferred import DeferredImage
+from energon_bridge.task_encoder.deferred import Deferred, DeferredImage
 from energon_bridge.task_encoder.families.chat import (
     Chat,
     Message,
@@ -33,7 +33,7 @@ from energon_bridge.task_encoder.families.chat import (
     has_turns,
 )
 from energon_bridge.task_encoder.families.config import ChatConfig
-from energon_bridge.task_encoder.families.llava import FixedTokenFamily
+from energon_bridge.task_encoder.families.llava import FixedTokenFamily, TiledFamily
 from energon_bridge.task_encoder.families.prepared import PreparedSample, positions_of
 from energon_bridge.task_encoder.families.pretrained import load_pretrained
 from energon_bridge.task_encoder.families.qwen import QwenFamily
@@ -176,7 +176,8 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
         if sample.plans and self.family is not None:
             ordered = sorted(sample.plans, key=lambda plan: plan.kind)  # images, then videos; each in their order
             try:
-                visual = self.family.process(images, [decoded(video) for video in sample.videos], ordered)
+                videos = [_made(video) for video in sample.videos]
+                visual = self.family.process(images, videos, ordered)
             except SampleError as error:
                 raise type(error)(f"sample {_key(sample)!r}: {error}") from error
         positions = positions_of(sample, self.family)
@@ -265,7 +266,7 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
             mm_token_type_ids=torch.from_numpy(np.array(types[: len(tokens)], np.int64)),
             plans=tuple(kept),
             images=images[: sum(plan.kind == "image" for plan in kept)],
-            videos=videos[: sum(plan.kind == "video" for plan in kept)],
+            videos=self._deferred_videos(videos[: sum(plan.kind == "video" for plan in kept)]),
             answer=answer,
         )
 
@@ -323,10 +324,19 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
         Code of the user's that gets images in `postencode_sample` or `Family.process` goes on getting them.
         """
         path = _path_of(self.family)
-        early = type(self.family) in _FAMILIES and type(self).postencode_sample is _POSTENCODE
-        if path is None or not early:
+        if path is None or not self._makes_pixels_early:
             return list(images)
         return [path.deferred(image) if type(image) is DeferredImage else image for image in images]
+
+    def _deferred_videos(self, videos: Sequence[VideoFrames]) -> list[Any]:
+        """As `_deferred`, of videos given as decoders."""
+        if not isinstance(self.family, QwenFamily) or not self._makes_pixels_early:
+            return list(videos)
+        return [self.family.deferred_video(video) for video in videos]
+
+    @property
+    def _makes_pixels_early(self) -> bool:
+        return type(self.family) in _FAMILIES and type(self).postencode_sample is _POSTENCODE
 
     def _limited(self, stretches: list[Stretch]) -> list[Stretch]:
         """Apply the limits of images and visual tokens."""
@@ -381,8 +391,15 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
             )
 
 
-_FAMILIES = (FixedTokenFamily, QwenFamily)
+_FAMILIES = (FixedTokenFamily, TiledFamily, QwenFamily)
 _POSTENCODE = ChatTemplateTaskEncoder.postencode_sample
+
+
+def _made(video: Any) -> Any:
+    """Return a video as a family takes it: as pixels, where they have been made, else with its frames decoded."""
+    if isinstance(video, Deferred):
+        return video.made()
+    return decoded(video) if isinstance(video, VideoFrames) else video
 
 
 def _path_of(family: Any) -> PixelPath | None:

@@ -1,8 +1,12 @@
-"""Families with the same number of tokens for every image: LLaVA, and all models like it.
+"""Families with the same number of tokens for every image: LLaVA, and all models like it; LLaVA-NeXT, which has tiles.
 
 LLaVA's tokens are the patches of the vision tower: H // P * W // P of them for an image of H x W pixels behind the
 processor and patches of P pixels, and one for the class token; the feature strategy `default` leaves out the first.
 Source: the processor of LLaVA in transformers.
+
+LLaVA-NeXT sees an image as a whole, and scaled into the best of some resolutions, in tiles of the size of the whole.
+The model puts the tiles together, cuts off what was padded, and ends each row with a token of its own; so the tokens of
+an image follow from its height and width. Source: the processor of LLaVA-NeXT in transformers.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from torch import Tensor
 from energon_bridge.errors import ConfigurationError, SampleError
 from energon_bridge.task_encoder.families.vision import Plan, VideoFrames, check_tokens
 from energon_bridge.task_encoder.pixels import PixelDtype, PixelPath, Profile, pixel_path, process_image
+from energon_bridge.task_encoder.resize import best_resolution
 from energon_bridge.task_encoder.visual import concat_visual
 
 
@@ -82,6 +87,44 @@ class FixedTokenFamily:
         return concat_visual(processed)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TiledFamily(FixedTokenFamily):
+    """LLaVA-NeXT. `image_tokens` are those of the whole image, which its tiles come on top of.
+
+    Args:
+        resolutions: Heights and widths, of which the best for an image is what it is scaled into.
+        tile: Height and width of a tile, and of the whole image, behind the processor.
+    """
+
+    resolutions: tuple[tuple[int, int], ...]
+    tile: tuple[int, int]
+
+    def plan_image(self, width: int, height: int) -> Plan:
+        """Return the plan of an image."""
+        return Plan(
+            kind="image", placeholder=self.image_token, text=self.image_token, runs=(self._tokens(height, width),)
+        )
+
+    def process(self, images: Sequence[Any], videos: Sequence[VideoFrames], plans: Sequence[Plan]) -> dict[str, Tensor]:
+        """Return `pixel_values`, as many tiles for each image as the one with most has, and `image_sizes`."""
+        processed = [
+            process_image(self.image_processor, image, self.path, getattr(torch, self.pixels_dtype)) for image in images
+        ]
+        check_tokens([self._tokens(*one["image_sizes"][0].tolist()) for one in processed], plans)
+        return concat_visual(processed)
+
+    def _tokens(self, height: int, width: int) -> int:
+        """Return the tokens of an image: of the whole, and of each row of its tiles what is no padding, and one."""
+        assert self.patch_size is not None
+        room = best_resolution((height, width), self.resolutions)
+        rows, columns = (side // self.patch_size * (total // side) for side, total in zip(self.tile, room, strict=True))
+        if width / height > columns / rows:
+            rows -= (rows - int(round(height * (columns / width), 7))) // 2 * 2
+        else:
+            columns -= (columns - int(round(width * (rows / height), 7))) // 2 * 2
+        return self.image_tokens + rows * columns + rows
+
+
 def llava_family(
     image_processor: Any,
     *,
@@ -110,6 +153,38 @@ def llava_family(
         image_token=image_token,
         patch_size=patch_size,
         extra_tokens=extra,
+    )
+
+
+def llava_next_family(
+    image_processor: Any,
+    *,
+    patch_size: int,
+    feature_strategy: str = "default",
+    class_tokens: int = 1,
+    image_token: str = "<image>",
+) -> TiledFamily:
+    """Return the family of LLaVA-NeXT models; arguments and errors are those of `llava_family`."""
+    whole = llava_family(
+        image_processor,
+        patch_size=patch_size,
+        feature_strategy=feature_strategy,
+        class_tokens=class_tokens,
+        image_token=image_token,
+    )
+    pinpoints = getattr(image_processor, "image_grid_pinpoints", None)
+    if not pinpoints:
+        raise ConfigurationError(
+            f"{type(image_processor).__name__} has no image_grid_pinpoints: it is no image processor of LLaVA-NeXT"
+        )
+    return TiledFamily(
+        image_processor=image_processor,
+        image_tokens=whole.image_tokens,
+        image_token=image_token,
+        patch_size=patch_size,
+        extra_tokens=whole.extra_tokens,
+        resolutions=tuple((int(rows), int(columns)) for rows, columns in pinpoints),
+        tile=processed_size(image_processor),
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from energon_bridge.samples import Sample, edataclass
-from energon_bridge.task_encoder.families.vision import IMAGE_TYPE, VIDEO_TYPE, Family, Plan, VideoFrames
+from energon_bridge.task_encoder.families.vision import IMAGE_TYPE, VIDEO_TYPE, Family, Plan
 from energon_bridge.task_encoder.mrope import Grid, mrope_positions
 
 
@@ -24,7 +24,7 @@ class PreparedSample(Sample):
     mm_token_type_ids: Tensor
     plans: tuple[Plan, ...]
     images: list[Any]
-    videos: list[VideoFrames]
+    videos: list[Any]
     answer: str
 
     @property

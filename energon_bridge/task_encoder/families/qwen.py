@@ -20,12 +20,15 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
 
 from energon_bridge.errors import ConfigurationError, SampleError
-from energon_bridge.task_encoder.families.video import frames_shape
+from energon_bridge.samples.stacking import concat_pad
+from energon_bridge.task_encoder.deferred import Deferred
+from energon_bridge.task_encoder.families.video import FramesToDecode, decoded, frames_shape
 from energon_bridge.task_encoder.families.vision import Plan, VideoFrames, check_tokens
 from energon_bridge.task_encoder.pixels import (
     MadePixels,
@@ -148,12 +151,14 @@ class QwenFamily:
             wrapped=self.video_wrapper or not self.video_timestamps,
         )
 
-    def process(self, images: Sequence[Any], videos: Sequence[VideoFrames], plans: Sequence[Plan]) -> dict[str, Tensor]:
+    def process(
+        self, images: Sequence[Any], videos: Sequence[VideoFrames | MadePixels], plans: Sequence[Plan]
+    ) -> dict[str, Tensor]:
         """Return `pixel_values` and `image_grid_thw`, `pixel_values_videos`, `video_grid_thw`, `second_per_grid_ts`."""
         visual, grids = self._process_images(images)
         clips = [self._process_video(video) for video in videos]
         if clips:
-            visual["pixel_values_videos"] = torch.cat([patches for patches, _ in clips])
+            visual["pixel_values_videos"] = concat_pad([patches for patches, _ in clips])
             visual["video_grid_thw"] = torch.tensor([grid for _, grid in clips])
             seconds = [plan.second_per_grid for plan in plans if plan.kind == "video"]
             visual["second_per_grid_ts"] = torch.tensor(seconds, dtype=torch.float32)
@@ -180,15 +185,27 @@ class QwenFamily:
         output: Mapping[str, Tensor] = self.image_processor(images=list(images), return_tensors="pt", **options)
         return in_dtype(output, getattr(torch, self.pixels_dtype))
 
-    def _process_video(self, video: VideoFrames) -> tuple[Tensor, tuple[int, int, int]]:
+    def deferred_video(self, video: VideoFrames) -> VideoFrames | DeferredVideo:
+        """Return a video of frames that are decoded as pixels, on the threads of the engine, if they can be."""
+        frames = video.frames
+        if self.path is None or not isinstance(frames, FramesToDecode) or not frames.alone:
+            return video
+        size = self._video_size(len(frames.numbers), frames.height, frames.width)
+        room = math.prod(self.path.video_shape(len(frames.numbers), size)) * self.path.dtype.itemsize
+        return DeferredVideo(family=self, video=video, room=room)
+
+    def _process_video(
+        self, video: VideoFrames | MadePixels, memory: np.ndarray | None = None
+    ) -> tuple[Tensor, tuple[int, int, int]]:
         """Return the patches of a video, of shape (patches, values of a patch), and its grid."""
+        if isinstance(video, MadePixels):
+            time, *rest = video.visual["video_grid_thw"].tolist()
+            return video.visual["pixel_values_videos"], (time, rest[0], rest[1])
         count, height, width = frames_shape(video.frames)
         rows, columns = self._patches(*(size := self._video_size(count, height, width)))
         step = self.temporal_patch_size
         if self.path is not None:
-            pixels = [self.path.scaled(self.path.rgb(frame), size) for frame in video.frames]
-            pixels += pixels[-1:] * (-count % step)
-            return self.path.patches(pixels, frames=True), (len(pixels) // step, rows, columns)
+            return self.path.video(video.frames, size, memory), (-(-count // step), rows, columns)
         resample = Image.Resampling(int(self.image_processor.resample))
         frames = [as_pil(frame).resize((size[1], size[0]), resample) for frame in video.frames]
         frames += frames[-1:] * (-count % step)
@@ -219,6 +236,26 @@ class QwenFamily:
     def _patches(self, height: int, width: int) -> tuple[int, int]:
         side = int(self.image_processor.patch_size)
         return height // side, width // side
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeferredVideo(Deferred):
+    """A video whose frames are decoded as pixels of a model.
+
+    Attributes:
+        family: Makes them.
+        video: Its frames are not decoded.
+        room: Bytes of its `pixel_values_videos`.
+    """
+
+    family: QwenFamily
+    video: VideoFrames
+    room: int
+
+    def made(self, memory: np.ndarray | None = None) -> MadePixels:
+        """Return the pixels. Raises DecodeError."""
+        patches, grid = self.family._process_video(decoded(self.video), memory)
+        return MadePixels({"pixel_values_videos": patches, "video_grid_thw": torch.tensor(grid)})
 
 
 def _sized(factor: int, area: tuple[int, int], size: tuple[int, int]) -> tuple[int, int]:

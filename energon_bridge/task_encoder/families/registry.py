@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from energon_bridge.errors import ConfigurationError
-from energon_bridge.task_encoder.families.llava import FixedTokenFamily, llava_family
+from energon_bridge.task_encoder.families.llava import FixedTokenFamily, llava_family, llava_next_family
 from energon_bridge.task_encoder.families.qwen import QWEN_MODELS, QwenFamily, qwen_family
 
+_LLAVAS = {"llava": llava_family, "llava_next": llava_next_family}
 # Outputs of a vision tower beyond its patches; towers that are not named have a class token.
 _CLASS_TOKENS = {"siglip_vision_model": 0, "siglip2_vision_model": 0}
 
@@ -37,10 +38,12 @@ def family_of(
             video_max_pixels=largest,
             tokens_per_second=getattr(model_config.vision_config, "tokens_per_second", None),
         )
-    if kind == "llava":
+    if kind in _LLAVAS:
         vision = model_config.vision_config
         token_id = getattr(model_config, "image_token_id", None) or model_config.image_token_index
-        return llava_family(
+        if kind == "llava_next":
+            _check_pinpoints(model_config.image_grid_pinpoints, image_processor)
+        return _LLAVAS[kind](
             image_processor,
             patch_size=vision.patch_size,
             feature_strategy=model_config.vision_feature_select_strategy,
@@ -48,9 +51,18 @@ def family_of(
             image_token=tokenizer.convert_ids_to_tokens(token_id),
         )
     raise ConfigurationError(
-        f"no family is known for models of type {kind!r}; known: llava, {', '.join(QWEN_MODELS)}. Pass a "
+        f"no family is known for models of type {kind!r}; known: {', '.join((*_LLAVAS, *QWEN_MODELS))}. Pass a "
         "FixedTokenFamily, or a family of your own, to ChatTemplateTaskEncoder"
     )
+
+
+def _check_pinpoints(of_model: Sequence[Sequence[int]], image_processor: Any) -> None:
+    of_processor = getattr(image_processor, "image_grid_pinpoints", None) or []
+    if sorted(map(tuple, of_model)) != sorted(map(tuple, of_processor)):
+        raise ConfigurationError(
+            f"image_grid_pinpoints of the model ({of_model}) and of {type(image_processor).__name__} ({of_processor}) "
+            "differ: the model could not put the tiles together; set those of the processor to the model's"
+        )
 
 
 def _video_bounds(config: Mapping[str, Any]) -> tuple[int | None, int | None]:

@@ -8,14 +8,16 @@ and the last among them. Source: `sample_frames` of the video processor of Qwen3
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
-import torch
 from torch import Tensor
 
+from energon_bridge.av import AVDecoder
 from energon_bridge.errors import SampleError
+from energon_bridge.storage.ranges import ByteRange
 from energon_bridge.task_encoder.deferred import DeferredImage
 from energon_bridge.task_encoder.families.vision import VideoFrames
 from energon_bridge.task_encoder.visual import size_of
@@ -43,10 +45,17 @@ class FramesToDecode:
     height: int
     width: int
 
-    def get(self) -> Tensor:
-        """Return the frames, uint8 of shape (frames, 3, height, width). Raises DecodeError."""
-        clips, _ = self.decoder.get_video_clips([(number, number) for number in self.numbers], video_unit="frames")
-        return torch.cat(list(clips))
+    @property
+    def alone(self) -> bool:
+        """Whether decoding runs no code of the user's, and may run on any thread: it has a decoder for itself."""
+        decoder = self.decoder
+        return isinstance(decoder, AVDecoder) and isinstance(decoder.stream, bytes | ByteRange)
+
+    def get(self) -> list[Tensor]:
+        """Return the frames, uint8 of shape (3, height, width). Raises DecodeError."""
+        decoder = copy(self.decoder) if self.alone else self.decoder  # samples may share one
+        clips, _ = decoder.get_video_clips([(number, number) for number in self.numbers], video_unit="frames")
+        return [frame for clip in clips for frame in clip]
 
 
 def video_of(value: Any, *, fps: float, least: int, most: int | None) -> VideoFrames:

@@ -1,0 +1,191 @@
+"""Videos become patches on the decoding threads, in the memory of the batch: values, failures, shared decoders."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("av")
+
+import av
+from clips import write_video
+from crude import prepared
+from families import encoder_of
+
+from energon_bridge import (
+    AVDecoder,
+    Cooker,
+    DecodeError,
+    WorkerConfig,
+    basic_sample_keys,
+    get_savable_loader,
+    get_train_dataset,
+)
+from energon_bridge.samples import stacking
+from energon_bridge.task_encoder.deferred import Deferred, decode_deferred
+from energon_bridge.task_encoder.families import ChatConfig, ChatSample, ChatTemplateTaskEncoder, VideoFrames
+from energon_bridge.task_encoder.families.qwen import DeferredVideo
+from energon_bridge.task_encoder.families.video import video_of
+
+NUMBER, BROKEN = 8, 3
+FRAMES = 27
+
+
+def cook(sample: Any) -> ChatSample:
+    number = int(sample["json"])
+    turns = [{"role": "user", "content": "<video>" * (1 + number % 2)}, {"role": "assistant", "content": str(number)}]
+    return ChatSample(**basic_sample_keys(sample), messages=turns, videos=[sample["mp4"]] * (1 + number % 2))
+
+
+class Videos(ChatTemplateTaskEncoder):
+    cookers = (Cooker(cook),)
+
+
+class Looking(Videos):
+    """Sees videos in its last hook, as frames that are still to be decoded."""
+
+    def postencode_sample(self, sample: Any) -> Any:
+        assert all(isinstance(video, VideoFrames) for video in sample.videos)
+        return super().postencode_sample(sample)
+
+
+@pytest.fixture(scope="module")
+def clips(tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
+    folder = tmp_path_factory.mktemp("clips")
+    sizes = ((64, 48), (48, 90), (64, 48))
+    return [
+        write_video(folder / f"{number}.mp4", frames=FRAMES, rate=10, size=size).read_bytes()
+        for number, size in enumerate(sizes)
+    ]
+
+
+@pytest.fixture(scope="module")
+def data(clips: list[bytes], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return written(tmp_path_factory.mktemp("videos") / "data", clips, BROKEN)
+
+
+@pytest.fixture(scope="module")
+def sound(clips: list[bytes], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return written(tmp_path_factory.mktemp("sound") / "data", clips, None)
+
+
+def written(folder: Path, clips: list[bytes], broken: int | None) -> Path:
+    samples = {}
+    for number in range(NUMBER):
+        clip = clips[number % len(clips)]
+        if number == broken:  # its index is there, its frames are not
+            at = clip.index(b"mdat") + 100
+            clip = clip[:at] + bytes(len(clip) - at) if clip.index(b"moov") < at else b"\0" * 40
+        samples[f"{number:03d}"] = {"mp4": clip, "json": json.dumps(number).encode()}
+    return prepared(folder, samples)
+
+
+def encoder(kind: type[ChatTemplateTaskEncoder], pixels: Any, dtype: Any = None) -> ChatTemplateTaskEncoder:
+    made: Any = encoder_of("qwen2_5_vl")
+    family = replace(made.family, video_min_pixels=160 * 160, video_max_pixels=200 * 200)
+    return kind(made.tokenizer, family, ChatConfig(pixels=pixels, pixels_dtype=dtype, seq_length=8192))
+
+
+def batches(data: Path, task_encoder: Any, workers: int = 0, number: int = 4) -> list[Any]:
+    dataset = get_train_dataset(
+        data,
+        batch_size=2,
+        task_encoder=task_encoder,
+        worker_config=WorkerConfig(rank=0, world_size=1, num_workers=workers, num_lanes=1, decode_threads=2),
+        shuffle_buffer_size=None,
+        max_samples_per_sequence=None,
+    )
+    with closing(get_savable_loader(dataset)) as loader:
+        return list(islice(loader, number))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_batches_are_those_of_the_processor(data: Path, workers: int) -> None:
+    expected = batches(data, encoder(Videos, "processor"))
+    made = batches(data, encoder(Videos, None), workers)
+    for batch, wanted in zip(made, expected, strict=True):
+        assert batch.__key__ == wanted.__key__
+        assert "003" not in batch.__key__
+        assert torch.equal(batch.tokens, wanted.tokens)
+        for name in ("pixel_values_videos", "video_grid_thw"):
+            assert torch.equal(batch.visual_inputs[name], wanted.visual_inputs[name])
+
+
+def test_hooks_of_the_user_see_frames_that_are_not_decoded(data: Path) -> None:
+    for batch, wanted in zip(batches(data, encoder(Looking, None)), batches(data, encoder(Videos, None)), strict=True):
+        assert torch.equal(batch.visual_inputs["pixel_values_videos"], wanted.visual_inputs["pixel_values_videos"])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "uint8"])
+def test_pixels_are_not_copied_into_the_batch(sound: Path, dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    joined: list[int] = []
+    join = stacking._cat
+    monkeypatch.setattr(stacking, "_cat", lambda rows: joined.append(rows[0].nbytes) or join(rows))
+    for batch in batches(sound, encoder(Videos, None, dtype)):
+        assert batch.visual_inputs["pixel_values_videos"].nbytes > 1 << 16
+    assert joined
+    assert max(joined) < 1024  # grids
+
+
+@pytest.mark.parametrize("pixels", ["pillow", "torch"])
+@pytest.mark.parametrize(("fps", "count"), [(2.0, 5), (1.5, 4)])
+def test_patches_lie_in_memory_that_is_given(clips: list[bytes], pixels: Any, fps: float, count: int) -> None:
+    family: Any = encoder(Videos, pixels).family
+    video = video_of(AVDecoder(clips[0]), fps=fps, least=4, most=None)
+    assert len(video.frames.numbers) == count
+    deferred = family.deferred_video(video)
+    assert isinstance(deferred, DeferredVideo)
+    memory = np.empty(deferred.room, np.uint8)
+    made = deferred.made(memory).visual["pixel_values_videos"]
+    assert made.data_ptr() == memory.ctypes.data
+    assert made.nbytes == memory.nbytes
+    frames = VideoFrames(frames=torch.stack(video.frames.get()), fps=video.fps)
+    expected = family.process([], [frames], [family.plan_video(frames)])
+    assert torch.equal(made, expected["pixel_values_videos"])
+
+
+def test_samples_may_share_a_decoder(clips: list[bytes]) -> None:
+    family: Any = encoder(Videos, None).family
+    decoder = AVDecoder(clips[1])
+    waiting = [family.deferred_video(video_of(decoder, fps=fps, least=4, most=None)) for fps in (2.0, 3.0, 4.0, 5.0)]
+    expected = [one.made().visual["pixel_values_videos"] for one in waiting]
+    with ThreadPoolExecutor(4) as threads:
+        for _ in range(5):
+            made = list(threads.map(lambda one: one.made(), waiting))
+            assert all(torch.equal(a.visual["pixel_values_videos"], b) for a, b in zip(made, expected, strict=True))
+
+
+def test_a_video_that_does_not_decode_leaves_the_others(clips: list[bytes]) -> None:
+    family: Any = encoder(Videos, None).family
+    good = family.deferred_video(video_of(AVDecoder(clips[0]), fps=2.0, least=4, most=None))
+    bad = family.deferred_video(video_of(AVDecoder(clips[1]), fps=2.0, least=4, most=None))
+    object.__setattr__(bad.video.frames, "decoder", AVDecoder(b"no video at all"))
+    sample = {"videos": [good, bad]}
+    with pytest.raises(DecodeError):
+        decode_deferred([sample])
+    assert not isinstance(sample["videos"][0], Deferred)
+    assert sample["videos"][1] is bad
+
+
+def test_frames_that_need_no_conversion_do_not_share_memory(tmp_path: Path) -> None:
+    path = tmp_path / "raw.mkv"
+    with av.open(str(path), "w") as out:
+        stream: Any = out.add_stream("ffv1", rate=5)
+        stream.width, stream.height, stream.pix_fmt = 16, 8, "bgr0"
+        for number in range(4):
+            pixels = np.full((8, 16, 3), 50 * number, np.uint8)
+            out.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24").reformat(format="bgr0")))
+        out.mux(stream.encode(None))
+    clips, _ = AVDecoder(path.read_bytes()).get_video_clips([(1, 1), (1, 1), (2, 2)], video_unit="frames")
+    clips[0] += 7
+    assert [int(clip[0, 0, 0, 0]) for clip in clips] == [57, 50, 100]
