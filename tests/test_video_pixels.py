@@ -23,14 +23,14 @@ from crude import prepared
 from families import encoder_of
 
 from energon_bridge import (
-    AVDecoder,
     Cooker,
-    DecodeError,
     WorkerConfig,
     basic_sample_keys,
     get_savable_loader,
     get_train_dataset,
 )
+from energon_bridge.av import AVDecoder
+from energon_bridge.errors import DecodeError
 from energon_bridge.samples import stacking
 from energon_bridge.task_encoder.deferred import Deferred, decode_deferred
 from energon_bridge.task_encoder.families import ChatConfig, ChatSample, ChatTemplateTaskEncoder, VideoFrames

@@ -55,7 +55,7 @@ from energon_bridge.storage import READ_TIMEOUT_SECONDS, OpenFiles, Stalls, Stor
 #
 # Invariant: the index changes how fast a mix opens, never what is read. A document is used if the bytes of its file
 # have the hash; a dataset if its stamps and the sizes of all its shards are what they were, and else it is opened
-# anew. Buckets are asked by listing the folder that all datasets have in common, once. What has code of its own, lies
+# again. Buckets are asked by listing the folder that all datasets have in common, once. What has code of its own, lies
 # on a web server (which has no listing) or where too many other files lie, or was changed within the last two seconds
 # (a file system may give a later change the same time) is not kept. A file that is damaged or of another version is as
 # good as none. Writing replaces the whole file at once, so it does not matter how many processes start together; a
@@ -153,7 +153,7 @@ class MixIndex:
         return None
 
     def record(self, place: Place, known: Known) -> None:
-        """Keep what a place has, if nothing of it was changed so recently that a later change might look the same."""
+        """Keep the entry of a dataset, unless it changed so recently that a later change might get the same time."""
         newest = max((time for stamp in known.stamps for time in stamp[2:4] if isinstance(time, int)), default=0)
         if newest < time.time_ns() - _SETTLED_NS:
             config = _hash(known.config.encode())
@@ -189,7 +189,7 @@ class MixIndex:
             for name in names:
                 stamps.append(self._stamp(path, name))
                 if len(stamps[-1]) > 1:
-                    break  # the others are read only where this one is missing
+                    break  # the others are read only if this one is missing
         return stamps
 
     def _stamp(self, path: str, name: str) -> Stamp:

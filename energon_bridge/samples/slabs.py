@@ -116,7 +116,7 @@ class SlabPool:
         return Slab(self, rows)
 
     def lend(self, size: int) -> np.ndarray:
-        """Return uninitialised memory of that many bytes, shape (size,), used again where that is possible."""
+        """Return uninitialised memory of that many bytes, shape (size,), used again if that is possible."""
         if self.lender is not None and (lent := self.lender.lend(size)) is not None:
             return lent
         with self._lock:

@@ -66,7 +66,7 @@ class Answer:
         return bytes(data[:got])
 
     def isclosed(self) -> bool:
-        """Tell whether all of it has been read."""
+        """Return whether all of it has been read."""
         return self._left == 0
 
     def close(self) -> None:

@@ -216,7 +216,7 @@ class Pipeline:
 
     @contextlib.contextmanager
     def lending(self) -> Iterator[None]:
-        """Let what is stacked meanwhile, for a microbatch, lie in the lender's memory."""
+        """Allocate the microbatch that is stacked in this context from the lender's memory."""
         LENDER.set(self._blocks if self._memory is None else self._memory)
         try:
             yield
