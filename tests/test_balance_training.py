@@ -7,6 +7,7 @@ within the rounding of sums.
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*")
 
 BALANCED = ("data.balance=global_batch", "data.balance_attention=0.01", "data.balance_patches=0.1")
 GLOBAL = ("data.micro_batch_size=1", "data.global_batch_size=8", "train.max_steps=3", "validation.limit_batches=1")
+GLOBAL += ("train.time_microbatches=4",)
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +61,7 @@ def test_megatron_core_learns_the_same(dataset: Path, tmp_path: Path) -> None:
         False,
         True,
     ]
+    assert times(plain) == 1  # of a step, after two
 
 
 def test_lightning_learns_the_same(dataset: Path, tmp_path: Path) -> None:
@@ -71,11 +74,19 @@ def test_lightning_learns_the_same(dataset: Path, tmp_path: Path) -> None:
     assert whole(before) == whole(after)
     assert losses(configs[1]) == pytest.approx(losses(configs[0]), rel=1e-5)
     assert len(losses(configs[0])) == 3
+    assert times(configs[0]) == 1  # after ten, and not the last one of a step
 
 
 def whole(ranks: list[list[str]]) -> list[list[str]]:
     """Return the sorted keys of each global batch."""
     return [sorted(key for keys in ranks for key in keys[start : start + 4]) for start in range(0, 12, 4)]
+
+
+def times(config: Any) -> int:
+    """Return the number of microbatches, or steps, that were timed."""
+    lines = [json.loads(line) for line in (Path(config.run_dir) / "microbatches.jsonl").read_text().splitlines()]
+    assert all(line["seconds"] > 0 and line["tokens"] > 0 for line in lines)
+    return len(lines)
 
 
 def run_on_two_ranks(config: Any) -> list[list[str]]:

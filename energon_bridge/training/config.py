@@ -135,9 +135,9 @@ class DataConfig:
         decode_threads: Threads that read and decode, per process; null: the cores divided among the processes.
         balance: `global_batch`: data-parallel ranks exchange the microbatches of each global batch, so that all have
             the same work. `none`: each rank runs what it loads.
-        balance_attention: Cost of a pair of tokens that attend to each other, where a token costs 1; about
-            1 / (12 hidden sizes).
-        balance_patches: Cost of an image patch, where a token costs 1.
+        balance_attention: Cost of a pair of tokens that attend to each other, where a token costs 1; null: by the
+            model's configuration (`BatchCost.of_model`).
+        balance_patches: Cost of an image patch, where a token costs 1; null: by the model's configuration.
         packing_buffer_size: Samples per lane from which packs are chosen; null: no packing. Applies to training and
             validation.
         max_tokens_per_microbatch: Make microbatches of as many samples of similar length as fit into so many tokens,
@@ -169,8 +169,8 @@ class DataConfig:
     prefetch_factor: int = 2
     decode_threads: int | None = None
     balance: str = "none"
-    balance_attention: float = 0.0
-    balance_patches: float = 0.0
+    balance_attention: float | None = None
+    balance_patches: float | None = None
     packing_buffer_size: int | None = None
     max_tokens_per_microbatch: int | None = None
     packing_max_samples: int | None = None
@@ -263,6 +263,8 @@ class TrainConfig:
         deterministic: Use only deterministic algorithms, so that a resumed run repeats the losses bit for bit.
         threads: Torch threads per process; 0: torch's default.
         gradient_checkpointing: Recompute activations in the backward pass instead of keeping them.
+        time_microbatches: Microbatches of the first rank whose times are written to `microbatches.jsonl` in the run
+            folder, for `energon bench --fit-cost`; after the first ten. 0: none.
     """
 
     max_steps: int = 1000
@@ -272,6 +274,7 @@ class TrainConfig:
     deterministic: bool = True
     threads: int = 0
     gradient_checkpointing: bool = False
+    time_microbatches: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -356,6 +359,10 @@ class RunConfig:
             raise ConfigurationError(
                 f"validation.limit_batches must be at least 0, got {self.validation.limit_batches} (null: all)"
             )
+        if self.train.time_microbatches < 0:
+            raise ConfigurationError(
+                f"train.time_microbatches must be at least 0, got {self.train.time_microbatches} (0: none)"
+            )
         self._check_optimizer()
         if self.data.global_batch_size % self.data.micro_batch_size:
             raise ConfigurationError(
@@ -397,9 +404,9 @@ class RunConfig:
         if data.balance not in ("none", "global_batch"):
             raise ConfigurationError(f"data.balance must be 'none' or 'global_batch', got {data.balance!r}")
         for name in ("balance_attention", "balance_patches"):
-            if not 0 <= (value := getattr(data, name)) < math.inf:
+            if not 0 <= ((value := getattr(data, name)) or 0.0) < math.inf:
                 raise ConfigurationError(f"data.{name} must be at least 0, got {value}")
-            if value and data.balance == "none":
+            if value is not None and data.balance == "none":
                 raise ConfigurationError(
                     f"data.{name}={value} is a cost of batches, but nothing is balanced: set data.balance=global_batch"
                 )

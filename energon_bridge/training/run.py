@@ -22,7 +22,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, cast
@@ -53,11 +53,20 @@ from energon_bridge.training.encoder import ENCODER_SETTINGS, training_task_enco
 from energon_bridge.training.generation import exact_match, write_predictions
 from energon_bridge.training.module import VisionLanguageModule
 from energon_bridge.training.presets import ModelBundle, export_model, load_model, write_preset
-from energon_bridge.training.progress import ProgressReporter, read_losses
+from energon_bridge.training.progress import TIMES, MicrobatchTimer, ProgressReporter, read_losses
 
 logger = logging.getLogger(__name__)
 
-_OF_A_RUN = ("checkpoints", "metrics.jsonl", "predictions.jsonl", "report.html", "model", "config.yaml", "export")
+_OF_A_RUN = (
+    "checkpoints",
+    "metrics.jsonl",
+    TIMES,
+    "predictions.jsonl",
+    "report.html",
+    "model",
+    "config.yaml",
+    "export",
+)
 """What a run writes into its folder."""
 
 
@@ -188,7 +197,11 @@ def build_data_module(
     settings = asdict(config.data)
     for name in ENCODER_SETTINGS:
         del settings[name]
-    cost = BatchCost(attention=settings.pop("balance_attention"), patches=settings.pop("balance_patches"))
+    weights = {name: settings.pop(f"balance_{name}") for name in ("attention", "patches")}
+    cost = None
+    if config.data.balance != "none":
+        of_model = BatchCost.of_model(bundle.model.config) if None in weights.values() else BatchCost()
+        cost = replace(of_model, **{name: weight for name, weight in weights.items() if weight is not None})
     return EnergonMultiModalDataModule(
         tokenizer=bundle.tokenizer,
         image_processor=bundle.image_processor,
@@ -223,7 +236,12 @@ def _build_trainer(config: RunConfig, run_dir: Path, checkpointer: Checkpointer)
         strategy=DDPStrategy(find_unused_parameters=True) if num_nodes * devices > 1 else "auto",
         precision=config.train.precision,
         plugins=[AtomicCheckpointIO()],
-        callbacks=[reporter, report, checkpointer],  # the checkpoint of a step holds what the others know of it
+        callbacks=[
+            MicrobatchTimer(run_dir / TIMES, count=config.train.time_microbatches),
+            reporter,
+            report,
+            checkpointer,
+        ],  # the checkpoint of a step holds what the others know of it
         max_steps=config.train.max_steps,
         max_epochs=-1,
         accumulate_grad_batches=accumulate,

@@ -30,6 +30,7 @@ from energon_bridge.errors import ConfigurationError
 from energon_bridge.integrations.report import RunRecorder, gathered, summary
 from energon_bridge.integrations.report_page import write_report
 from energon_bridge.samples.devices import normalise_on_device
+from energon_bridge.task_encoder.costs import record_time
 from energon_bridge.task_encoder.multimodal import MultiModalBatch
 from energon_bridge.task_encoder.packed_sequences import unpack_batch
 from energon_bridge.task_encoder.sequences import PaddingValues
@@ -57,7 +58,7 @@ from energon_bridge.training.megatron.step import (
     writing_inputs,
 )
 from energon_bridge.training.presets import ModelBundle
-from energon_bridge.training.progress import append_metrics, read_losses
+from energon_bridge.training.progress import TIMES, append_metrics, clock, read_losses
 from energon_bridge.training.run import (
     RunResult,
     build_data_module,
@@ -69,6 +70,9 @@ from energon_bridge.training.run import (
 )
 
 logger = logging.getLogger(__name__)
+
+_WARM_UP = 2
+"""Steps that are not timed."""
 
 
 class Progress:
@@ -181,7 +185,11 @@ def _train(training: Training, bundle: ModelBundle, data: EnergonMultiModalDataM
                 batches.append(next(microbatches))
                 recorder.microbatch(loader, batches[-1], step + 1)
             lr = learning_rate(config, step)
+            timed = ranks.main and step >= _WARM_UP and step - _WARM_UP < config.train.time_microbatches // accumulate
+            started = clock() if timed else 0.0
             sums, norm = train_step(training, batches, step)
+            if timed:
+                record_time(run_dir / TIMES, batches, clock() - started)
             microbatches.advance()
             step += 1
             progress.add(step, lr, sums, samples=sum(map(_real_samples, batches)))
