@@ -316,6 +316,24 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class FeedbackConfig:
+    """Weights of a mix that follow the losses of its datasets, as in DoReMi.
+
+    Args:
+        reference: A JSON file with the loss per token of a reference model for each dataset of the mix, by its path;
+            null: the weights stay those of the mix.
+        every: Optimizer steps between two changes of the weights.
+        step_size: How far one change goes.
+        smoothing: Share of equal weights in the result, from 0 to 1.
+    """
+
+    reference: str | None = None
+    every: int = 100
+    step_size: float = 1.0
+    smoothing: float = 1e-3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
     """One training run.
 
@@ -335,6 +353,7 @@ class RunConfig:
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    feedback: FeedbackConfig = field(default_factory=FeedbackConfig)
 
     def __post_init__(self) -> None:
         positive: dict[str, int | None] = {
@@ -371,6 +390,7 @@ class RunConfig:
             )
         self._check_packing()
         self._check_max_tokens()
+        self._check_feedback()
         self._check_balance()
         if (self.data.min_pixels or 0) > (self.data.max_pixels or math.inf):
             raise ConfigurationError(
@@ -424,6 +444,19 @@ class RunConfig:
             raise ConfigurationError(
                 "data.shuffle_images=true exchanges the images of samples, not those of packs: run the control with "
                 "data.packing_buffer_size=null"
+            )
+
+    def _check_feedback(self) -> None:
+        settings, parallel = self.feedback, self.parallel
+        if settings.every < 1 or not 0 < settings.step_size < math.inf or not 0 <= settings.smoothing <= 1:
+            raise ConfigurationError(
+                "feedback needs every of at least 1, step_size above 0 and smoothing from 0 to 1, got "
+                f"{settings.every}, {settings.step_size} and {settings.smoothing}"
+            )
+        if settings.reference is not None and (parallel.pp > 1 or parallel.cp > 1):
+            raise ConfigurationError(
+                f"feedback.reference={settings.reference} with parallel.pp={parallel.pp}, parallel.cp={parallel.cp}: "
+                "the losses of whole samples are needed on every rank. Set both to 1, or leave the reference out"
             )
 
     def _check_max_tokens(self) -> None:
