@@ -25,6 +25,8 @@ _WARM_UP = 0.3
 _ENOUGH = 0.95
 """Share of the best rate that is enough: the fewest workers that reach it are recommended."""
 _BUSY = 0.8
+_FITS = 0.8
+"""R² below which fitted weights are doubtful."""
 _CACHE = ("cache_hits", "cache_hit_bytes", "cache_misses", "cache_miss_bytes")
 
 
@@ -69,18 +71,34 @@ class Found:
 
 
 @click.command("bench")
-@click.argument("mix", type=click.Path())
+@click.argument("mix", type=click.Path(), required=False)
 @click.option("--seconds", type=click.FloatRange(min=0.2), default=5.0, show_default=True, help="Time for each run.")
 @click.option("--encoder", help="Task encoder: MODULE:NAME of an object, or of what makes it.  [default: none]")
+@click.option(
+    "--fit-cost",
+    type=click.Path(),
+    metavar="FILE",
+    help="Instead, fit what microbatches cost to the times of a training run: its microbatches.jsonl.",
+)
 @run_options
-def command(mix: str, seconds: float, encoder: str | None, as_json: bool, **options: Any) -> None:
+def command(
+    mix: str | None, seconds: float, encoder: str | None, fit_cost: str | None, as_json: bool, **options: Any
+) -> None:
     """Measure how fast MIX loads here: a dataset's folder or URL, or a metadataset's YAML file.
 
     Runs with 0, 1, 2, 4, ... workers, up to --num-workers. Nothing else should run on the machine; what the page cache
     holds is read from there.
 
     Example:  energon bench /data/captions --batch-size 32 --num-workers 8
+              energon bench --fit-cost runs/default/microbatches.jsonl
     """
+    if fit_cost is not None:
+        if mix is not None:
+            raise click.UsageError(f"--fit-cost reads a file of measured times, not a dataset: leave {mix} out")
+        _print_cost(fit_cost, as_json=as_json)
+        return
+    if mix is None:
+        raise click.UsageError("Missing argument 'MIX': a dataset or mix to measure (or --fit-cost FILE).")
     found = bench(mix, options, seconds=seconds, encoder=encoder_of(encoder))
     if as_json:
         print_json(asdict(found))
@@ -122,6 +140,29 @@ def bench(mix: str, options: dict[str, Any], *, seconds: float, encoder: Any = N
         limit=limit,
         advice=advice,
     )
+
+
+def _print_cost(path: str, *, as_json: bool) -> None:
+    """Print the weights that fit the times of a run, ready to paste."""
+    from energon_bridge.task_encoder.costs import fit_times
+
+    found = fit_times(path)
+    if as_json:
+        print_json(asdict(found))
+        return
+    cost = found.cost
+    click.echo(f"balance_cost={cost!r}")
+    click.echo(f"Each microbatch takes {1e3 * found.constant:.3g} ms beside that. R² = {found.r_squared:.3f}.")
+    if cost.tokens:
+        attention, patches = cost.attention / cost.tokens, cost.patches / cost.tokens
+        click.echo(
+            f"For the training script: data.balance_attention={attention:.4g} data.balance_patches={patches:.4g}"
+        )
+    if found.r_squared < _FITS:
+        click.echo(
+            "The times follow the sizes badly: time more microbatches, of more sizes, on one process with nothing else "
+            "on the machine. If it stays so, balance will gain little."
+        )
 
 
 def numbers_of_workers(most: int) -> list[int]:

@@ -181,6 +181,73 @@ def packed_indices(cu_seqlens_padded: Tensor, *, rank: int, size: int) -> Tensor
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Samples for the schedulers of megatron-core (`--sequence-packing-scheduler dp_balanced`, dynamic context parallelism).
+#
+# They pack the samples of a global batch themselves: each data-parallel rank gives its samples with their lengths, the
+# scheduler decides which rank, or group of ranks, runs which, and sends them there.
+
+
+_SCHEDULED = ("tokens", "labels", "loss_mask", "position_ids")
+
+
+def scheduler_samples(batch: Any, *, multiple_of: int = 1) -> list[dict[str, Tensor]]:
+    """Return the samples of a batch as megatron-core's schedulers take them: one dict each, packed or not before.
+
+    A dict has `tokens`, `labels`, `loss_mask` and `position_ids` of one sample, 1-dimensional, and its lengths without
+    and with padding, `original_seq_len` and `padded_seq_len`, int32 of shape (1,). Masked rows are left out.
+
+    Args:
+        batch: A batch of texts, as the multimodal and chat-template encoders make it.
+        multiple_of: Pad each sample to a multiple of this length; 2 x cp, with context parallelism.
+
+    Raises:
+        ConfigurationError: The batch has images, which the schedulers would drop, or lacks a field.
+    """
+    if _get(batch, "pixel_values") is not None or _get(batch, "visual_inputs"):
+        raise ConfigurationError(
+            "scheduler_samples: the batch has images or videos, and megatron-core's schedulers move tokens only: use "
+            "balance='global_batch', which moves whole microbatches"
+        )
+    missing = [name for name in (*_SCHEDULED, "attention_mask") if not isinstance(_get(batch, name), Tensor)]
+    if missing:
+        raise ConfigurationError(
+            f"scheduler_samples: the batch has no {', '.join(missing)}; expected one of the multimodal or "
+            "chat-template encoder"
+        )
+    columns = {name: _get(batch, name) for name in _SCHEDULED}
+    length = columns["tokens"].shape[1]
+    starts, ends = _get(batch, "cu_seqlens_padded"), _get(batch, "cu_seqlens")
+    if ends is not None:
+        starts = ends if starts is None else starts
+        places = list(zip(starts[:-1].tolist(), ends.diff().tolist(), strict=True))
+    else:
+        places = [(row * length, size) for row, size in enumerate(_get(batch, "attention_mask").sum(1).tolist())]
+    valid = _get(batch, "__valid__")
+    samples = []
+    for start, size in places:
+        if not size or (valid is not None and not bool(valid[start // length])):
+            continue
+        more = -size % multiple_of
+        sample = {}
+        for name, values in columns.items():
+            own = values.reshape(-1)[start : start + size]
+            if name == _POSITIONS:
+                sample[name] = torch.arange(size + more, dtype=own.dtype, device=own.device)
+            else:
+                sample[name] = torch.cat([own, own.new_full((more,), TOKEN_FIELDS[name])])
+        lengths = {"original_seq_len": size, "padded_seq_len": size + more}
+        samples.append(sample | {name: torch.tensor([value], dtype=torch.int32) for name, value in lengths.items()})
+    return samples
+
+
+def scheduler_pack(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Return samples of `scheduler_samples` end to end, with `cu_seqlens`: what versions before lists of them take."""
+    lengths = [int(sample["padded_seq_len"]) for sample in samples]
+    joined = {name: torch.cat([sample[name] for sample in samples]) for name in _SCHEDULED}
+    return joined | {"cu_seqlens": torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)}
+
+
 def _fields(batch: Any, token_fields: Sequence[str] | None) -> _Fields:
     names = tuple(TOKEN_FIELDS) if token_fields is None else token_fields
     tokens = {name: value for name in names if isinstance(value := _get(batch, name), Tensor)}

@@ -302,7 +302,7 @@ def _decodes_media(dataset: PreparedDataset | JoinedDataset) -> bool:
 # The listing of a finite pass whose encoder packs or groups: all ranks agree on it before the first step.
 #
 # *Packs*: the draws of the pass are cut into blocks of `packing_buffer_size`, whatever the number of ranks. Each rank
-# encodes the blocks that are its share and lets the encoder select packs; the lists of references are gathered. With
+# encodes its share of the blocks and lets the encoder select packs; the lists of references are gathered. With
 # `max_tokens_per_microbatch` the packs are the microbatches.
 #
 # *Groups*: the rows (samples, or the outputs of each pack) are cut into blocks in the same way; each rank asks the

@@ -1,8 +1,9 @@
 """A lane: one of the L endless streams of a run, from its order to its microbatches.
 
-A lane depends on nothing but its number, its state and the pipeline; whoever owns it gets the same microbatches. Draws
-become encoded samples, these (where the encoder packs) packs, and rows of either become microbatches: by number, by
-group (where the encoder groups), or by length (`max_tokens_per_microbatch`).
+A lane depends only on its number, its state and the pipeline, so whoever owns it gets the same microbatches. The stages
+in order: draws (`draws.py`) become encoded samples; samples become packs (`packing.py`, if the encoder packs); samples
+or packs are the rows of microbatches, `batch_size` at a time, by group (`grouping.py`, if the encoder groups), or by
+length (`packing.py`, with `max_tokens_per_microbatch`).
 """
 
 from __future__ import annotations

@@ -13,13 +13,12 @@ draws at most one and a half times what it delivers.
 The state holds references: first those of the packs in turn, then those of the buffer. A restored lane encodes a pack
 when its turn comes, and the buffer in shares after each microbatch but the first.
 
-With `max_tokens_per_microbatch` what is selected are microbatches: the engine asks the encoder for the length of each
-sample, and the samples of a "pack" stay rows. Everything else is the same, the state too.
+With `max_tokens_per_microbatch` microbatches are selected instead of packs: the engine asks the encoder for the length
+of each sample, and the samples of a "pack" stay rows. Everything else is the same, the state too.
 
-The lanes of a process share a budget of bytes for contents (`stream/budget.py`). A lane that must let go drops what
-it needs last, the newest of the buffer first and then the packs from the last one on, and makes it again when it is
-needed. The encoder sees a buffer with all its contents, so while one lane selects, its buffer is held beside the
-budget.
+The lanes of a process share a byte budget for contents (`stream/budget.py`). A lane over its share drops the contents
+it needs last (the newest of the buffer, then the last packs) and encodes them again when it needs them. The encoder
+always sees a complete buffer, so the buffer of a lane that is selecting may exceed the budget.
 """
 
 from __future__ import annotations

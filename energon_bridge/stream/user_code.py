@@ -83,18 +83,18 @@ class HookRunner:
     Args:
         encoder: The task encoder.
         selects: What is selected of a buffer of samples.
-        makes: Whether it cooks samples of a leaf, or a leaf brings code of its own.
-        words: Where it is written what runs (`Activity.words`).
+        makes: Whether it cooks samples of a leaf, or a leaf has code of its own.
+        words: Where to write what is running (`Activity.words`).
 
     Attributes:
         encodes: Whether user code sees every sample drawn.
         groups: Whether rows are batched by groups.
         by_length: Whether microbatches are selected by the lengths of samples.
-        waits: Whether samples wait to be packed or grouped, and so may be encoded again for another microbatch.
-        posts: Whether `postencode_sample` is code of the user's.
-        posts_alone: Whether it is, and samples go there right behind the first hook, since the encoder does not pack.
-        now: The hook that runs, and what it was given.
-        drawing: The steps that have worked when a draw has given samples.
+        waits: Whether samples wait to be packed or grouped, so that they may be encoded again for another microbatch.
+        posts: Whether `postencode_sample` is user code.
+        posts_alone: Whether it is, and samples go there right after the first hook, since nothing is selected.
+        now: The running hook and its argument.
+        drawing: The steps that must have worked if a draw gives samples.
         hooks: All steps on the way to a microbatch.
         tally: Counts that hooks made by `count_over_long`; taken after each hook.
 

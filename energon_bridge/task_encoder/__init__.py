@@ -46,7 +46,7 @@ from energon_bridge.task_encoder.deferred import DeferredImage
 from energon_bridge.task_encoder.grouping import LengthGrouper
 from energon_bridge.task_encoder.multimodal import MultiModalTaskEncoder
 from energon_bridge.task_encoder.packed_sequences import batch_packs, pack_sequences, packed_seq_params, unpack_batch
-from energon_bridge.task_encoder.packing import OverLong, Packer
+from energon_bridge.task_encoder.packing import OverLong, Packer, cost_limit
 
 __all__ = [
     "AugmentTaskEncoder",
@@ -79,6 +79,7 @@ __all__ = [
     "chatml_template",
     "concat_pad",
     "cooker",
+    "cost_limit",
     "default_hook",
     "generic_batch",
     "generic_concat",

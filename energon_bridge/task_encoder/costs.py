@@ -8,11 +8,14 @@ alone, for ranks that get the same batch to come to the same result.
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from itertools import combinations
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -110,6 +113,56 @@ class BatchCost:
         if self.patch_size < 1:
             raise ConfigurationError(f"BatchCost: patch_size must be at least 1, got {self.patch_size!r}")
 
+    @classmethod
+    def of_model(cls, config: Any, *, frozen_vision: bool = False, patches_per_image: int | None = None) -> Self:
+        """Return the cost of training a model of transformers, by its configuration; a token costs 1.
+
+        Counted are multiplications of matrices, as in appendix B of "Efficient Large-Scale Language Model Training on
+        GPU Clusters Using Megatron-LM" (2021): a token takes two operations for each weight that it meets, and a pair
+        of tokens, of which causal attention computes half, 2 x heads x head size in each layer. The backward pass takes
+        twice as many. Of experts those count that a token goes through.
+
+        Args:
+            config: That of a vision-language model, with `text_config` and `vision_config`, or of a language model.
+            frozen_vision: The vision encoder is not trained, so that it has a forward pass only.
+            patches_per_image: Patches that attend to each other in the vision encoder. None: those of its `image_size`;
+                or 1,024, where images have sizes of their own.
+
+        Raises:
+            ConfigurationError: The configuration lacks a size that the formula needs.
+        """
+        text = config.get_text_config() if hasattr(config, "get_text_config") else config
+        per_token, per_pair = _operations(text, gated=True)
+        per_token += 2 * text.hidden_size * text.vocab_size
+        vision = getattr(config, "vision_config", None)
+        if vision is None:
+            return cls(attention=per_pair / 2 / per_token)
+        patch_size = int(_size(vision, "patch_size"))
+        if patches_per_image is None:
+            side = getattr(vision, "image_size", None)
+            patches_per_image = (int(side) // patch_size) ** 2 if isinstance(side, int) else 1_024
+        operations, pairs = _operations(vision, gated=getattr(vision, "hidden_act", None) == "silu")
+        layers = _size(vision, "num_hidden_layers", "depth")
+        if whole := getattr(vision, "fullatt_block_indexes", None):  # the others attend within windows
+            window = (vision.window_size // patch_size) ** 2
+            operations += pairs / layers * (len(whole) * patches_per_image + (layers - len(whole)) * window)
+        else:
+            operations += pairs * patches_per_image
+        width = _size(vision, "embed_dim", "hidden_size")
+        merged = int(getattr(vision, "spatial_merge_size", 1)) ** 2 * width  # values of the patches of a token
+        operations += (
+            2
+            * (merged * (merged if merged > width else text.hidden_size) + merged * text.hidden_size)
+            / (merged // width)
+        )
+        operations += 2 * 3 * patch_size**2 * int(getattr(vision, "temporal_patch_size", 1)) * width
+        share = 1 / 3 if frozen_vision else 1.0
+        return cls(attention=per_pair / 2 / per_token, patches=share * operations / per_token, patch_size=patch_size)
+
+    def of_sizes(self, tokens: int, patches: int = 0) -> float:
+        """Return the cost of a sample in a pack, by its sizes alone: those of a column, or of `preencode_sample`."""
+        return self.tokens * tokens + self.attention * tokens**2 + self.patches * patches
+
     def __call__(self, batch: Any) -> float:
         cost = self.tokens * num_tokens(batch) if self.tokens else 0.0
         if self.attention:
@@ -190,12 +243,69 @@ def fit_cost(measured: Iterable[tuple[Any, float]], *, patch_size: int = 14) -> 
     Raises:
         ConfigurationError: There are fewer than 8, a time is not a positive number, or no time depends on the batch.
     """
+    return _fitted(((_counts(batch, patch_size), taken) for batch, taken in measured), patch_size)
+
+
+def record_time(path: str | os.PathLike[str], batches: Sequence[Any], seconds: float, *, patch_size: int = 14) -> None:
+    """Add a line to a file of measured times, for `fit_times` and `energon bench --fit-cost`.
+
+    Args:
+        path: The file; it is made if it is not there.
+        batches: The microbatches that took the time: one, or those of a step.
+        seconds: Of their forward and backward passes, together.
+        patch_size: Side of a patch in pixels, where images are no patches yet.
+    """
+    counts = np.mean([_counts(batch, patch_size) for batch in batches], 0).tolist()
+    line = dict(zip(_COUNTED, counts, strict=True)) | {"seconds": seconds / len(batches), "patch_size": patch_size}
+    with Path(path).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def fit_times(path: str | os.PathLike[str]) -> FittedCost:
+    """Fit the weights of a `BatchCost` to the times that `record_time` wrote.
+
+    Raises:
+        ConfigurationError: It cannot be read, or as `fit_cost`.
+    """
+    try:
+        lines = Path(path).read_text("utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"{os.fspath(path)} cannot be read as a file of measured times: {error}") from error
+    patch_size = 14
+
+    def measured() -> Iterator[tuple[tuple[float, ...], float]]:
+        nonlocal patch_size
+        for number, line in enumerate(lines, 1):
+            try:
+                values = json.loads(line)
+                patch_size = int(values["patch_size"])
+                row = *(float(values[name]) for name in _COUNTED), float(values["seconds"])
+            except (ValueError, TypeError, KeyError) as error:
+                raise ConfigurationError(
+                    f"{os.fspath(path)}, line {number}: expected numbers {', '.join(_COUNTED)}, seconds and "
+                    f"patch_size, as record_time writes them, got {line[:200]!r}"
+                ) from error
+            yield row[:-1], row[-1]
+
+    counted = list(measured())
+    return _fitted(counted, patch_size)
+
+
+_COUNTED = ("tokens", "attention", "patches")
+
+
+def _counts(batch: Any, patch_size: int) -> tuple[float, ...]:
+    return num_tokens(batch), attention_pairs(batch), vision_patches(batch, patch_size)
+
+
+def _fitted(measured: Iterable[tuple[tuple[float, ...], float]], patch_size: int) -> FittedCost:
+    """Fit the weights to counts and seconds of microbatches."""
     rows: list[tuple[float, ...]] = []
     seconds: list[float] = []
-    for batch, taken in measured:
+    for row, taken in measured:
         if not (math.isfinite(taken) and taken > 0):
             raise ConfigurationError(f"fit_cost: expected seconds above 0 for microbatch {len(rows)}, got {taken!r}")
-        rows.append((1.0, num_tokens(batch), attention_pairs(batch), vision_patches(batch, patch_size)))
+        rows.append((1.0, *row))
         seconds.append(taken)
     if len(rows) < 8:
         raise ConfigurationError(
@@ -230,6 +340,32 @@ def _least_squares(columns: npt.NDArray[np.float64], wanted: npt.NDArray[np.floa
                 best, least = np.zeros(count), error
                 best[chosen] = found
     return best, least
+
+
+def _operations(config: Any, *, gated: bool) -> tuple[float, float]:
+    """Return the operations of the forward pass of a transformer for a token, and for a pair of tokens."""
+    width = _size(config, "embed_dim", "hidden_size")
+    layers = _size(config, "num_hidden_layers", "depth")
+    heads = _size(config, "num_attention_heads", "num_heads")
+    head = getattr(config, "head_dim", None) or width // heads
+    groups = getattr(config, "num_key_value_heads", None) or heads
+    inner = getattr(config, "intermediate_size", None)
+    inner = inner or width * _size(config, "mlp_ratio")
+    if chosen := getattr(config, "num_experts_per_tok", None):
+        inner = chosen * (getattr(config, "moe_intermediate_size", None) or inner)
+        inner += getattr(config, "shared_expert_intermediate_size", None) or 0
+    weights = 2 * width * heads * head + 2 * width * groups * head + (3 if gated else 2) * width * inner
+    return 2.0 * layers * weights, 4.0 * layers * heads * head
+
+
+def _size(config: Any, *names: str) -> Any:
+    for name in names:
+        if (value := getattr(config, name, None)) is not None:
+            return value
+    raise ConfigurationError(
+        f"BatchCost.of_model: a {type(config).__name__} has no {' or '.join(names)}: give the weights yourself, or fit "
+        "them to measured times (fit_cost)"
+    )
 
 
 def _field(batch: Any, name: str) -> Any:

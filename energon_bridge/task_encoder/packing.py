@@ -23,6 +23,12 @@ resumed run repeats them:
 
 Where the stream ends, and nothing will join the buffer, all packs leave, with nobody placed before the largest.
 
+Packs of equal tokens need not cost the same: attention grows with the squares of lengths, and images cost more than
+texts. A size `cost` under a limit that is about the mean cost of a full pack (`cost_limit`) makes them even:
+
+    limit = cost_limit(lengths, costs, max_tokens=8192)  # of some samples, with `BatchCost.of_sizes`
+    packer = Packer(limits={"tokens": 8192, "cost": limit}, size_of=lambda s: {"tokens": len(s.tokens), "cost": …})
+
 With `method="padded_rows"` a pack is a microbatch whose samples stay rows, padded to the longest of them:
 `max_tokens_per_microbatch` of a training dataset selects its microbatches so.
 
@@ -404,6 +410,35 @@ class Packer(Generic[T]):
             f"{name!r}, shorten the sample in encode_sample, or give the Packer another policy (over_long='drop', "
             "'truncate' or 'split') and pass every sample through `admit`"
         )
+
+
+def cost_limit(lengths: npt.ArrayLike, costs: npt.ArrayLike, max_tokens: int, *, slack: float = 1.02) -> int:
+    """Return a limit for the cost of packs with which they are nearly as costly as each other.
+
+    That is the mean cost of a full pack times `slack`, or the largest cost of a sample, if that is more. Less slack
+    makes packs more even and less full.
+
+    Args:
+        lengths: Tokens of some samples, as the packer counts them.
+        costs: What each costs, in the unit of the packer's sizes, whole numbers: `round(cost.of_sizes(…))`.
+        max_tokens: The limit of tokens.
+        slack: At least 0.5.
+
+    Raises:
+        ConfigurationError: There are no samples, not as many costs, or numbers that make no limit.
+    """
+    tokens, values = np.asarray(lengths, np.float64), np.asarray(costs, np.float64)
+    if tokens.ndim != 1 or tokens.shape != values.shape or not tokens.sum() > 0:
+        raise ConfigurationError(
+            f"cost_limit needs the lengths and costs of some samples, got arrays of shape {tokens.shape} and "
+            f"{values.shape}"
+        )
+    if not (np.isfinite(values).all() and values.min() >= 0 and slack >= 0.5 and max_tokens > 0):
+        raise ConfigurationError(
+            f"cost_limit needs costs of 0 or more, max_tokens above 0 and slack of at least 0.5, got {max_tokens=}, "
+            f"{slack=} and costs from {values.min()} to {values.max()}"
+        )
+    return max(1, ceil(max(values.max(), slack * max_tokens * values.sum() / tokens.sum())))
 
 
 def _key(sample: Any) -> str:

@@ -135,9 +135,9 @@ class DataConfig:
         decode_threads: Threads that read and decode, per process; null: the cores divided among the processes.
         balance: `global_batch`: data-parallel ranks exchange the microbatches of each global batch, so that all have
             the same work. `none`: each rank runs what it loads.
-        balance_attention: Cost of a pair of tokens that attend to each other, where a token costs 1; about
-            1 / (12 hidden sizes).
-        balance_patches: Cost of an image patch, where a token costs 1.
+        balance_attention: Cost of a pair of tokens that attend to each other, where a token costs 1; null: by the
+            model's configuration (`BatchCost.of_model`).
+        balance_patches: Cost of an image patch, where a token costs 1; null: by the model's configuration.
         packing_buffer_size: Samples per lane from which packs are chosen; null: no packing. Applies to training and
             validation.
         max_tokens_per_microbatch: Make microbatches of as many samples of similar length as fit into so many tokens,
@@ -169,8 +169,8 @@ class DataConfig:
     prefetch_factor: int = 2
     decode_threads: int | None = None
     balance: str = "none"
-    balance_attention: float = 0.0
-    balance_patches: float = 0.0
+    balance_attention: float | None = None
+    balance_patches: float | None = None
     packing_buffer_size: int | None = None
     max_tokens_per_microbatch: int | None = None
     packing_max_samples: int | None = None
@@ -263,6 +263,8 @@ class TrainConfig:
         deterministic: Use only deterministic algorithms, so that a resumed run repeats the losses bit for bit.
         threads: Torch threads per process; 0: torch's default.
         gradient_checkpointing: Recompute activations in the backward pass instead of keeping them.
+        time_microbatches: Microbatches of the first rank whose times are written to `microbatches.jsonl` in the run
+            folder, for `energon bench --fit-cost`; after the first ten. 0: none.
     """
 
     max_steps: int = 1000
@@ -272,6 +274,7 @@ class TrainConfig:
     deterministic: bool = True
     threads: int = 0
     gradient_checkpointing: bool = False
+    time_microbatches: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -313,6 +316,24 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class FeedbackConfig:
+    """Weights of a mix that follow the losses of its datasets, as in DoReMi.
+
+    Args:
+        reference: A JSON file with the loss per token of a reference model for each dataset of the mix, by its path;
+            null: the weights stay those of the mix.
+        every: Optimizer steps between two changes of the weights.
+        step_size: How far one change goes.
+        smoothing: Share of equal weights in the result, from 0 to 1.
+    """
+
+    reference: str | None = None
+    every: int = 100
+    step_size: float = 1.0
+    smoothing: float = 1e-3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
     """One training run.
 
@@ -332,6 +353,7 @@ class RunConfig:
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    feedback: FeedbackConfig = field(default_factory=FeedbackConfig)
 
     def __post_init__(self) -> None:
         positive: dict[str, int | None] = {
@@ -356,6 +378,10 @@ class RunConfig:
             raise ConfigurationError(
                 f"validation.limit_batches must be at least 0, got {self.validation.limit_batches} (null: all)"
             )
+        if self.train.time_microbatches < 0:
+            raise ConfigurationError(
+                f"train.time_microbatches must be at least 0, got {self.train.time_microbatches} (0: none)"
+            )
         self._check_optimizer()
         if self.data.global_batch_size % self.data.micro_batch_size:
             raise ConfigurationError(
@@ -364,6 +390,7 @@ class RunConfig:
             )
         self._check_packing()
         self._check_max_tokens()
+        self._check_feedback()
         self._check_balance()
         if (self.data.min_pixels or 0) > (self.data.max_pixels or math.inf):
             raise ConfigurationError(
@@ -397,9 +424,9 @@ class RunConfig:
         if data.balance not in ("none", "global_batch"):
             raise ConfigurationError(f"data.balance must be 'none' or 'global_batch', got {data.balance!r}")
         for name in ("balance_attention", "balance_patches"):
-            if not 0 <= (value := getattr(data, name)) < math.inf:
+            if not 0 <= ((value := getattr(data, name)) or 0.0) < math.inf:
                 raise ConfigurationError(f"data.{name} must be at least 0, got {value}")
-            if value and data.balance == "none":
+            if value is not None and data.balance == "none":
                 raise ConfigurationError(
                     f"data.{name}={value} is a cost of batches, but nothing is balanced: set data.balance=global_batch"
                 )
@@ -417,6 +444,19 @@ class RunConfig:
             raise ConfigurationError(
                 "data.shuffle_images=true exchanges the images of samples, not those of packs: run the control with "
                 "data.packing_buffer_size=null"
+            )
+
+    def _check_feedback(self) -> None:
+        settings, parallel = self.feedback, self.parallel
+        if settings.every < 1 or not 0 < settings.step_size < math.inf or not 0 <= settings.smoothing <= 1:
+            raise ConfigurationError(
+                "feedback needs every of at least 1, step_size above 0 and smoothing from 0 to 1, got "
+                f"{settings.every}, {settings.step_size} and {settings.smoothing}"
+            )
+        if settings.reference is not None and (parallel.pp > 1 or parallel.cp > 1):
+            raise ConfigurationError(
+                f"feedback.reference={settings.reference} with parallel.pp={parallel.pp}, parallel.cp={parallel.cp}: "
+                "the losses of whole samples are needed on every rank. Set both to 1, or leave the reference out"
             )
 
     def _check_max_tokens(self) -> None:

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from energon_bridge.errors import ConfigurationError
+from energon_bridge.integrations.feedback import MixFeedback
 from energon_bridge.rng import key_of
 from energon_bridge.samples.devices import normalise_on_device
 from energon_bridge.task_encoder.packed_sequences import batch_packs, pack_sequences, unpack_batch
@@ -117,6 +118,12 @@ def _sample(tokens: list[int]) -> MultiModalSample:
     )
 
 
+def record_losses(feedback: MixFeedback, batch: MultiModalBatch, losses: Tensor) -> None:
+    """Record the losses of a microbatch's tokens, (B, S) or padded to more; a masked microbatch has none."""
+    if batch.__valid__ is None or bool(batch.__valid__.any()):
+        feedback.record(batch, losses.detach()[:, : batch.loss_mask.shape[1]])
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The Lightning module: loss, optimizer, validation.
 
@@ -134,6 +141,7 @@ class VisionLanguageModule(LightningModule):
         self.image_token_id = bundle.image_token_id
         self.image_tokens = bundle.image_tokens
         self.config = config
+        self.feedback: MixFeedback | None = None
         self.last_loss: Tensor | None = None
         self.step_scale: Tensor | float = 1.0
         self._step_tokens: Tensor | None = None
@@ -198,6 +206,8 @@ class VisionLanguageModule(LightningModule):
             loss = loss + sum(0.0 * parameter.sum() for parameter in self.model.parameters() if parameter.requires_grad)
         self._step_tokens = tokens if self._step_tokens is None else self._step_tokens + tokens
         self.last_loss = loss.detach()
+        if self.feedback is not None:
+            record_losses(self.feedback, batch, losses)
         return loss
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:

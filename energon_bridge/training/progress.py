@@ -20,6 +20,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from energon_bridge.dataloader import EnergonDataloader
+from energon_bridge.task_encoder.costs import record_time
 from energon_bridge.training.module import VisionLanguageModule
 
 logger = logging.getLogger(__name__)
@@ -120,6 +121,53 @@ class ProgressReporter(Callback):
                 100 * (_wait_seconds(trainer) - self._waited) / elapsed,
             )
         self._restart_clock(trainer)
+
+
+TIMES = "microbatches.jsonl"
+"""The file of a run folder with the sizes and seconds of some microbatches."""
+_WARM_UP = 10
+
+
+class MicrobatchTimer(Callback):
+    """Write what some microbatches of the first rank hold and how long they take, for `fit_times`.
+
+    With gradient accumulation, the last microbatch of a step is left out: it waits for the gradients of other ranks.
+
+    Args:
+        path: The file.
+        count: Microbatches to write, after ten; 0: none.
+    """
+
+    def __init__(self, path: Path, *, count: int) -> None:
+        self.path = path
+        self._left = count
+        self._seen = 0
+        self._started = 0.0
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Start the clock."""
+        if self._left:
+            self._started = clock()
+            self._step = trainer.global_step
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Write a line."""
+        if not self._left or not trainer.is_global_zero:
+            return
+        self._seen += 1
+        last = trainer.global_step != self._step and trainer.accumulate_grad_batches > 1
+        if self._seen > _WARM_UP and not last:
+            self._left -= 1
+            record_time(self.path, [batch], clock() - self._started)
+
+
+def clock() -> float:
+    """Return the time, once the device has done what it was given."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def _wait_seconds(trainer: Trainer) -> float:

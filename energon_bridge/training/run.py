@@ -6,6 +6,7 @@ The run folder holds everything that belongs to the run::
     model/               a preset's model configuration, image processor and tokenizer
     checkpoints/         see `checkpoints`
     metrics.jsonl        see `progress`
+    microbatches.jsonl   times of some microbatches, if asked for
     report.html          losses, waiting, datasets, what was left out, slowest microbatches; see `integrations.report`
     predictions.jsonl    see `generation`
     export/              the trained model in the layout of transformers, if asked for
@@ -16,13 +17,14 @@ environment, and all of them are data-parallel ranks.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, cast
@@ -36,7 +38,8 @@ from lightning.pytorch.strategies import DDPStrategy
 from energon_bridge.datamodule import EnergonMultiModalDataModule, ReplicaLoading
 from energon_bridge.datasets import get_loader, get_train_dataset, get_val_dataset
 from energon_bridge.errors import ConfigurationError, EnergonError, did_you_mean
-from energon_bridge.integrations.lightning import RunReport
+from energon_bridge.integrations.feedback import DoReMi, MixFeedback
+from energon_bridge.integrations.lightning import MixFeedbackCallback, RunReport
 from energon_bridge.loader.run_plan import DatasetSpec
 from energon_bridge.rng import key_of
 from energon_bridge.task_encoder.base import TaskEncoder
@@ -53,11 +56,20 @@ from energon_bridge.training.encoder import ENCODER_SETTINGS, training_task_enco
 from energon_bridge.training.generation import exact_match, write_predictions
 from energon_bridge.training.module import VisionLanguageModule
 from energon_bridge.training.presets import ModelBundle, export_model, load_model, write_preset
-from energon_bridge.training.progress import ProgressReporter, read_losses
+from energon_bridge.training.progress import TIMES, MicrobatchTimer, ProgressReporter, read_losses
 
 logger = logging.getLogger(__name__)
 
-_OF_A_RUN = ("checkpoints", "metrics.jsonl", "predictions.jsonl", "report.html", "model", "config.yaml", "export")
+_OF_A_RUN = (
+    "checkpoints",
+    "metrics.jsonl",
+    TIMES,
+    "predictions.jsonl",
+    "report.html",
+    "model",
+    "config.yaml",
+    "export",
+)
 """What a run writes into its folder."""
 
 
@@ -93,7 +105,8 @@ def run(config: RunConfig, *, resume: bool = False, overwrite: bool = False) -> 
     # Tokenizer threads do not survive the fork of the loader's workers.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     checkpointer = Checkpointer(run_dir / "checkpoints", config.checkpoint)
-    trainer = _build_trainer(config, run_dir, checkpointer)
+    feedback = build_feedback(config)
+    trainer = _build_trainer(config, run_dir, checkpointer, feedback)
     # The process group is needed before training, so that the other ranks can wait for the first one.
     trainer.strategy.setup_environment()
     with ExitStack() as stack:
@@ -104,6 +117,7 @@ def run(config: RunConfig, *, resume: bool = False, overwrite: bool = False) -> 
         )
         bundle = load_bundle(config, run_dir / "model")
         module = VisionLanguageModule(bundle, config)
+        module.feedback = feedback
         data = stack.enter_context(closing(build_data_module(config, bundle)))
         validates = config.validation.limit_batches != 0
         if validates:
@@ -188,7 +202,11 @@ def build_data_module(
     settings = asdict(config.data)
     for name in ENCODER_SETTINGS:
         del settings[name]
-    cost = BatchCost(attention=settings.pop("balance_attention"), patches=settings.pop("balance_patches"))
+    weights = {name: settings.pop(f"balance_{name}") for name in ("attention", "patches")}
+    cost = None
+    if config.data.balance != "none":
+        of_model = BatchCost.of_model(bundle.model.config) if None in weights.values() else BatchCost()
+        cost = replace(of_model, **{name: weight for name, weight in weights.items() if weight is not None})
     return EnergonMultiModalDataModule(
         tokenizer=bundle.tokenizer,
         image_processor=bundle.image_processor,
@@ -203,7 +221,44 @@ def build_data_module(
     )
 
 
-def _build_trainer(config: RunConfig, run_dir: Path, checkpointer: Checkpointer) -> Trainer:
+def build_feedback(config: RunConfig, group: Any = None) -> MixFeedback | None:
+    """Return what moves the weights of the mix by its losses; None without a reference.
+
+    Args:
+        config: The configuration of the run.
+        group: The data-parallel process group; None: all processes.
+
+    Raises:
+        ConfigurationError: The file has no losses by dataset, or the data is no mix with weights.
+    """
+    settings = config.feedback
+    if settings.reference is None:
+        return None
+    try:
+        losses = json.loads(Path(settings.reference).read_text("utf-8"))
+        reference = {str(path): float(loss) for path, loss in losses.items()}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise ConfigurationError(
+            f"feedback.reference={settings.reference}: expected a JSON object of losses by path of the dataset: {error}"
+        ) from error
+    mix = get_train_dataset(config.data.path, batch_size=1, trust_remote_code=config.data.trust_remote_code)
+    if mix.mode != "weights":
+        raise ConfigurationError(
+            f"feedback.reference={settings.reference}: {config.data.path} is no mix of datasets with weights (blend)"
+        )
+    weights = {leaf.dataset.path: float(leaf.share) for leaf in mix.leaves}
+    if missing := sorted(set(weights) - set(reference)):
+        raise ConfigurationError(
+            f"feedback.reference={settings.reference} has no loss for {', '.join(missing)}; it has "
+            f"{', '.join(sorted(reference))}"
+        )
+    policy = DoReMi(reference=reference, step_size=settings.step_size, smoothing=settings.smoothing)
+    return MixFeedback(policy, weights, every=settings.every, group=group)
+
+
+def _build_trainer(
+    config: RunConfig, run_dir: Path, checkpointer: Checkpointer, feedback: MixFeedback | None
+) -> Trainer:
     num_nodes, devices = _launched_processes()
     accumulate = config.accumulate(num_nodes * devices)
     validation = config.validation
@@ -223,7 +278,13 @@ def _build_trainer(config: RunConfig, run_dir: Path, checkpointer: Checkpointer)
         strategy=DDPStrategy(find_unused_parameters=True) if num_nodes * devices > 1 else "auto",
         precision=config.train.precision,
         plugins=[AtomicCheckpointIO()],
-        callbacks=[reporter, report, checkpointer],  # the checkpoint of a step holds what the others know of it
+        callbacks=[
+            MicrobatchTimer(run_dir / TIMES, count=config.train.time_microbatches),
+            reporter,
+            report,
+            *([] if feedback is None else [MixFeedbackCallback(feedback)]),
+            checkpointer,
+        ],  # the checkpoint of a step holds what the others know of it
         max_steps=config.train.max_steps,
         max_epochs=-1,
         accumulate_grad_batches=accumulate,

@@ -15,6 +15,8 @@ from energon_bridge.errors import ConfigurationError
 from energon_bridge.integrations.context_parallel import (
     packed_indices,
     pad_for_context_parallel,
+    scheduler_pack,
+    scheduler_samples,
     slice_for_context_parallel,
     zigzag_indices,
 )
@@ -197,3 +199,69 @@ def test_a_rank_that_does_not_exist_is_refused(tmp_path: Path) -> None:
         slice_for_context_parallel(packed([[4]]), rank=2, size=2)
     with pytest.raises(ConfigurationError, match="cannot be padded"):
         pad_for_context_parallel({"tokens": torch.zeros(1, 3), "attention_mask": torch.zeros(1, 1, 3, 3)}, size=2)
+
+
+# Samples for megatron-core's schedulers -------------------------------------------------------------------------------
+
+
+def texts(lengths: list[int]) -> list[MultiModalSample]:
+    return [
+        MultiModalSample(
+            __key__=str(number),
+            __restore_key__=(),
+            tokens=torch.arange(length) + 100 * number,
+            labels=torch.arange(length) + 100 * number + 1,
+            loss_mask=torch.ones(length),
+            visual={},
+            answer="",
+        )
+        for number, length in enumerate(lengths)
+    ]
+
+
+@pytest.mark.parametrize("packed_rows", [False, True])
+def test_the_samples_of_a_batch_for_the_schedulers_of_megatron_core(packed_rows: bool) -> None:
+    filling, samples = PaddingValues(pad_id=0, ignore=-100), texts([3, 6, 5, 1])
+    if packed_rows:
+        packs = [pack_sequences(part, filling, multiple_of=4) for part in (samples[:2], samples[2:])]
+        batch = batch_packs(packs, filling)
+    else:
+        batch = batch_sequences(samples, 8, filling)
+    found = scheduler_samples(batch, multiple_of=4)
+    assert [one["original_seq_len"].item() for one in found] == [3, 6, 5, 1]
+    assert [one["padded_seq_len"].item() for one in found] == [4, 8, 8, 4]
+    for one, sample in zip(found, samples, strict=True):
+        size = len(sample.tokens)
+        assert one["tokens"][:size].tolist() == sample.tokens.tolist()
+        assert one["labels"].tolist() == [*sample.labels.tolist(), *[-100] * (-size % 4)]
+        assert one["loss_mask"].sum() == size
+        assert one["position_ids"].tolist() == list(range(size + -size % 4))
+    batch.__valid__ = torch.tensor([False, True]) if packed_rows else torch.tensor([True, False, True, True])
+    left = [one["tokens"][0].item() for one in scheduler_samples(batch)]
+    assert left == ([200, 300] if packed_rows else [0, 200, 300])
+
+
+def test_the_scheduler_of_megatron_core_takes_the_samples_apart_again() -> None:
+    schedule = pytest.importorskip("megatron.core.datasets.data_schedule")
+    samples = scheduler_samples(batch_sequences(texts([3, 6, 5]), 8, PaddingValues(pad_id=0, ignore=-100)))
+    unpack = schedule.HybridCPDataLoaderWrapper.unpack_batch
+    found = unpack(None, [scheduler_pack(samples[:2]), scheduler_pack(samples[2:])])
+    for one, sample in zip(found, samples, strict=True):
+        assert {name: values.tolist() for name, values in one.items()} == {
+            name: sample[name].tolist() for name in ("tokens", "labels", "loss_mask", "position_ids")
+        }
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (
+            {"tokens": torch.zeros(1, 3), "pixel_values": torch.zeros(1)},
+            "images or videos, .*: use balance='global_batch'",
+        ),
+        ({"tokens": torch.zeros(1, 3)}, "the batch has no labels, loss_mask, position_ids, attention_mask"),
+    ],
+)
+def test_batches_that_the_schedulers_cannot_take(batch: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        scheduler_samples(batch)

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
+from torch.utils.flop_counter import FlopCounterMode
 
 from energon_bridge import BatchCost
+from energon_bridge.cli.main import main
 from energon_bridge.errors import ConfigurationError
 from energon_bridge.samples import Segment
 from energon_bridge.task_encoder import attention_pairs, num_tokens, vision_patches
-from energon_bridge.task_encoder.costs import fit_cost
+from energon_bridge.task_encoder.costs import fit_cost, fit_times, record_time
 from energon_bridge.task_encoder.packed_sequences import batch_packs, pack_sequences
 from energon_bridge.task_encoder.sequences import MultiModalSample, PaddingValues, batch_sequences
 
@@ -150,3 +155,131 @@ def test_times_that_say_nothing_are_refused(times: Callable[..., float], message
 def test_few_measurements_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="expected 8 measured microbatches or more, of several sizes, got 3"):
         fit_cost(islice(measured(0, lambda t, a, p: t), 3))
+
+
+# Times of a run, written and fitted later -----------------------------------------------------------------------------
+
+
+def write_times(path: Path, count: int = 60) -> None:
+    rng = random.Random(3)
+    for _ in range(count):
+        rows, length, images = rng.randrange(1, 9), rng.randrange(50, 500), rng.randrange(6)
+        batch = {"tokens": torch.zeros(rows, length), "image_grid_thw": torch.ones(images, 3) * 4}
+        seconds = 0.002 + 1e-5 * rows * length + 2e-8 * rows * length**2 + 3e-6 * 64 * images
+        record_time(path, [batch, batch], 2 * seconds)
+
+
+def test_times_of_a_run_are_fitted_by_the_command(tmp_path: Path) -> None:
+    path = tmp_path / "microbatches.jsonl"
+    write_times(path)
+    found = fit_times(path)
+    assert found.cost.tokens == pytest.approx(1e-5, rel=1e-4)
+    assert found.cost.attention == pytest.approx(2e-8, rel=1e-4)
+    assert found.cost.patches == pytest.approx(3e-6, rel=1e-4)
+    assert found.constant == pytest.approx(0.002, rel=1e-4)
+    result = CliRunner().invoke(main, ["bench", "--fit-cost", str(path)])
+    assert result.exit_code == 0, result.output
+    assert eval(result.output.splitlines()[0].removeprefix("balance_cost=")) == found.cost
+    assert "data.balance_attention=0.002 data.balance_patches=0.3" in result.output
+    as_json = CliRunner().invoke(main, ["bench", "--fit-cost", str(path), "--json"])
+    assert json.loads(as_json.output)["cost"]["tokens"] == found.cost.tokens
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "Missing argument 'MIX': a dataset or mix to measure"),
+        (("some/data", "--fit-cost", "FILE"), "reads a file of measured times, not a dataset: leave some/data out"),
+        (("--fit-cost", "nowhere.jsonl"), "nowhere.jsonl cannot be read as a file of measured times"),
+        (("--fit-cost", "SHORT"), "expected 8 measured microbatches or more"),
+        (("--fit-cost", "WRONG"), "line 1: expected numbers tokens, attention, patches, seconds and patch_size"),
+    ],
+)
+def test_what_cannot_be_fitted_is_said(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    write_times(tmp_path / "SHORT", 3)
+    (tmp_path / "WRONG").write_text('{"step": 1}\n')
+    named = [str(tmp_path / one) if one.isupper() else one for one in arguments]
+    result = CliRunner().invoke(main, ["bench", *named])
+    assert result.exit_code
+    assert message in " ".join(result.output.split())
+
+
+# Weights from the configuration of a model ----------------------------------------------------------------------------
+
+
+SIZES = {"hidden_size": 48, "intermediate_size": 112, "num_hidden_layers": 4, "num_attention_heads": 6}
+TEXT = SIZES | {"num_key_value_heads": 2, "vocab_size": 211}
+
+
+def llava() -> tuple[Any, Any]:
+    """Return a model, and what it is given of an image."""
+    transformers = pytest.importorskip("transformers")
+    vision = transformers.CLIPVisionConfig(**SIZES, image_size=48, patch_size=4, projection_dim=32)
+    text = transformers.LlamaConfig(**TEXT, bos_token_id=1, eos_token_id=2)
+    config = transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_index=5)
+    config._attn_implementation = "eager"
+    model = transformers.LlavaForConditionalGeneration(config)
+    return model, lambda: model.get_image_features(pixel_values=torch.rand(1, 3, 48, 48))
+
+
+def qwen() -> tuple[Any, Any]:
+    transformers = pytest.importorskip("transformers")
+    text = TEXT | {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}, "bos_token_id": 1, "eos_token_id": 2}
+    sizes = {"hidden_size": 32, "out_hidden_size": 48, "depth": 4, "num_heads": 4, "intermediate_size": 96}
+    windows = {"window_size": 112, "fullatt_block_indexes": [1, 3], "patch_size": 14, "spatial_merge_size": 2}
+    config = transformers.Qwen2_5_VLConfig(text_config=text, vision_config=sizes | windows | {"temporal_patch_size": 2})
+    config._attn_implementation = "eager"
+    model = transformers.Qwen2_5_VLForConditionalGeneration(config)
+    pixels, grid = torch.rand(144, 3 * 2 * 14 * 14), torch.tensor([[1, 12, 12]])
+    return model, lambda: model.model.visual(pixels, grid)
+
+
+def operations(run: Callable[[], Any]) -> float:
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        run()
+    return float(counter.get_total_flops())
+
+
+@pytest.mark.parametrize(("make", "patches", "tolerance"), [(llava, 144, 0.02), (qwen, 144, 0.15)])
+@pytest.mark.filterwarnings("ignore")
+def test_weights_of_a_model_are_its_operations(make: Any, patches: int, tolerance: float) -> None:
+    model, image = make()
+    short, middle, long = (
+        operations(lambda n=n: model(input_ids=torch.full((1, n), 7), use_cache=False)) for n in (64, 128, 192)
+    )
+    pair = (long - 2 * middle + short) / 2 / 64**2
+    token = (middle - short - pair * (128**2 - 64**2)) / 64
+    found = BatchCost.of_model(model.config, patches_per_image=patches)
+    assert found.tokens == 1
+    assert found.attention == pytest.approx(pair / 2 / token, rel=1e-6)  # causal attention computes half
+    assert found.patches == pytest.approx(operations(image) / patches / token, rel=tolerance)
+    assert found.patch_size == model.config.vision_config.patch_size
+    frozen = BatchCost.of_model(model.config, patches_per_image=patches, frozen_vision=True)
+    assert frozen.patches == pytest.approx(found.patches / 3)
+    alone = BatchCost.of_model(model.config.get_text_config())
+    assert (alone.attention, alone.patches) == (found.attention, 0)
+
+
+def test_weights_of_published_sizes() -> None:
+    """LLaVA-1.5 7B: 0.3 of 6.7 billion parameters are the vision encoder's."""
+    transformers = pytest.importorskip("transformers")
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=1024,
+        intermediate_size=4096,
+        num_hidden_layers=24,
+        num_attention_heads=16,
+        image_size=336,
+        patch_size=14,
+    )
+    text = transformers.LlamaConfig(vocab_size=32_064)
+    found = BatchCost.of_model(transformers.LlavaConfig(vision_config=vision, text_config=text))
+    assert found.attention == pytest.approx(1 / (12 * 4096), rel=0.05)
+    assert found.patches == pytest.approx(0.3 / 6.7, rel=0.15)
+
+
+def test_a_configuration_without_sizes_is_named() -> None:
+    class Odd:
+        hidden_size = 8
+
+    with pytest.raises(ConfigurationError, match="a Odd has no num_hidden_layers or depth: give the weights yourself"):
+        BatchCost.of_model(Odd())

@@ -7,6 +7,8 @@ within the rounding of sums.
 from __future__ import annotations
 
 import io
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from run_outputs import read_losses
 
 from energon_bridge.dataloader import EnergonDataloader
 from energon_bridge.datasets import get_loader, get_train_dataset
+from energon_bridge.errors import ConfigurationError
 from energon_bridge.prepare import parse_patterns, prepare_dataset, render_dataset_yaml
 from energon_bridge.testing import create_captioning_test_dataset, write_shard
 from energon_bridge.topology import WorkerConfig
@@ -35,6 +38,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*")
 
 BALANCED = ("data.balance=global_batch", "data.balance_attention=0.01", "data.balance_patches=0.1")
 GLOBAL = ("data.micro_batch_size=1", "data.global_batch_size=8", "train.max_steps=3", "validation.limit_batches=1")
+GLOBAL += ("train.time_microbatches=4",)
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +63,7 @@ def test_megatron_core_learns_the_same(dataset: Path, tmp_path: Path) -> None:
         False,
         True,
     ]
+    assert times(plain) == 1  # of a step, after two
 
 
 def test_lightning_learns_the_same(dataset: Path, tmp_path: Path) -> None:
@@ -71,11 +76,19 @@ def test_lightning_learns_the_same(dataset: Path, tmp_path: Path) -> None:
     assert whole(before) == whole(after)
     assert losses(configs[1]) == pytest.approx(losses(configs[0]), rel=1e-5)
     assert len(losses(configs[0])) == 3
+    assert times(configs[0]) == 1  # after ten, and not the last one of a step
 
 
 def whole(ranks: list[list[str]]) -> list[list[str]]:
     """Return the sorted keys of each global batch."""
     return [sorted(key for keys in ranks for key in keys[start : start + 4]) for start in range(0, 12, 4)]
+
+
+def times(config: Any) -> int:
+    """Return the number of microbatches, or steps, that were timed."""
+    lines = [json.loads(line) for line in (Path(config.run_dir) / "microbatches.jsonl").read_text().splitlines()]
+    assert all(line["seconds"] > 0 and line["tokens"] > 0 for line in lines)
+    return len(lines)
 
 
 def run_on_two_ranks(config: Any) -> list[list[str]]:
@@ -209,3 +222,72 @@ def test_megatron_core_trains_on_a_budget_of_tokens_alike_on_any_ranks(uneven: P
         assert others == keys
         if name != "stages":  # which begin with other weights
             assert found == pytest.approx(expected, rel=1e-5), name
+
+
+# Weights that follow the losses ---------------------------------------------------------------------------------------
+
+
+def changes_in(checkpoint: Path) -> list[Any]:
+    """Return the changes of the weights, each with its global draw, that a checkpoint has."""
+    if checkpoint.is_dir():
+        return torch.load(checkpoint / "run.pt", weights_only=True)["feedback"]["changes"]
+    return torch.load(checkpoint, weights_only=False)["callbacks"]["MixFeedbackCallback"]["changes"]
+
+
+@pytest.mark.parametrize("trainer", ["lightning", "megatron"])
+def test_feedback_of_the_script_moves_the_weights_and_resumes_exactly(
+    trainer: str, uneven: Path, dataset: Path, tmp_path: Path
+) -> None:
+    mix = tmp_path / "mix.yaml"
+    mix.write_text(
+        "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train:\n    blend:\n"
+        f"    - {{weight: 0.5, path: {uneven}}}\n    - {{weight: 0.5, path: {dataset}}}\n"
+        f"  val:\n    path: {uneven}\n"
+    )
+    reference = tmp_path / "reference.json"
+    reference.write_text(json.dumps({str(uneven): 0.0, str(dataset): 100.0}))  # the second is learned already
+    config = configuration(
+        mix,
+        tmp_path / "run",
+        f"trainer={trainer}",
+        "train.max_steps=4",
+        "checkpoint.interval=2",
+        "validation.limit_batches=1",
+        f"feedback.reference={reference}",
+        "feedback.every=1",
+        "feedback.step_size=0.2",
+    )
+
+    def run(resume: bool) -> list[list[str]]:
+        if trainer == "megatron":
+            return train(config, 1, resume=resume)[1]
+
+        def start(rank: int) -> list[list[str]]:
+            keys: list[list[str]] = []
+            original = EnergonDataloader._next_of
+
+            def recorded(self: EnergonDataloader, stream: Any) -> Any:
+                batch = original(self, stream)
+                keys.extend([list(batch.__key__)] if self.endless else [])
+                return batch
+
+            EnergonDataloader._next_of = recorded  # type: ignore[method-assign]
+            training.run(config, resume=resume)
+            return keys
+
+        return run_forked(1, start)[0]
+
+    whole = run(False)
+    found = losses(config)
+    checkpoints = sorted((tmp_path / "run" / "checkpoints").iterdir())
+    saved = checkpoints.pop()
+    changed = changes_in(saved)
+    assert len(changed) == 4
+    assert 0.5 < changed[0][1][str(uneven)] < changed[-1][1][str(uneven)]
+    shutil.rmtree(saved) if saved.is_dir() else saved.unlink()
+    assert checkpoints
+    assert run(True) == whole[len(whole) // 2 :]
+    assert losses(config) == found
+    reference.write_text(json.dumps({str(uneven): 1.0}))
+    with pytest.raises(ConfigurationError, match=f"has no loss for {dataset}"):
+        training.build_feedback(config)

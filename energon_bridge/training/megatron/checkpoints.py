@@ -60,7 +60,15 @@ def complete_checkpoints(folder: Path) -> list[Path]:
     return complete
 
 
-def save_checkpoint(training: Training, folder: Path, step: int, data: dict[str, Any], *, keep: int) -> None:
+def save_checkpoint(
+    training: Training,
+    folder: Path,
+    step: int,
+    data: dict[str, Any],
+    *,
+    keep: int,
+    feedback: dict[str, Any] | None = None,
+) -> None:
     """Write a checkpoint and remove old ones; all ranks must call this.
 
     Args:
@@ -69,6 +77,7 @@ def save_checkpoint(training: Training, folder: Path, step: int, data: dict[str,
         step: Optimizer steps done.
         data: The state of the data of the whole run.
         keep: Number of checkpoints to keep, the latest ones; 0 keeps all.
+        feedback: The state of the weights that follow the losses.
     """
     target = checkpoint_folder(folder, step)
     part = target.with_name(f".{target.name}.part")
@@ -81,15 +90,16 @@ def save_checkpoint(training: Training, folder: Path, step: int, data: dict[str,
         _parts(training, is_loading=False), str(part), SynchronousSave(), content_metadata=_SHARDING
     )
     if training.ranks.main:
-        torch.save({"step": step, "data": data, "model": _sizes(training)}, part / _RUN)
+        run = {"step": step, "data": data, "feedback": feedback, "model": _sizes(training)}
+        torch.save(run, part / _RUN)
         _finish(part, target)
         for old in complete_checkpoints(folder)[:-keep] if keep else []:
             shutil.rmtree(old)
     dist.barrier()
 
 
-def load_checkpoint(training: Training, path: Path) -> tuple[int, dict[str, Any]]:
-    """Load a checkpoint; all ranks must call this. Return its step and the state of its data.
+def load_checkpoint(training: Training, path: Path) -> tuple[int, dict[str, Any], dict[str, Any] | None]:
+    """Load a checkpoint; all ranks must call this. Return its step, and the states of its data and its feedback.
 
     Raises:
         ConfigurationError: The model has other sizes than the one in the checkpoint.
@@ -105,7 +115,7 @@ def load_checkpoint(training: Training, path: Path) -> tuple[int, dict[str, Any]
     state = dist_checkpointing.load(_parts(training, is_loading=True), str(path))
     training.part.load_state_dict(state["model"])
     training.optimizer.load_state_dict(state["optimizer"])
-    return int(run["step"]), run["data"]
+    return int(run["step"]), run["data"], run.get("feedback")
 
 
 def _sizes(training: Training) -> dict[str, str | int]:

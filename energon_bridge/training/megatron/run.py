@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,11 @@ from torch import Tensor
 from energon_bridge.dataloader import EnergonDataloader
 from energon_bridge.datamodule import EnergonMultiModalDataModule
 from energon_bridge.errors import ConfigurationError
+from energon_bridge.integrations.feedback import MixFeedback
 from energon_bridge.integrations.report import RunRecorder, gathered, summary
 from energon_bridge.integrations.report_page import write_report
 from energon_bridge.samples.devices import normalise_on_device
+from energon_bridge.task_encoder.costs import record_time
 from energon_bridge.task_encoder.multimodal import MultiModalBatch
 from energon_bridge.task_encoder.packed_sequences import unpack_batch
 from energon_bridge.task_encoder.sequences import PaddingValues
@@ -56,11 +59,13 @@ from energon_bridge.training.megatron.step import (
     train_step,
     writing_inputs,
 )
+from energon_bridge.training.module import record_losses
 from energon_bridge.training.presets import ModelBundle
-from energon_bridge.training.progress import append_metrics, read_losses
+from energon_bridge.training.progress import TIMES, append_metrics, clock, read_losses
 from energon_bridge.training.run import (
     RunResult,
     build_data_module,
+    build_feedback,
     kept_description,
     load_bundle,
     main_rank_first,
@@ -69,6 +74,9 @@ from energon_bridge.training.run import (
 )
 
 logger = logging.getLogger(__name__)
+
+_WARM_UP = 2
+"""Steps that are not timed."""
 
 
 class Progress:
@@ -167,7 +175,9 @@ def _train(training: Training, bundle: ModelBundle, data: EnergonMultiModalDataM
     run_dir = Path(config.run_dir)
     loader = data.train_dataloader()
     microbatches = RerunDataIterator(loader)  # what Megatron-LM's loop reads through
-    step = _resume(training, loader, run_dir / "checkpoints") if resume else 0
+    feedback = build_feedback(config, ranks.groups.dp)
+    record = None if feedback is None else partial(record_losses, feedback)
+    step = _resume(training, loader, run_dir / "checkpoints", feedback) if resume else 0
     progress = Progress(run_dir / "metrics.jsonl", ranks, loader, max_steps=config.train.max_steps)
     accumulate = config.accumulate(ranks.groups.dp.size())
     recorder = RunRecorder()
@@ -181,9 +191,15 @@ def _train(training: Training, bundle: ModelBundle, data: EnergonMultiModalDataM
                 batches.append(next(microbatches))
                 recorder.microbatch(loader, batches[-1], step + 1)
             lr = learning_rate(config, step)
-            sums, norm = train_step(training, batches, step)
+            timed = ranks.main and step >= _WARM_UP and step - _WARM_UP < config.train.time_microbatches // accumulate
+            started = clock() if timed else 0.0
+            sums, norm = train_step(training, batches, step, record)
+            if timed:
+                record_time(run_dir / TIMES, batches, clock() - started)
             microbatches.advance()
             step += 1
+            if feedback is not None:
+                feedback.step(loader)
             progress.add(step, lr, sums, samples=sum(map(_real_samples, batches)))
             recorder.step(loader, step, None)
             last = step == config.train.max_steps
@@ -195,8 +211,14 @@ def _train(training: Training, bundle: ModelBundle, data: EnergonMultiModalDataM
                 if logs and loss is not None:
                     progress.log(step, lr, loss, norm)
             if saves:
-                state = loader.state_dict()
-                save_checkpoint(training, run_dir / "checkpoints", step, state, keep=config.checkpoint.keep)
+                save_checkpoint(
+                    training,
+                    run_dir / "checkpoints",
+                    step,
+                    loader.state_dict(),
+                    keep=config.checkpoint.keep,
+                    feedback=None if feedback is None else feedback.state_dict(),
+                )
             if not stop and config.validation.interval and step % config.validation.interval == 0:
                 validated = (step, *_validate(training, bundle, data))
                 progress.restart_clock()
@@ -223,7 +245,7 @@ def _report(config: RunConfig, ranks: Ranks, recorder: RunRecorder, loader: Ener
         write_report(run_dir / "report.html", found, recorder, title=report_title(config))
 
 
-def _resume(training: Training, loader: Any, folder: Path) -> int:
+def _resume(training: Training, loader: Any, folder: Path, feedback: MixFeedback | None) -> int:
     """Continue from the latest complete checkpoint; return the optimizer steps done, 0 without a checkpoint."""
     newest: list[str | None] = [None]
     if training.ranks.main and (complete := complete_checkpoints(folder)):
@@ -232,8 +254,10 @@ def _resume(training: Training, loader: Any, folder: Path) -> int:
     if newest[0] is None:
         return 0
     logger.info("resuming from %s", newest[0])
-    step, state = load_checkpoint(training, Path(newest[0]))
+    step, state, of_feedback = load_checkpoint(training, Path(newest[0]))
     loader.load_state_dict(state)
+    if feedback is not None and of_feedback is not None:
+        feedback.load_state_dict(of_feedback)
     return step
 
 

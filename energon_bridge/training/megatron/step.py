@@ -103,6 +103,9 @@ def _mask(positions: Tensor, ranks: Ranks, *, packed: bool) -> Tensor | None:
 # One optimizer step, and the loss of a microbatch, by megatron-core's schedules.
 
 
+Record = Callable[[MultiModalBatch, Tensor], None]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Training:
     """A model in training: this rank's part of it, wrapped for data parallelism, and its optimizer."""
@@ -150,13 +153,16 @@ def prepare_training(llava: Llava, config: RunConfig, ranks: Ranks) -> Training:
     return Training(config=config, ranks=ranks, model=model, optimizer=optimizer)
 
 
-def train_step(training: Training, batches: Sequence[MultiModalBatch], step: int) -> tuple[Tensor, float]:
+def train_step(
+    training: Training, batches: Sequence[MultiModalBatch], step: int, record: Record | None = None
+) -> tuple[Tensor, float]:
     """Train on the microbatches of one optimizer step.
 
     Args:
         training: What is trained.
         batches: This replica's microbatches of the step.
         step: Optimizer steps before this one.
+        record: Called with each microbatch and the losses of its tokens, without pipeline and context parallelism.
 
     Returns:
         This rank's sum of losses and number of tokens with loss, float64 (2,), zeros on all but the last stage; and the
@@ -167,7 +173,7 @@ def train_step(training: Training, batches: Sequence[MultiModalBatch], step: int
         group["lr"] = lr
     training.model.zero_grad_buffer()
     training.optimizer.zero_grad()
-    sums = run_schedule(training, batches, forward_only=False)
+    sums = run_schedule(training, batches, forward_only=False, record=record)
     _, norm, _ = training.optimizer.step()
     return sums, float(norm)
 
@@ -177,10 +183,16 @@ def learning_rate(config: RunConfig, step: int) -> float:
     return config.optimizer.lr * learning_rate_factor(config.optimizer, step, config.train.max_steps)
 
 
-def run_schedule(training: Training, batches: Sequence[MultiModalBatch], *, forward_only: bool) -> Tensor:
+def run_schedule(
+    training: Training, batches: Sequence[MultiModalBatch], *, forward_only: bool, record: Record | None = None
+) -> Tensor:
     """Return this rank's sum of losses and number of tokens with loss, float64 (2,)."""
     inputs = (training_inputs(batch, training.ranks) for batch in batches)
-    reported = _run(training, inputs, len(batches), forward_only=forward_only)
+    step = _forward_step
+    if record is not None:
+        in_turn = iter(batches)
+        step = partial(_forward_step, record=lambda losses: record(next(in_turn), losses))
+    reported = _run(training, inputs, len(batches), forward_step_func=step, forward_only=forward_only)
     sums = torch.zeros(2, dtype=torch.float64, device=training.ranks.device)
     return torch.stack([*(report["loss"] for report in reported), sums]).sum(dim=0)
 
@@ -197,10 +209,16 @@ def over_replicas(sums: Tensor, ranks: Ranks) -> Tensor:
     return ranks.from_last_stage(sums)
 
 
-def _run(training: Training, inputs: Iterable[Inputs], count: int, **kwargs: Any) -> list[Any]:
+def _run(
+    training: Training,
+    inputs: Iterable[Inputs],
+    count: int,
+    forward_step_func: Callable[..., Any] | None = None,
+    **kwargs: Any,
+) -> list[Any]:
     longest = training.config.data.seq_length
     results: list[Any] = get_forward_backward_func()(
-        forward_step_func=_forward_step,
+        forward_step_func=forward_step_func or _forward_step,
         data_iterator=iter(inputs),
         model=[training.model],
         num_microbatches=count,
@@ -212,9 +230,13 @@ def _run(training: Training, inputs: Iterable[Inputs], count: int, **kwargs: Any
     return results
 
 
-def _forward_step(data: Iterator[Inputs], model: Any) -> tuple[Tensor, Callable[..., Any]]:
+def _forward_step(
+    data: Iterator[Inputs], model: Any, record: Callable[[Tensor], None] | None = None
+) -> tuple[Tensor, Callable[..., Any]]:
     inputs = next(data)
     output = model(inputs.tokens, inputs.pixel_values, inputs.attention_mask, inputs.labels)
+    if record is not None:
+        record(output.detach())
     return output, partial(_loss, inputs.loss_mask)
 
 
