@@ -149,11 +149,11 @@ def descendants(pid: int) -> Iterator[int]:
 
 
 def ray_workers() -> list[int]:
-    """Return the workers of the cluster of this process."""
+    """Return the workers of the cluster of this process, without its agents, with which a node ends."""
     found = []
     for pid in descendants(os.getpid()):
         with suppress(OSError):
-            if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::"):
+            if Path(f"/proc/{pid}/cmdline").read_bytes().startswith((b"ray::_call", b"ray::IDLE")):
                 found.append(pid)
     return found
 

@@ -30,7 +30,7 @@ from energon_bridge.prepare.convert import (
     propose_samples_per_shard,
 )
 from energon_bridge.prepare.sources import KINDS, open_source
-from energon_bridge.prepare.sources.hub import download, is_hub
+from energon_bridge.prepare.sources.hub import download, is_hub, stream
 from energon_bridge.prepare.split import SplitRule, parse_ratio
 from energon_bridge.rows.base import Layout, Source, check_layout, first_rows
 from energon_bridge.samples import CrudeSample, sample_type_by_name
@@ -45,6 +45,7 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option("--kind", type=click.Choice(KINDS), default=None, help="What the source is, if it is not recognised.")
 @click.option("--media", type=click.Path(path_type=Path), help="Folder that paths are relative to. [default: beside]")
+@click.option("--stream", "streaming", is_flag=True, help="Of the hub: read parquet files by ranges; no download.")
 @click.option("--sample-type", default=None, help="Class name: CaptioningSample, CrudeSample, ...")
 @click.option(
     "--field", "fields", multiple=True, metavar="FIELD=COLUMN", help="Column of a field: caption=captions[0]."
@@ -73,6 +74,7 @@ def command(
     out: Path,
     kind: str | None,
     media: Path | None,
+    streaming: bool,
     sample_type: str | None,
     fields: tuple[str, ...],
     split_ratio: str | None,
@@ -109,7 +111,7 @@ def command(
     energon convert metadata.csv data/faces --field caption=description
     energon convert tars data/shuffled --shuffle 1 --bytes-per-shard 1Gi
     energon convert photos data/small --max-pixels 1000000
-    energon convert hf://OWNER/NAME data/name
+    energon convert hf://OWNER/NAME data/name --stream
     energon convert big.parquet data/big --task $SLURM_ARRAY_TASK_ID/16
     """
     share = task_of(task, finish=finish)
@@ -117,9 +119,12 @@ def command(
         raise ConfigurationError(f"{out}: is the source itself. Write to another folder.")
     limit = _size(bytes_per_shard) if bytes_per_shard is not None else None
     workers = num_workers or min(16, available_cores())
-    if is_hub(source):
-        source = download(source)
-    opened = open_source(source, kind=kind, media=media, numbered=keys == "number", num_workers=workers)
+    if streaming:
+        _check_streaming(source, shuffle, limit)
+        opened = stream(source)
+    else:
+        source = download(source) if is_hub(source) else source
+        opened = open_source(source, kind=kind, media=media, numbered=keys == "number", num_workers=workers)
     asking = (_is_terminal() and not task and not finish) if ask is None else ask
     click.echo(f"{source}: {opened.kind}, {count_of(len(opened), 'sample')}.")
     check_first_files(opened)
@@ -156,6 +161,16 @@ def command(
         done = convert(opened, out, options, num_workers=doing, overwrite=overwrite, finish=finish, progress=advance)
     _report(out, done, options)
     return asdict(done)
+
+
+def _check_streaming(source: Path, shuffle: int | None, limit: int | None) -> None:
+    if not is_hub(source):
+        raise ConfigurationError(f"{source}: --stream is for datasets of the hub, hf://OWNER/NAME. Leave it out.")
+    if shuffle is not None or limit is not None:
+        raise ConfigurationError(
+            "--stream reads files from front to back: with --shuffle or --bytes-per-shard, they would be read many "
+            "times. Leave --stream out, or give --samples-per-shard and shuffle the dataset afterwards."
+        )
 
 
 def _is_terminal() -> bool:
