@@ -354,6 +354,8 @@ def test_images_become_smaller_if_asked(tmp_path):
         "WEBP",
     ]
     assert [name for name in pictures if out[name] == pictures[name]] == ["d.jpg", "e.gif"]
+    shown = convert(source, tmp_path / "none", *flags, "--max-pixels", 5000, "--dry-run").output
+    assert "Sizes are those before images become smaller." in shown
     again = members(converted(source, tmp_path / "two", *flags, "--max-pixels", 5000, "--num-workers", 2))
     assert again == out
     low = members(converted(source, tmp_path / "low", *flags, "--quality", 30))
@@ -374,7 +376,7 @@ def test_images_that_cannot_become_smaller(tmp_path):
     assert "a.0.JPG: the part 'jpg' cannot be made smaller: UnidentifiedImageError" in message.replace("\n", " ")
     assert len(read(converted(source, tmp_path / "out", "--quality", 50, "--on-error", "skip"))) == 4
     message = refused(source, tmp_path / "other", "--max-pixels", 50, "--bytes-per-shard", "1M")
-    assert "give samples_per_shard (--samples-per-shard)" in message.replace("\n", " ")
+    assert "give --samples-per-shard with --max-pixels" in message.replace("\n", " ")
 
 
 def test_a_dry_run_shows_and_writes_nothing(tmp_path):

@@ -270,6 +270,8 @@ def _show(source: Source, options: ConvertOptions) -> None:
     else:
         parts = ", ".join(f"{name} {float(share):g}" for name, share in options.split.ratios if share)
     click.echo(f"Split: {parts}")
+    if options.reencodes:
+        click.echo("Sizes are those before images become smaller.")
     for number in range(min(_SHOWN, len(source))):
         try:
             sample = source.sample(number, layout)
