@@ -1,0 +1,235 @@
+"""kill -9 at random moments of `convert`, `prepare` and `columns`, by processes, tasks and a Ray cluster.
+
+The command is started again until it ends, and all of it is done again until there were enough kills. Each end has the
+bytes of a run that was left alone, and nobody who opens the dataset in between gets half of one.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from paths import REPOSITORY
+from sources import content, llava
+from tar_builder import read_all, write_texts
+
+from energon_bridge.errors import DatasetNotFoundError, NotPreparedError
+from energon_bridge.format import open_dataset
+from energon_bridge.format.columns import column_of, read_columns
+from energon_bridge.prepare import parse_ratio, prepare_dataset, render_dataset_yaml
+from energon_bridge.storage import open_store
+
+KILLS = 50 if os.environ.get("ENERGON_LONG_TESTS") else 2
+SEED = os.environ.get("ENERGON_TEST_SEED", "0")
+TASKS = 3
+SCRIPT = (
+    "import sys; from energon_bridge.cli.main import main; print('go', flush=True); sys.stdout = sys.stderr; main()"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """A command on fresh data: `line` without the engine, `task_line` for tasks; `clear` undoes what it has done."""
+
+    root: Path
+    line: list[str]
+    task_line: list[str]
+    clear: Callable[[], object]
+    look: Callable[[], int | None]
+    """Read what a reader would read: the samples, or None if nothing is there yet."""
+
+    def result(self) -> dict[str, bytes]:
+        return {name: data for name, data in content(self.root).items() if name != ".nv-meta/index.uuid"}
+
+
+def samples_of(root: Path) -> int | None:
+    try:
+        dataset = open_dataset(root, split_part="train")
+    except (NotPreparedError, DatasetNotFoundError):
+        return None
+    return len(read_all(dataset))
+
+
+def values_of(root: Path) -> int | None:
+    columns = read_columns(open_store(root))
+    return len(column_of(open_dataset(root, split_part="train"), "hash", columns)) if columns else None
+
+
+def convert_work(folder: Path) -> Work:
+    source, media, _ = llava(folder / "in", 400)
+    root = folder / "out"
+    line = ["convert", str(source), str(root), *map(str, media), "--samples-per-shard", "8", "--shuffle", "1"]
+    line += ["--split-ratio", "1,0,0", "--no-ask"]
+    return Work(root=root, line=line, task_line=line, clear=lambda: shutil.rmtree(root), look=lambda: samples_of(root))
+
+
+def texts(root: Path) -> Path:
+    return write_texts(root, {f"{'ab'[n % 2]}/s_{n:03d}.tar": [f"{n}-{k}" for k in range(20)] for n in range(100)})
+
+
+def prepare_work(folder: Path) -> Work:
+    root = texts(folder / "data")
+    for tar in root.rglob("*.tar"):
+        os.utime(tar, (1, 1))  # tars.json has the times
+
+    def clear() -> None:
+        shutil.rmtree(root / ".nv-meta")
+        for index in root.rglob("*.idx"):
+            index.unlink()
+
+    flags = ["--split-ratio", "1,0,0", "--sample-type", "TextSample", "--field-map", '{"text": "txt"}']
+    line = ["prepare", str(root), "--non-interactive", "--force-overwrite"]
+    return Work(root=root, line=[*line, *flags], task_line=line, clear=clear, look=lambda: samples_of(root))
+
+
+def columns_work(folder: Path) -> Work:
+    root = texts(folder / "data")
+    text_yaml = render_dataset_yaml("TextSample", {"text": "txt"})
+    prepare_dataset(root, split=parse_ratio("1,0,0"), dataset_yaml=text_yaml, key_index=False)
+    (root / ".nv-meta/tars.json").unlink()  # it has the times of the tars
+    line = ["columns", "add", str(root), "--hash"]
+    return Work(
+        root=root,
+        line=line,
+        task_line=line,
+        clear=lambda: shutil.rmtree(root / ".nv-meta/columns"),
+        look=lambda: values_of(root),
+    )
+
+
+WORK = {"convert": convert_work, "prepare": prepare_work, "columns": columns_work}
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[str]:
+    """Start a Ray cluster of two nodes on this machine, each with processes of its own; return its address."""
+    pytest.importorskip("ray", reason="ray is not installed (extra ray)")
+    from ray.cluster_utils import Cluster
+
+    patient = {"health_check_timeout_ms": 600_000, "health_check_failure_threshold": 100}  # on a busy machine
+    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "_system_config": patient})
+    nodes.add_node(num_cpus=1)
+    yield nodes.address
+    nodes.shutdown()
+
+
+def stages_of(work: Work, engine: str, request: pytest.FixtureRequest) -> list[list[list[str]]]:
+    """Return the command lines, stage by stage; those of a stage run at the same time."""
+    if engine == "tasks":
+        shares = [[*work.task_line, "--task", f"{number}/{TASKS}", "--num-workers", "1"] for number in range(TASKS)]
+        return [shares, [[*work.line, "--finish"]]]
+    if engine == "ray":
+        return [[[*work.line, "--engine", "ray", "--address", request.getfixturevalue("cluster")]]]
+    return [[[*work.line, "--num-workers", "2"]]]
+
+
+def start(line: list[str]) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-c", SCRIPT, *line, "--no-progress"]
+    environment = os.environ | {"PYTHONPATH": f"{REPOSITORY}"}
+    return subprocess.Popen(
+        command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+    )
+
+
+def descendants(pid: int) -> Iterator[int]:
+    with suppress(OSError):
+        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+            yield int(child)
+            yield from descendants(int(child))
+
+
+def ray_workers() -> list[int]:
+    """Return the workers of the cluster of this process, without its agents, with which a node ends."""
+    found = []
+    for pid in descendants(os.getpid()):
+        with suppress(OSError):
+            if Path(f"/proc/{pid}/cmdline").read_bytes().startswith((b"ray::_call", b"ray::IDLE")):
+                found.append(pid)
+    return found
+
+
+def kill(process: subprocess.Popen[bytes], rng: random.Random) -> None:
+    """Kill the process, or one of those that work for it, or all that it started at once."""
+    workers = [*descendants(process.pid), *ray_workers()]
+    choice = rng.random()
+    with suppress(ProcessLookupError):
+        if choice < 0.6 or not workers:
+            process.kill()
+        elif choice < 0.8:
+            os.kill(rng.choice(workers), signal.SIGKILL)
+        else:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def run(
+    lines: list[list[str]], after: float | None, rng: random.Random, look: Callable[[], Any]
+) -> tuple[list[list[str]], bool]:
+    """Run lines at the same time, and kill one of them after some seconds.
+
+    Returns those that have to run again, and whether one was killed before it ended.
+    """
+    running = [start(line) for line in lines]
+    for process in running:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"go\n"
+    moment, killed = None if after is None else time.monotonic() + after, False
+    while alive := [process for process in running if process.poll() is None]:
+        if moment is not None and time.monotonic() >= moment:
+            kill(rng.choice(alive), rng)
+            moment, killed = None, True
+        look()
+        time.sleep(0.01)
+    again = []
+    for line, process in zip(lines, running, strict=True):
+        said = process.communicate()[1].decode()
+        by_us = process.returncode == -signal.SIGKILL or "a worker process was killed" in said
+        assert process.returncode == 0 or (by_us and killed), said
+        if process.returncode:
+            again.append(line)
+    return again, killed
+
+
+@pytest.mark.parametrize("engine", ["processes", "tasks", "ray"])
+@pytest.mark.parametrize("command", WORK)
+def test_killed_at_random_moments(command: str, engine: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    seed = random.randrange(1 << 30) if SEED == "random" else int(SEED)
+    print(f"ENERGON_TEST_SEED={seed}")  # noqa: T201
+    rng = random.Random(f"{seed} {command} {engine}")
+    work = WORK[command](tmp_path)
+    stages = stages_of(work, engine, request)
+    durations = []
+    for lines in stages:
+        began = time.monotonic()
+        assert run(lines, None, rng, lambda: None) == ([], False)
+        durations.append(time.monotonic() - began)
+    expected, complete = work.result(), work.look()
+    assert complete
+    seen: set[int | None] = set()
+
+    def look() -> None:
+        seen.add(work.look())
+
+    killed, ends = 0, 0
+    while killed < KILLS:
+        work.clear()
+        for lines, seconds in zip(stages, durations, strict=True):
+            left = lines
+            while left:
+                after = rng.uniform(0, seconds) if killed < KILLS else None
+                left, was_killed = run(left, after, rng, look)
+                killed += was_killed
+        assert work.result() == expected
+        ends += 1
+    assert seen <= {None, complete}
+    print(f"{killed} kills, {ends} ends")  # noqa: T201
