@@ -12,8 +12,8 @@ from multimodal import IMAGE, CharacterTokenizer, caption, encoder, picture
 from energon_bridge.errors import SampleError
 from energon_bridge.samples import (
     CaptioningSample,
-    ImageClassificationSample,
     CrudeSample,
+    ImageClassificationSample,
     InterleavedSample,
     MultiChoiceVQASample,
     OCRSample,
