@@ -5,6 +5,7 @@ On a terminal each proposal is a question that Enter accepts; elsewhere the prop
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import numpy as np
 
 from energon_bridge.cli.assistant import shorten
 from energon_bridge.cli.engines import engine_options, task_of, task_options, workers_of
@@ -21,6 +23,8 @@ from energon_bridge.cli.progress import shard_progress
 from energon_bridge.errors import ConfigurationError, SourceError
 from energon_bridge.format.field_map import describe_fields
 from energon_bridge.format.parallel import available_cores
+from energon_bridge.format.tar import parse_sample
+from energon_bridge.format.tar_index import index_name
 from energon_bridge.prepare.convert import (
     Converted,
     ConvertOptions,
@@ -33,10 +37,12 @@ from energon_bridge.prepare.sources import KINDS, open_source
 from energon_bridge.prepare.sources.hub import download, is_hub, stream
 from energon_bridge.prepare.split import SplitRule, parse_ratio
 from energon_bridge.rows.base import Layout, Source, check_layout, first_rows
+from energon_bridge.rows.lists import CONVERSATIONS
 from energon_bridge.samples import CrudeSample, sample_type_by_name
+from energon_bridge.storage import open_store
 
 _SHOWN = 3
-_TRAINED = ("CaptioningSample", "VQASample")
+_TRAINED = ("CaptioningSample", "ImageClassificationSample", "VQASample")
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
 
@@ -304,8 +310,22 @@ def _report(out: Path, done: Converted, options: ConvertOptions) -> None:
     total = count_of(sum(done.shard_counts.values()), "sample")
     click.echo(f"Done: {total} in {count_of(len(done.shard_counts), 'shard')} in {out}.")
     layout = options.layout
-    if layout.is_crude or layout.sample_type in _TRAINED:
+    if layout.sample_type in _TRAINED or (layout.is_crude and _has_turns(out, next(iter(done.shard_counts)))):
         click.echo(f"Try it with a tiny model: {train_line(out)}")
+    else:
+        click.echo(f"Look at it: energon preview {out}")
+
+
+def _has_turns(out: Path, shard: str) -> bool:
+    """Whether the first sample of a shard is a conversation, which training needs no cooker for."""
+    store = open_store(out)
+    start, end = np.frombuffer(store.read_range(index_name(shard), 0, 16), "<u8").tolist()
+    _, parts = parse_sample(store.read_range(shard, start, end - start), where=store.url(shard))
+    try:
+        values = json.loads(bytes(parts.get("json", b"")))
+    except ValueError:
+        return False
+    return isinstance(values, dict) and any(name in values for name in CONVERSATIONS)
 
 
 def train_line(out: Path) -> str:

@@ -472,7 +472,7 @@ def test_stopped_at_each_file_that_is_moved(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SOURCES if LONG else ["llava"])
+@pytest.mark.parametrize("name", [name for name in SOURCES if name != "tars"] if LONG else ["llava"])
 def test_it_trains_by_the_line_that_is_shown(tmp_path, name):
     source, flags, _ = SOURCES[name](tmp_path / "in", 40)
     result = convert(source, tmp_path / "out", *flags, "--split-ratio", "4,1,0")
@@ -482,6 +482,13 @@ def test_it_trains_by_the_line_that_is_shown(tmp_path, name):
     done = subprocess.run([sys.executable, *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "loss" in (done.stdout + done.stderr)
+
+
+def test_no_training_is_shown_for_samples_that_need_a_cooker(tmp_path):
+    source, flags, _ = tars(tmp_path / "in", 6)
+    output = convert(source, tmp_path / "out", *flags).output
+    assert f"Look at it: energon preview {tmp_path / 'out'}" in output
+    assert "Try it" not in output
 
 
 def test_the_lines_of_the_documentation_run(tmp_path, monkeypatch):
