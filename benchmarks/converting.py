@@ -118,27 +118,29 @@ def main(
         total = write_source(source, images)
         click.echo(f"{images:,} images, {total / images / 1000:.0f} KB each, {'cold' if cold else 'warm'}")
         systems = commands(source, out, workers=workers, per_shard=per_shard, rival=rival, datasets=datasets)
-        seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in systems}
+        seconds: dict[str, list[tuple[float, float, float]]] = {name: [] for name in systems}
         chooser = random.Random(SEED)
         for _ in range(rounds):
             for name in chooser.sample(list(systems), len(systems)):
                 if cold:
                     drop_from_cache(source)
                 os.sync()
-                start = time.perf_counter()
+                start, before = time.perf_counter(), os.times()
                 for command in systems[name]:
                     subprocess.run(command, check=True, capture_output=True, stdin=subprocess.DEVNULL)
-                written = time.perf_counter() - start
+                written, after = time.perf_counter() - start, os.times()
+                cpu = after.children_user + after.children_system - before.children_user - before.children_system
                 os.sync()
-                seconds[name].append((written, time.perf_counter() - start))
+                seconds[name].append((written, time.perf_counter() - start, cpu))
                 click.echo(json.dumps({"system": name, "seconds": seconds[name][-1]}), err=True)
                 shutil.rmtree(out)
         for name, found in seconds.items():
-            ratios = [[cp[at] / one[at] for cp, one in zip(seconds["cp"], found, strict=True)] for at in (0, 1)]
+            ratios = [[cp[at] / one[at] for cp, one in zip(seconds["cp"], found, strict=True)] for at in (0, 1, 2)]
             spans = [f"{median(one):.2f} ({min(one):.2f}-{max(one):.2f})" for one in ratios]
             rates = [total / 1e6 / median(one[at] for one in found) for at in (0, 1)]
             on_disk = f"until it is on disk {rates[1]:6.0f} MB/s, {spans[1]} of cp"
-            click.echo(f"{name:20} {rates[0]:6.0f} MB/s, {spans[0]} of cp; {on_disk}")
+            cpu_s = median(one[2] for one in found)
+            click.echo(f"{name:20} {rates[0]:6.0f} MB/s, {spans[0]} of cp; {on_disk}; {cpu_s:.2f} CPU s, {spans[2]}")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

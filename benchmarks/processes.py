@@ -89,17 +89,20 @@ def count_keys(path: Path) -> int:
 
 def time_prepare(
     system: System, tars: Path, kind: Kind, samples: int, workers: int, *, key_index: bool = True
-) -> tuple[float, str]:
-    """Return the seconds that the command takes, with the interpreter's start, and a hash of the indexes and split."""
+) -> tuple[float, float, str]:
+    """Return the seconds and CPU seconds of the command, with the interpreter's start, and a hash of what it wrote:
+    of the `.tar.idx` files and split.yaml.
+    """
     folder = tars.with_name(f"{tars.name}-{system.name}")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     try:
         for tar in tars.glob("*.tar"):
             os.link(tar, folder / tar.name)
-        start = time.perf_counter()
+        start, before = time.perf_counter(), os.times()
         call([*prepare_command(system, folder, kind, workers), *(() if key_index else ("--no-key-index",))])
-        seconds = time.perf_counter() - start
+        seconds, after = time.perf_counter() - start, os.times()
+        cpu = after.children_user + after.children_system - before.children_user - before.children_system
         keys = count_keys(folder / ".nv-meta" / "index.sqlite") if key_index else samples
         if keys != samples:
             raise BenchmarkError(f"{system.name} wrote a key index with {keys:,} keys for {samples:,} samples")
@@ -108,4 +111,4 @@ def time_prepare(
             digest.update(f"{path.name}\0".encode() + path.read_bytes())
     finally:
         shutil.rmtree(folder)
-    return seconds, digest.hexdigest()
+    return seconds, cpu, digest.hexdigest()

@@ -116,12 +116,12 @@ def prepare_table(records: Iterable[Record]) -> str:
     groups = grouped(records, "kind", "samples", "system")
     rows = []
     for (kind, samples, system), found in groups.items():
-        ours = of_ours(groups, "seconds", kind, samples)
-        seconds = values(found, "seconds")
-        rows.append(
-            [kind, f"{samples:,}", system, spread(seconds, 2), "" if ours is None else ratio(median(seconds), ours)]
-        )
-    return table(["data", "samples", "system", "seconds", "it / ours"], sorted(rows))
+        row = [kind, f"{samples:,}", system]
+        for name in ("seconds", "cpu_s"):
+            ours, own = of_ours(groups, name, kind, samples), values(found, name)
+            row += [spread(own, 2), "" if ours is None else ratio(median(own), ours)]
+        rows.append(row)
+    return table(["data", "samples", "system", "seconds", "it / ours", "CPU seconds", "it / ours"], sorted(rows))
 
 
 def mixes_table(records: Iterable[Record]) -> str:

@@ -214,13 +214,13 @@ class Bench:
         digests: dict[str, str] = {}
         for kind_name, (name, key_index) in self.rounds(self.options.prepared, able):
             count, tars, kind = self.count(kind_name), self.tars(kind_name), data.KINDS[kind_name]
-            seconds, digest = time_prepare(
+            seconds, cpu, digest = time_prepare(
                 self.systems[name], tars, kind, count, os.cpu_count() or 1, key_index=key_index
             )
             if digests.setdefault(kind_name, digest) != digest:
                 raise SystemExit(f"{kind_name}: {name} wrote other .tar.idx files or another split.yaml.")
             system = name if key_index else f"{name}, no key index"
-            yield {"kind": kind_name, "samples": count, "system": system, "seconds": seconds}
+            yield {"kind": kind_name, "samples": count, "system": system, "seconds": seconds, "cpu_s": cpu}
 
     def video(self) -> Iterator[report.Record]:
         """Take frames of videos; webdataset has no decoder of its own."""

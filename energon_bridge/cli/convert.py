@@ -5,6 +5,7 @@ On a terminal each proposal is a question that Enter accepts; elsewhere the prop
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import numpy as np
 
 from energon_bridge.cli.assistant import shorten
 from energon_bridge.cli.engines import engine_options, task_of, task_options, workers_of
@@ -21,6 +23,8 @@ from energon_bridge.cli.progress import shard_progress
 from energon_bridge.errors import ConfigurationError, SourceError
 from energon_bridge.format.field_map import describe_fields
 from energon_bridge.format.parallel import available_cores
+from energon_bridge.format.tar import parse_sample
+from energon_bridge.format.tar_index import index_name
 from energon_bridge.prepare.convert import (
     Converted,
     ConvertOptions,
@@ -30,13 +34,15 @@ from energon_bridge.prepare.convert import (
     propose_samples_per_shard,
 )
 from energon_bridge.prepare.sources import KINDS, open_source
-from energon_bridge.prepare.sources.hub import download, is_hub
+from energon_bridge.prepare.sources.hub import download, is_hub, stream
 from energon_bridge.prepare.split import SplitRule, parse_ratio
 from energon_bridge.rows.base import Layout, Source, check_layout, first_rows
+from energon_bridge.rows.lists import CONVERSATIONS
 from energon_bridge.samples import CrudeSample, sample_type_by_name
+from energon_bridge.storage import open_store
 
 _SHOWN = 3
-_TRAINED = ("CaptioningSample", "VQASample")
+_TRAINED = ("CaptioningSample", "ImageClassificationSample", "VQASample")
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
 
@@ -45,6 +51,7 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option("--kind", type=click.Choice(KINDS), default=None, help="What the source is, if it is not recognised.")
 @click.option("--media", type=click.Path(path_type=Path), help="Folder that paths are relative to. [default: beside]")
+@click.option("--stream", "streaming", is_flag=True, help="Of the hub: read parquet files by ranges; no download.")
 @click.option("--sample-type", default=None, help="Class name: CaptioningSample, CrudeSample, ...")
 @click.option(
     "--field", "fields", multiple=True, metavar="FIELD=COLUMN", help="Column of a field: caption=captions[0]."
@@ -73,6 +80,7 @@ def command(
     out: Path,
     kind: str | None,
     media: Path | None,
+    streaming: bool,
     sample_type: str | None,
     fields: tuple[str, ...],
     split_ratio: str | None,
@@ -109,7 +117,7 @@ def command(
     energon convert metadata.csv data/faces --field caption=description
     energon convert tars data/shuffled --shuffle 1 --bytes-per-shard 1Gi
     energon convert photos data/small --max-pixels 1000000
-    energon convert hf://OWNER/NAME data/name
+    energon convert hf://OWNER/NAME data/name --stream
     energon convert big.parquet data/big --task $SLURM_ARRAY_TASK_ID/16
     """
     share = task_of(task, finish=finish)
@@ -117,9 +125,12 @@ def command(
         raise ConfigurationError(f"{out}: is the source itself. Write to another folder.")
     limit = _size(bytes_per_shard) if bytes_per_shard is not None else None
     workers = num_workers or min(16, available_cores())
-    if is_hub(source):
-        source = download(source)
-    opened = open_source(source, kind=kind, media=media, numbered=keys == "number", num_workers=workers)
+    if streaming:
+        _check_streaming(source, shuffle, limit)
+        opened = stream(source)
+    else:
+        source = download(source) if is_hub(source) else source
+        opened = open_source(source, kind=kind, media=media, numbered=keys == "number", num_workers=workers)
     asking = (_is_terminal() and not task and not finish) if ask is None else ask
     click.echo(f"{source}: {opened.kind}, {count_of(len(opened), 'sample')}.")
     check_first_files(opened)
@@ -156,6 +167,16 @@ def command(
         done = convert(opened, out, options, num_workers=doing, overwrite=overwrite, finish=finish, progress=advance)
     _report(out, done, options)
     return asdict(done)
+
+
+def _check_streaming(source: Path, shuffle: int | None, limit: int | None) -> None:
+    if not is_hub(source):
+        raise ConfigurationError(f"{source}: --stream is for datasets of the hub, hf://OWNER/NAME. Leave it out.")
+    if shuffle is not None or limit is not None:
+        raise ConfigurationError(
+            "--stream reads files from front to back: with --shuffle or --bytes-per-shard, they would be read many "
+            "times. Leave --stream out, or give --samples-per-shard and shuffle the dataset afterwards."
+        )
 
 
 def _is_terminal() -> bool:
@@ -255,6 +276,8 @@ def _show(source: Source, options: ConvertOptions) -> None:
     else:
         parts = ", ".join(f"{name} {float(share):g}" for name, share in options.split.ratios if share)
     click.echo(f"Split: {parts}")
+    if options.reencodes:
+        click.echo("Sizes are those before images become smaller.")
     for number in range(min(_SHOWN, len(source))):
         try:
             sample = source.sample(number, layout)
@@ -287,8 +310,22 @@ def _report(out: Path, done: Converted, options: ConvertOptions) -> None:
     total = count_of(sum(done.shard_counts.values()), "sample")
     click.echo(f"Done: {total} in {count_of(len(done.shard_counts), 'shard')} in {out}.")
     layout = options.layout
-    if layout.is_crude or layout.sample_type in _TRAINED:
+    if layout.sample_type in _TRAINED or (layout.is_crude and _has_turns(out, next(iter(done.shard_counts)))):
         click.echo(f"Try it with a tiny model: {train_line(out)}")
+    else:
+        click.echo(f"Look at it: energon preview {out}")
+
+
+def _has_turns(out: Path, shard: str) -> bool:
+    """Whether the first sample of a shard is a conversation, which training needs no cooker for."""
+    store = open_store(out)
+    start, end = np.frombuffer(store.read_range(index_name(shard), 0, 16), "<u8").tolist()
+    _, parts = parse_sample(store.read_range(shard, start, end - start), where=store.url(shard))
+    try:
+        values = json.loads(bytes(parts.get("json", b"")))
+    except ValueError:
+        return False
+    return isinstance(values, dict) and any(name in values for name in CONVERSATIONS)
 
 
 def train_line(out: Path) -> str:

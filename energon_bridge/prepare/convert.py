@@ -180,8 +180,8 @@ def _check_options(options: ConvertOptions) -> None:
     check_layout(options.layout)
     if options.reencodes and options.bytes_per_shard is not None:
         raise ConfigurationError(
-            "bytes_per_shard needs the sizes of all samples first, which images that are encoded again do not have: "
-            "give samples_per_shard (--samples-per-shard) with max_pixels or quality."
+            "--bytes-per-shard needs the sizes of all samples before the first is written, and images that are encoded "
+            "again get their size then: give --samples-per-shard with --max-pixels and --quality."
         )
 
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 import re
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from pathlib import Path
+from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
 
 from energon_bridge.errors import ConfigurationError, SourceError
@@ -31,7 +31,7 @@ _SPLIT = re.compile(r"(train|validation|valid|val|dev|test)(?=[-_.]|$)")
 
 
 Stamp = tuple[int, int]
-"""Bytes and time of the last change of a file, by which what is kept of it is known to be what it has."""
+"""Bytes of a file, and when it changed (of a remote one: its version): what is kept of it belongs to just that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,8 +64,8 @@ class ArrowSample:
 
     def mark(self) -> str:
         """Return what changes if the file does."""
-        stat = Path(self.group.path).stat()
-        return f"{self.key}\0{self.group.path} {stat.st_size} {stat.st_mtime_ns} {self.group.group} {self.at}"
+        size, version = self.group.stamp
+        return f"{self.key}\0{self.group.path} {size} {version} {self.group.group} {self.at}"
 
     def read(self) -> tuple[list[tuple[str, bytes]], Mapping[str, str]]:
         """Return its parts, and the accesses of its fields."""
@@ -105,15 +105,16 @@ def row_of(
 class ArrowSource:
     """The rows of some files, in their order."""
 
-    def __init__(self, root: Path, files: list[tuple[str, Path]], media: Path | None, kind: str) -> None:
+    def __init__(
+        self, root: Path | str, files: Sequence[tuple[str, Sequence[Group]]], media: Path | None, kind: str
+    ) -> None:
         self.kind = kind
         self.where = str(root)
-        self._media = (root if media is None else media).absolute()
+        self._media = (Path(root) if media is None else media).absolute()
         self._groups: list[Group] = []
         self._starts = [0]
         counts: dict[str, int] = {}
-        for part, path in files:
-            groups = groups_of(path)
+        for part, groups in files:
             for group in groups:
                 self._groups.append(group)
                 self._starts.append(self._starts[-1] + group.num_rows)
@@ -168,19 +169,30 @@ class ArrowSource:
 def open_parquet(path: Path, media: Path | None) -> ArrowSource:
     """Open a parquet file, or all below a folder; names like `train-00000-of-00004.parquet` are a split."""
     root = path.parent if path.is_file() else path
-    return ArrowSource(root, parquet_files(path), media, "parquet")
+    return ArrowSource(root, [(part, groups_of(file)) for part, file in parquet_files(path)], media, "parquet")
 
 
 def open_saved(path: Path, media: Path | None) -> ArrowSource:
     """Open what `Dataset.save_to_disk` or `DatasetDict.save_to_disk` wrote."""
-    return ArrowSource(path, saved_files(path), media, "Hugging Face dataset")
+    files = [(part, groups_of(file)) for part, file in saved_files(path)]
+    return ArrowSource(path, files, media, "Hugging Face dataset")
+
+
+def open_remote(where: str, root: str, files: Mapping[str, Stamp]) -> ArrowSource:
+    """Open parquet files by their names below a URL of fsspec, and stamps: only what is asked for is read of them."""
+    named = [(_split_of(PurePosixPath(name)), name) for name in sorted(files)]
+    is_split = len(named) > 1 and all(part is not None for part, _ in named)
+    if is_split:
+        named.sort(key=lambda item: (SPLIT_ORDER.index(item[0] or ""), item[1]))
+    groups = [(part or "" if is_split else "", _parquet_groups(f"{root}/{name}", files[name])) for part, name in named]
+    return ArrowSource(where, groups, None, "parquet")
 
 
 def parquet_files(path: Path) -> list[tuple[str, Path]]:
     """Return split part (empty without splits) and path of a parquet file, or of all below a folder."""
     paths = [path] if path.is_file() else sorted(path.rglob("*.parquet"))
     root = path.parent if path.is_file() else path
-    named = [(_split_of(one, root), one) for one in paths]
+    named = [(_split_of(one.relative_to(root)), one) for one in paths]
     if len(paths) == 1 or any(part is None for part, _ in named):
         return [("", one) for one in paths]
     return sorted(((part or "", one) for part, one in named), key=lambda item: (SPLIT_ORDER.index(item[0]), item[1]))
@@ -212,8 +224,8 @@ def saved_files(path: Path) -> list[tuple[str, Path]]:
     return files
 
 
-def _split_of(path: Path, root: Path) -> str | None:
-    for name in reversed(path.relative_to(root).parts):
+def _split_of(path: PurePath) -> str | None:
+    for name in reversed(path.parts):
         match = _SPLIT.match(name)
         if match is not None:
             return SPLIT_NAMES[match[1]]
@@ -227,18 +239,22 @@ def groups_of(path: Path) -> list[Group]:
     try:
         stamp = stamp_of(path)
         if parquet:
-            file = parquet_file(str(path), stamp)
-            labels = _labels(file.schema_arrow.metadata)
-            counts = [file.metadata.row_group(number).num_rows for number in range(file.metadata.num_row_groups)]
-            return [
-                Group(path=str(path), stamp=stamp, group=number, num_rows=count, labels=labels)
-                for number, count in enumerate(counts)
-            ]
+            return _parquet_groups(str(path), stamp)
         table = read_table(str(path))
     except (OSError, arrow.ArrowException) as error:
         raise SourceError(f"{path}: cannot be read: {error}. Was the download cut off?") from error
     return [
         Group(path=str(path), stamp=stamp, group=-1, num_rows=table.num_rows, labels=_labels(table.schema.metadata))
+    ]
+
+
+def _parquet_groups(path: str, stamp: Stamp) -> list[Group]:
+    file = parquet_file(path, stamp)
+    labels = _labels(file.schema_arrow.metadata)
+    counts = [file.metadata.row_group(number).num_rows for number in range(file.metadata.num_row_groups)]
+    return [
+        Group(path=path, stamp=stamp, group=number, num_rows=count, labels=labels)
+        for number, count in enumerate(counts)
     ]
 
 
@@ -271,7 +287,12 @@ def stamp_of(path: Path) -> Stamp:
 
 @lru_cache(maxsize=16)
 def parquet_file(path: str, stamp: Stamp) -> Any:
-    """Return an open parquet file."""
+    """Return an open parquet file; of a URL, each column of a row group is read by one request."""
+    if "://" in path:
+        from fsspec.core import url_to_fs
+
+        system, name = url_to_fs(path)
+        return pyarrow_modules().parquet.ParquetFile(system.open(name, cache_type="none"), pre_buffer=False)
     return pyarrow_modules().parquet.ParquetFile(path, memory_map=True, pre_buffer=False)
 
 

@@ -150,8 +150,8 @@ def open_tables(
     if not chosen:
         raise UnknownSplitError(f"{here}: no split part {split_part!r}. Known split parts: {', '.join(known)}.")
     root = here.parent if here.is_file() else here
-    source = ArrowSource(root, [("", file) for file in chosen], None, "table")
     groups = [groups_of(file) for file in chosen]
+    source = ArrowSource(root, [("", of_file) for of_file in groups], None, "table")
     counts = [sum(group.num_rows for group in of_file) for of_file in groups]
     if not sum(counts):
         raise EmptyDatasetError(f"{here}: the files of the split part {split_part!r} have no rows.")

@@ -4,6 +4,7 @@ A sample encoder is a function of a sample and the configuration. `MultiModalTas
 own in place of these, or adds types:
 
     CaptioningSample             the image is shown, the caption learned
+    ImageClassificationSample    the image is shown, the name of its class learned (or its number, if it has no name)
     VQASample, VQAOCRSample      the question is shown with its images, the answer of most weight learned; where the
                                  question is a list, so are the answers: a conversation of several turns
     MultiChoiceVQASample         the question and its lettered choices are shown, the right one is learned
@@ -23,6 +24,7 @@ from typing import Any
 from energon_bridge.errors import SampleError
 from energon_bridge.samples import (
     CaptioningSample,
+    ImageClassificationSample,
     InterleavedSample,
     MultiChoiceVQASample,
     OCRSample,
@@ -46,6 +48,18 @@ SampleEncoder = Callable[[Any, MultiModalSampleConfig], Conversation | Document]
 def encode_captioning(sample: CaptioningSample, config: MultiModalSampleConfig) -> Document:
     """Show the image, learn the caption."""
     return _image_then_text(sample.image, sample.caption, config)
+
+
+def encode_classification(sample: ImageClassificationSample, config: MultiModalSampleConfig) -> Document:
+    """Show the image, learn the name of its class.
+
+    Raises:
+        SampleError: It has neither a name nor a number.
+    """
+    if sample.label_name is None and sample.label is None:
+        raise SampleError("an ImageClassificationSample needs a label_name or a label to learn")
+    name = str(sample.label) if sample.label_name is None else sample.label_name
+    return _image_then_text(sample.image, name, config)
 
 
 def encode_ocr(sample: OCRSample, config: MultiModalSampleConfig) -> Document:
@@ -125,6 +139,7 @@ def encode_text(sample: TextSample, config: MultiModalSampleConfig) -> Document:
 SAMPLE_ENCODERS: Mapping[type, SampleEncoder] = MappingProxyType(
     {
         CaptioningSample: encode_captioning,
+        ImageClassificationSample: encode_classification,
         InterleavedSample: encode_interleaved,
         MultiChoiceVQASample: encode_multiple_choice,
         OCRSample: encode_ocr,

@@ -34,6 +34,7 @@ from energon_bridge.errors import MetadataError
 from energon_bridge.loader.run_plan import DatasetSpec
 from energon_bridge.mix import evaluate_subset
 from energon_bridge.mix.subset import SubsetRange, parse_subset
+from energon_bridge.prepare.columns import add_column
 from energon_bridge.testing import create_captioning_test_dataset
 
 # Data ----------------------------------------------------------------------------------------------------------------
@@ -47,6 +48,7 @@ MATCHED, TALK, PICTURES = 26, (13, 8, 16), 37
 LEAVES: dict[str, tuple[int, dict[str, Any]]] = {
     **{name: (sum(counts), {"path": f"./{name}"}) for name, counts in SHARDS.items()},
     **{name: (count, {"path": f"./{name}.jsonl", "subflavors": {"of": name}}) for name, count in LINES.items()},
+    "filtered": (50, {"path": "./filtered", "filter": "tens in [0, 3, 7, 15, 19]"}),
     "talk": (
         sum(TALK),
         {"path": "./talk", "subflavors": {"of": "talk"}, "aux": {"blobs": "./blobs", "notes": "filesystem://./notes"}},
@@ -75,6 +77,8 @@ def write_data(folder: Path) -> Path:
     for name, count in LINES.items():
         lines = "".join(f'{{"text": "line {number}"}}\n' for number in range(count))
         (folder / f"{name}.jsonl").write_text(lines)
+    filtered = text_dataset(folder / "filtered", train=SHARDS["mid"])
+    add_column(str(filtered), "tens", tens_of, made_of="tens")
     crude_mix(folder, TALK)
     for names, kind in ((("left", "right"), None), (("raw", "other"), CRUDE)):
         settings = {} if kind is None else {"dataset_yaml": kind}
@@ -82,6 +86,10 @@ def write_data(folder: Path) -> Path:
         keyed_dataset(folder / names[1], train=shards([*shuffled(KEYS[-MATCHED:]), "77777"], 4, 23), **settings)
     create_captioning_test_dataset(folder / "pictures", num_train=PICTURES, num_val=0, image_size=4)
     return folder
+
+
+def tens_of(sample: TextSample) -> int:
+    return int(sample.text.split()[1]) // 10
 
 
 @register_joiner
@@ -282,11 +290,16 @@ def fits(size: int, subsets: tuple[SubsetRange, ...]) -> bool:
 
 def drawn_leaf(rng: random.Random, outer: tuple[SubsetRange, ...], finite: bool, most: int) -> dict[str, Any]:
     """Draw a dataset, a file or a join of at most so many samples within the ranges around it."""
-    size, described = LEAVES[
-        rng.choice([name for name, (size, _) in LEAVES.items() if size <= most and fits(size, outer)])
+    names = [
+        name
+        for name, (size, described) in LEAVES.items()
+        if size <= most and fits(size, outer) and not (outer and "filter" in described)  # it may keep none of a range
     ]
+    size, described = LEAVES[rng.choice(names)]
     tree = dict(described)
-    ranges = [bounds for bounds in PERCENT + ABSOLUTE if fits(size, (range_of(bounds), *outer))]
+    ranges = (
+        [] if "filter" in tree else [bounds for bounds in PERCENT + ABSOLUTE if fits(size, (range_of(bounds), *outer))]
+    )
     if ranges and rng.random() < 0.3:
         tree["subset"] = {"range": rng.choice(ranges)}
     multiplier = rng.choice([1, 1, 1, 1, None] if finite else [1, 1, 1, 1, None, 2, 3, -1])

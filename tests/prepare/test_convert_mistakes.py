@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import http.server
+import json
 import os
 import subprocess
 import sys
+import threading
+import urllib.parse
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -14,6 +20,8 @@ from sources import (
     convert,
     converted,
     llava,
+    members,
+    meta,
     openai,
     parquet,
     picture,
@@ -141,6 +149,103 @@ def test_a_dataset_of_the_hub_is_downloaded_and_converted(tmp_path, monkeypatch)
     result = convert(Path("hf://some/thing/none"), tmp_path / "out2")
     assert "has no folder 'none'" in result.output
     assert "expected hf://OWNER/NAME" in convert(Path("hf://some"), tmp_path / "out2").output
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """As much of the hub as names a commit, lists its files, and gives ranges of them."""
+
+    files: Mapping[str, bytes]
+    sent: list[int]
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_: object) -> None: ...
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        path = urllib.parse.unquote(self.path.partition("?")[0])
+        name = path.rpartition(f"/resolve/{'c' * 40}/")[2]
+        if name in self.files and name != path:
+            first, last = map(int, self.headers["range"].removeprefix("bytes=").split("-"))
+            self.answer(206, self.files[name][first : last + 1])
+        elif "/tree/" in path or "/paths-info/" in path:
+            found = [
+                {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
+                for name, data in self.files.items()
+            ]
+            self.answer(200, json.dumps(found).encode())
+        else:
+            self.answer(200, json.dumps({"id": "some/thing", "sha": "c" * 40, "siblings": []}).encode())
+
+    def do_POST(self) -> None:
+        asked = self.rfile.read(int(self.headers["content-length"])).decode()
+        found = [
+            {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
+            for name, data in self.files.items()
+            if name in urllib.parse.unquote(asked)
+        ]
+        self.answer(200, json.dumps(found).encode())
+
+    def answer(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("content-length", str(len(body)))
+        self.send_header("content-type", "application/json" if status == 200 else "application/octet-stream")
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+            self.sent.append(len(body) if status == 206 else 0)
+
+
+def test_parquet_files_of_the_hub_are_streamed(tmp_path):
+    """Two tasks and a finish, each a command of its own, write what the same files on disk give, and download none."""
+    pytest.importorskip("huggingface_hub")
+    source, flags, _ = parquet(tmp_path / "in", 40)
+    data = source.read_bytes()
+    names = ["data/train-00000-of-00001.parquet", "data/test-00000-of-00001.parquet"]
+    Hub.files, Hub.sent = {**dict.fromkeys(names, data), "README.md": b"text"}, []
+    for name in names:
+        (tmp_path / "files" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "files" / name).write_bytes(data)
+    flags = [*flags, "--samples-per-shard", 10, "--num-workers", 2]
+    expected = members(converted(tmp_path / "files/data", tmp_path / "expected", *flags))
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    script = "from energon_bridge.cli.main import main; main()"
+    line = [
+        sys.executable,
+        "-c",
+        script,
+        "convert",
+        "hf://some/thing",
+        str(tmp_path / "out"),
+        "--stream",
+        "--no-progress",
+    ]
+    environment = {
+        **os.environ,
+        "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
+        "HF_HOME": str(tmp_path / "cache"),
+        "HF_HUB_OFFLINE": "0",
+    }
+    for more in (["--task", "0/2"], ["--task", "1/2"], ["--finish"]):
+        command = [*line, *map(str, flags), *more]
+        done = subprocess.run(
+            command, capture_output=True, text=True, cwd=REPOSITORY, env=environment, stdin=subprocess.DEVNULL
+        )
+        assert done.returncode == 0, done.stderr
+    server.shutdown()
+    server.server_close()
+    assert members(tmp_path / "out") == expected
+    assert meta(tmp_path / "out", "split.yaml")["split_parts"]["test"]
+    assert not list((tmp_path / "cache").rglob("*.parquet"))
+
+
+def test_what_cannot_be_streamed(tmp_path):
+    source, flags, _ = parquet(tmp_path / "in", 5)
+    assert "--stream is for datasets of the hub" in refused(source, tmp_path / "out", *flags, "--stream")
+    message = refused(Path("hf://some/thing"), tmp_path / "out", "--stream", "--shuffle", 1)
+    assert "reads files from front to back" in message
 
 
 def test_without_a_network_the_remedy_is_named(tmp_path, monkeypatch):

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sources import ROOT, content, llava
+from paths import REPOSITORY
+from sources import content, llava
 from tar_builder import read_all, write_texts
 
 from energon_bridge.errors import DatasetNotFoundError, NotPreparedError
@@ -135,9 +136,9 @@ def stages_of(work: Work, engine: str, request: pytest.FixtureRequest) -> list[l
 
 def start(line: list[str]) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-c", SCRIPT, *line, "--no-progress"]
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}"}
+    environment = os.environ | {"PYTHONPATH": f"{REPOSITORY}"}
     return subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+        command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
     )
 
 
@@ -149,11 +150,11 @@ def descendants(pid: int) -> Iterator[int]:
 
 
 def ray_workers() -> list[int]:
-    """Return the workers of the cluster of this process."""
+    """Return the workers of the cluster of this process, without its agents, with which a node ends."""
     found = []
     for pid in descendants(os.getpid()):
         with suppress(OSError):
-            if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::"):
+            if Path(f"/proc/{pid}/cmdline").read_bytes().startswith((b"ray::_call", b"ray::IDLE")):
                 found.append(pid)
     return found
 

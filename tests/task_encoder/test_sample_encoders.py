@@ -13,6 +13,7 @@ from energon_bridge.errors import SampleError
 from energon_bridge.samples import (
     CaptioningSample,
     CrudeSample,
+    ImageClassificationSample,
     InterleavedSample,
     MultiChoiceVQASample,
     OCRSample,
@@ -70,6 +71,8 @@ VALUES: dict[str, Any] = {"__key__": "k"}
     [
         (CaptioningSample(**VALUES, image=picture(), caption="a cat"), "<s><image>[a cat</s>]"),
         (CaptioningSample(**VALUES, image=[picture(), picture()], caption="x"), "<s><image><image>[x</s>]"),
+        (ImageClassificationSample(**VALUES, image=picture(), label=3, label_name="cat"), "<s><image>[cat</s>]"),
+        (ImageClassificationSample(**VALUES, image=picture(), label=3), "<s><image>[3</s>]"),
         (OCRSample(**VALUES, image=picture(), text="EXIT"), "<s><image>[EXIT</s>]"),
         (TextSample(**VALUES, text="once upon"), "<s>[once upon</s>]"),
         (
@@ -164,6 +167,7 @@ def test_several_images_come_as_a_list_or_as_one_array(stack: Any) -> None:
         (similarity(matched_text_indices=[0, 1, 2]), "there are 2 texts"),
         (similarity(similarity_matrix=torch.zeros(3, 0)), "3 images match texts"),
         (InterleavedSample(**VALUES, sequence=[picture()]), "no text to learn"),
+        (ImageClassificationSample(**VALUES, image=picture()), "needs a label_name or a label"),
         (InterleavedSample(**VALUES, sequence=["an <image>"]), "contains the image placeholder"),
         (TextSample(**VALUES, text="an <image>"), "contains the image placeholder"),
         (VQASample(**VALUES, image=picture(), context="q"), "a VQASample without answers"),
