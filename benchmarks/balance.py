@@ -7,8 +7,8 @@ Consecutive microbatches are global batches; where the stream that was read is t
 
 For each mix, number of ranks and of microbatches that each runs: the largest cost of a rank over the mean (`step`) and
 the sum of the largest costs of the rounds over the mean (`round`: FSDP and pipelines wait in every round), as they come
-and balanced, means of some global batches; beside both what no assignment can be below, since all ranks run equally many
-(`least_step`, `least_round`); the step in windows of four global batches; the steps of Karmarkar and Karp's differencing with equal counts, as verl and slime have
+and balanced, means of some global batches, each with the least that an assignment of equally many can have; the step in
+windows of four global batches; the steps of Karmarkar and Karp's differencing with equal counts, as verl and slime have
 it, and of longest first with equal counts; and the processor time to assign a global batch.
 
 `--run 4` trains instead, on so many processes: each microbatch sleeps for as long as it costs, ranks wait for each
@@ -266,7 +266,8 @@ def run(samples: int, ranks: tuple[int, ...], rounds: tuple[int, ...]) -> list[t
         folder = Path(name) / "texts"
         write(folder, samples)
         print(
-            "| microbatches | ranks | rounds | step | balanced | least | windows | round | balanced | least | KK | LF | ms |"
+            "| microbatches | ranks | rounds | step | balanced | least | windows | round | balanced | least | KK | LF "
+            "| ms |"
         )
         print("|---" * 13 + "|")
         for mix, draw in MIXES.items():
