@@ -96,7 +96,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for shards in (1, 8, 64):
             write(Path(folder, str(shards)), samples, options.bytes, shards)
-        command = [sys.executable, "-c", _SERVE, str(REPOSITORY / "tests"), folder, str(options.latency)]
+        command = [sys.executable, "-c", _SERVE, str(REPOSITORY / "tests" / "helpers"), folder, str(options.latency)]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
             assert server.stdout is not None
             url = server.stdout.readline().strip()

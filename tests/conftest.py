@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from left_behind import left_processes, left_shared_memory, shared_memory
+from paths import FIXTURES
 
 # Before anything imports torch, tokenizers or the hub client.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -18,8 +20,6 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 for _variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(_variable, "1")
 
-FIXTURES = Path(__file__).parent / "fixtures" / "energon-7.4.1"
-SHARED_MEMORY = Path("/dev/shm")
 SECONDS_TO_GO_AWAY = 10.0
 MEGATRON = "megatron.training"
 
@@ -49,65 +49,6 @@ def rival_python() -> str:
     return path
 
 
-def descendants(root: int | None = None) -> dict[int, str]:
-    """Return the living processes that this one (or `root`) started, directly or not, with their command lines."""
-    parents: dict[int, int] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                stat = (entry / "stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue  # it ended meanwhile
-            if stat[0] != "Z":
-                parents[int(entry.name)] = int(stat[1])
-    found: dict[int, str] = {}
-    waiting = [os.getpid() if root is None else root]
-    while waiting:
-        parent = waiting.pop()
-        for child in [pid for pid, its_parent in parents.items() if its_parent == parent]:
-            waiting.append(child)
-            try:
-                found[child] = (
-                    (Path("/proc") / str(child) / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                )
-            except OSError:
-                continue
-    return found
-
-
-def left_processes() -> list[str]:
-    """Return our children, except multiprocessing's own servants, which live as long as the interpreter."""
-    servants = ("resource_tracker", "forkserver")
-    return [
-        f"process {pid}: {line}" for pid, line in descendants().items() if not any(name in line for name in servants)
-    ]
-
-
-def shared_memory() -> set[str]:
-    return {path.name for path in SHARED_MEMORY.iterdir()} if SHARED_MEMORY.is_dir() else set()
-
-
-def mapped_by_others() -> str:
-    """Return the memory maps of all processes that are not ours, to tell their shared memory from a leak."""
-    ours = {os.getpid(), *descendants()}
-    maps = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) not in ours:
-            try:
-                maps.append((entry / "maps").read_text())
-            except OSError:
-                continue
-    return "".join(maps)
-
-
-def left_shared_memory(before: set[str]) -> list[str]:
-    new = shared_memory() - before
-    if not new:
-        return []
-    others = mapped_by_others()
-    return [f"{SHARED_MEMORY}/{name}" for name in sorted(new) if name not in others]
-
-
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Keep what mixes and joins remember out of the home of whoever runs the tests."""
@@ -132,7 +73,7 @@ def nothing_left_behind() -> Iterator[None]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Name the Megatron-LM that tests/test_pretrain.py ran with, where it ran."""
+    """Name the Megatron-LM that tests/integrations/test_pretrain.py ran with, where it ran."""
     passed = terminalreporter.stats.get("passed", [])
     for version in sorted({value for report in passed for name, value in report.user_properties if name == MEGATRON}):
         terminalreporter.write_line(f"pretrain() of {MEGATRON} ran: megatron-core {version}")

@@ -78,6 +78,11 @@ def vision_patches(batch: Any, patch_size: int = 14) -> float:
 class BatchCost:
     """The weighted sum of what a batch has of tokens, attention and patches.
 
+    Examples:
+        >>> cost = BatchCost(tokens=1.0, attention=1e-4)
+        >>> cost({"tokens": torch.zeros(2, 100)})
+        202.0
+
     Args:
         tokens: Cost of a token (`num_tokens`).
         attention: Cost of a pair of tokens (`attention_pairs`). In a transformer of hidden size h with causal attention
@@ -118,10 +123,13 @@ class BatchCost:
 class ColumnCost:
     """What a microbatch costs, from columns of its samples: known before anything is read.
 
-        cost = ColumnCost(tokens="tokens", patches="width * height / 196", weights=BatchCost(tokens=1.0, patches=0.1))
+    Every rank then works out what all microbatches cost, and loads only those that it runs (`make_balance`). If that
+    cannot be, the cost of a batch is what `weights` gives.
 
-    Every rank then works out what all microbatches cost, and loads only those that it runs (`replica.own_share`). Where
-    that cannot be, it is the cost of a batch as `weights` gives it.
+    Examples:
+        >>> cost = ColumnCost(tokens="tokens", patches="width * height / 196", weights=BatchCost(patches=0.1))
+        >>> cost({"tokens": torch.zeros(2, 100)})
+        200.0
 
     Args:
         tokens: The tokens of a sample: a column, or an expression of columns in the grammar of filters.

@@ -1,0 +1,228 @@
+"""Training code written for megatron-energon runs as it is under the drop-in, and sees the same samples as there.
+
+The programs in `dropin/` import `megatron.energon` and nothing of ours. What comes in an order of its own in both
+packages (training) is compared as what an epoch holds; validation is compared as it comes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch  # noqa: F401 - imported once, for all processes that are forked
+from forked import run_forked
+
+from energon_bridge.compat.__main__ import main
+from energon_bridge.prepare import parse_patterns, prepare_dataset
+from energon_bridge.testing import create_captioning_test_dataset, write_shard
+
+PROGRAMS = Path(__file__).with_name("dropin")
+
+SKIPPED = (4, 9, 14)  # of the references for training: validation counts draws, and so has shorter batches here
+CRUDE = b"__module__: megatron.energon\n__class__: CrudeWebdataset\n"
+MIX = """
+__module__: megatron.energon
+__class__: MetadatasetV2
+splits:
+  train:
+    blend_epochized:
+      - {repetitions: 2, path: notes, subflavors: {kind: notes}}
+      - {repetitions: 1, path: references, subflavors: {kind: references}, aux: {library: library}}
+  val:
+    blend:
+      - {path: notes, subflavors: {kind: notes}}
+      - {path: references, subflavors: {kind: references}, aux: {library: library}}
+"""
+QUESTIONS = """
+sample_type: {__module__: megatron.energon, __class__: VQASample}
+part_filter: sample_loader.py:part_filter
+sample_loader: sample_loader.py:sample_loader
+"""
+
+
+def write_crude(path: Path, samples: dict[str, dict[str, bytes]]) -> None:
+    """Write a crude dataset of two shards for training, with one more for validation."""
+    keys = list(samples)
+    third = len(keys) // 3
+    shards = {"train/0.tar": keys[:third], "train/1.tar": keys[third : 2 * third], "val/0.tar": keys[2 * third :]}
+    for name, own in shards.items():
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        write_shard(path / name, {key: samples[key] for key in own})
+    prepare_dataset(path, split=parse_patterns(["train:train/.*", "val:val/.*"]), dataset_yaml=CRUDE)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("dropin")
+    notes = {
+        f"note{n:03d}": {"txt": f"note {'x' * (n % 17)}".encode(), "json": json.dumps({"weight": n / 8}).encode()}
+        for n in range(30)
+    }
+    references = {
+        f"ref{n:03d}": {
+            "txt": f"r{n}".encode(),
+            "json": json.dumps({"reference": None if n in SKIPPED else f"page{n % 7}.txt"}).encode(),
+        }
+        for n in range(24)
+    }
+    library = {f"page{n}": {"txt": f"page {n}{'!' * n}".encode()} for n in range(9)}
+    for name, samples in (("notes", notes), ("references", references), ("library", library)):
+        write_crude(root / name, samples)
+    (root / "mix.yaml").write_text(MIX)
+    create_captioning_test_dataset(root / "captions", num_train=40, num_val=10)
+    questions = create_captioning_test_dataset(root / "questions", num_train=40, num_val=10)
+    (questions / ".nv-meta/dataset.yaml").write_text(QUESTIONS)
+    shutil.copy(PROGRAMS / "sample_loader.py", questions / ".nv-meta/sample_loader.py")
+    return root
+
+
+Program = Callable[..., Any]
+
+
+def run_with_ours(program: str, *arguments: Any) -> Any:
+    """Run a program as `python -m energon_bridge.compat` does, in a process forked from this one."""
+
+    def child() -> str:
+        output = io.StringIO()
+        sys.path.insert(0, "")
+        with contextlib.redirect_stdout(output):
+            main(["--trust-remote-code", str(PROGRAMS / program), *map(str, arguments)])
+        return output.getvalue()
+
+    return json.loads(run_forked(1, lambda _: child())[0].splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def run_with_rival(rival_python: str) -> Program:
+    """Return a function that runs a program with megatron-energon itself."""
+
+    def run(program: str, *arguments: Any) -> Any:
+        command = [rival_python, "-W", "ignore", str(PROGRAMS / program), *map(str, arguments)]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=240)
+        assert result.returncode == 0, result.stderr[-4000:]
+        return json.loads(result.stdout.splitlines()[-1])
+
+    return run
+
+
+def check_provider(run: Program, data: Path, states: Path) -> dict[str, Any]:
+    """Run the provider's loop, stop, and go on; return what it saw, training by sample, sorted."""
+    parts = [run("provider.py", data / "captions", states, start) for start in (0, 5)]
+    seen = [microbatch for part in parts for microbatch in part["train"]]
+    # Two stretches of 40 samples: each an epoch of the dataset, the second one continued from the state.
+    epochs = [Counter(key for keys, _, _ in half for key in keys) for half in (seen[:10], seen[10:])]
+    assert [set(epoch.values()) for epoch in epochs] == [{1}, {1}]
+    assert parts[0]["valid"] == parts[1]["valid"]
+    rows = sorted([key, caption] for keys, captions, _ in seen for key, caption in zip(keys, captions, strict=True))
+    return {"train": rows, "valid": parts[0]["valid"]}
+
+
+@pytest.mark.parametrize("mode", ["val", "packed"])
+def test_an_encoder_runs_as_it_is(mode: str, data: Path) -> None:
+    seen = run_with_ours("encoder.py", data / "mix.yaml", mode)
+    if mode == "val":
+        keys = [key for batch in seen for row in batch["keys"] for key in row]
+        assert keys == [f"note{n:03d}" for n in range(20, 30)] + [f"ref{n:03d}" for n in range(16, 24)]
+    else:
+        assert Counter(Counter(seen).values()) == {2: 20, 1: 16 - len(SKIPPED)}
+
+
+def test_a_provider_runs_as_it_is(data: Path, tmp_path: Path) -> None:
+    valid = check_provider(run_with_ours, data, tmp_path)["valid"]
+    assert [len(keys) for keys in valid[0]] == [4, 4, 2, 4, 4, 2]
+    assert valid[0][:3] == valid[0][3:]
+
+
+def test_a_sample_loader_runs_as_it_is(data: Path) -> None:
+    seen = run_with_ours("visual_questions.py", data / "questions")
+    assert [len(batch) for batch in seen["val"]] == [3, 3, 3, 1]
+    assert seen["val"][0][0][2] == "What is shown in val-00000?"
+
+
+def test_encoders_in_the_ways_of_public_code_run_as_they_are(data: Path, tmp_path: Path) -> None:
+    seen = run_with_ours("encoders.py", data, tmp_path)
+    assert seen["packed"]["packs"]
+    assert "__valid__" not in seen["packed"]["fields"]
+    assert [[len(keys) for keys, _ in one] for one in seen["limited"]] == [[3, 3, 2, 2, 3]] * 2
+    assert len(seen["cooked"]["keys"]) == 15
+
+
+@pytest.mark.rival
+@pytest.mark.slow
+def test_encoders_in_the_ways_of_public_code_see_the_same(data: Path, tmp_path: Path, run_with_rival: Program) -> None:
+    assert run_with_ours("encoders.py", data, tmp_path) == run_with_rival("encoders.py", data, tmp_path)
+
+
+@pytest.mark.rival
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["val", "train", "grouped", "packed"])
+def test_an_encoder_sees_the_same_samples(mode: str, data: Path, run_with_rival: Program) -> None:
+    arguments = ("encoder.py", data / "mix.yaml", mode)
+    assert run_with_ours(*arguments) == run_with_rival(*arguments)
+
+
+@pytest.mark.rival
+@pytest.mark.slow
+def test_a_provider_sees_the_same_samples(data: Path, tmp_path: Path, run_with_rival: Program) -> None:
+    assert check_provider(run_with_ours, data, tmp_path / "ours") == check_provider(
+        run_with_rival, data, tmp_path / "rival"
+    )
+
+
+@pytest.mark.rival
+@pytest.mark.slow
+def test_a_sample_loader_sees_the_same_samples(data: Path, run_with_rival: Program) -> None:
+    assert run_with_ours("visual_questions.py", data / "questions") == run_with_rival(
+        "visual_questions.py", data / "questions"
+    )
+
+
+VALIDATION = """
+__module__: megatron.energon
+__class__: MetadatasetV2
+splits:
+  train: {path: captions}
+  val:
+    blend:
+      - {path: captions}
+      - {path: more, subset: {range: [25%, 100%]}}
+      - {path: questions}
+"""
+
+
+@pytest.mark.rival
+@pytest.mark.slow
+def test_validation_has_the_order_of_ranks_and_workers(data: Path, run_with_rival: Program) -> None:
+    create_captioning_test_dataset(data / "more", num_train=9, num_val=23)
+    create_captioning_test_dataset(data / "others", num_train=9, num_val=8)
+    (data / "validation.yaml").write_text(VALIDATION.replace("questions", "others"))
+    ours, rivals = (run("validation.py", data / "validation.yaml") for run in (run_with_ours, run_with_rival))
+    assert ours.keys() == rivals.keys()
+    for case, expected in rivals.items():
+        assert ours[case] == expected, case
+
+
+# Of the calls in the documents one of each kind; ENERGON_LONG_TESTS=1 runs all.
+DOCUMENTED = "basic_usage or usage_of_the_library or blending or tutorial_2"
+
+
+def test_the_published_introductions_run_under_their_own_module_name() -> None:
+    documents = Path(__file__).with_name("test_source_documents.py")
+    chosen = [] if os.environ.get("ENERGON_LONG_TESTS") else ["-k", DOCUMENTED]
+    command = [sys.executable, "-m", "energon_bridge.compat", "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    environment = {**os.environ, "ENERGON_MODULE": "megatron.energon"}
+    result = subprocess.run(
+        [*command, str(documents), *chosen], env=environment, capture_output=True, text=True, timeout=900
+    )
+    assert result.returncode == 0, result.stdout[-4000:]
+    assert "passed" in result.stdout

@@ -1,0 +1,420 @@
+"""What chains are drawn from: small datasets of every kind, encoders of any features, and chains of stops over them.
+
+Everything about a chain follows from a seed and its number. A tree is what a metadataset's split says, with paths
+relative to the folder of the datasets, so that a failing case can be read, and pasted into a test. All of it needs the
+package, torch and numpy only.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from crude import crude_mix
+from engine import ENCODERS, config_of, text_dataset
+from keyed import BOTH, CRUDE, keyed_dataset, shards, shuffled
+from mixing import metadataset
+
+from energon_bridge import (
+    Cooker,
+    DefaultTaskEncoder,
+    SkipSample,
+    TextSample,
+    basic_sample_keys,
+    cooker,
+    get_train_dataset,
+    register_joiner,
+)
+from energon_bridge.errors import MetadataError
+from energon_bridge.loader.run_plan import DatasetSpec
+from energon_bridge.mix import evaluate_subset
+from energon_bridge.mix.subset import SubsetRange, parse_subset
+from energon_bridge.testing import create_captioning_test_dataset
+
+# Data ----------------------------------------------------------------------------------------------------------------
+
+SHARDS = {"one": [1], "three": [2, 1], "few": [5, 7], "odd": [9, 1, 14], "some": [40, 23], "mid": [120, 77, 3]}
+SHARDS |= {"large": [500, 1, 299]}
+LINES = {"lines": 60, "long": 6500}
+"""The second is long enough for slices of several samples on any number of lanes, and in passes."""
+KEYS = [f"{number:05d}" for number in range(40)]
+MATCHED, TALK, PICTURES = 26, (13, 8, 16), 37
+LEAVES: dict[str, tuple[int, dict[str, Any]]] = {
+    **{name: (sum(counts), {"path": f"./{name}"}) for name, counts in SHARDS.items()},
+    **{name: (count, {"path": f"./{name}.jsonl", "subflavors": {"of": name}}) for name, count in LINES.items()},
+    "talk": (
+        sum(TALK),
+        {"path": "./talk", "subflavors": {"of": "talk"}, "aux": {"blobs": "./blobs", "notes": "filesystem://./notes"}},
+    ),
+    "join": (MATCHED, {"join": [{"path": "./left"}, {"path": "./right", "nonmatch": "skip"}], "joiner": BOTH}),
+    "join none": (
+        len(KEYS),
+        {"join": {"first": {"path": "./left"}, "second": {"path": "./right", "nonmatch": "none"}}, "joiner": BOTH},
+    ),
+    "join crude": (
+        len(KEYS),
+        {
+            "join": [{"path": "./raw", "subflavors": {"of": "raw"}}, {"path": "./other", "nonmatch": "none"}],
+            "joiner": {"__module__": __name__, "__function__": "pick"},
+        },
+    ),
+}
+"""What is at the ends of trees: number of samples and how a metadataset names it."""
+PICTURE_LEAF = {"path": "./pictures"}
+
+
+def write_data(folder: Path) -> Path:
+    """Write the datasets that chains are over."""
+    for name, counts in SHARDS.items():
+        text_dataset(folder / name, train=counts)
+    for name, count in LINES.items():
+        lines = "".join(f'{{"text": "line {number}"}}\n' for number in range(count))
+        (folder / f"{name}.jsonl").write_text(lines)
+    crude_mix(folder, TALK)
+    for names, kind in ((("left", "right"), None), (("raw", "other"), CRUDE)):
+        settings = {} if kind is None else {"dataset_yaml": kind}
+        keyed_dataset(folder / names[0], train=shards(KEYS, 17, 8, 15), **settings)
+        keyed_dataset(folder / names[1], train=shards([*shuffled(KEYS[-MATCHED:]), "77777"], 4, 23), **settings)
+    create_captioning_test_dataset(folder / "pictures", num_train=PICTURES, num_val=0, image_size=4)
+    return folder
+
+
+@register_joiner
+def pick(first: Any, second: Any) -> dict[str, Any]:
+    """Leave a joined sample crude."""
+    return {"own": first["txt"], "other": "none" if second is None else second["txt"], "chance": random.random()}
+
+
+@cooker(need_primary=True)
+def cook_talk(sample: dict[str, Any], blobs: Any, notes: Any, primary: Any) -> TextSample:
+    """Cook with all stores and some chance; skips some."""
+    if random.random() < 0.1:
+        raise SkipSample
+    blob = blobs.get(sample["json"]["blob"], sample)
+    note = notes.get(sample["json"]["note"], sample)
+    return TextSample(**basic_sample_keys(sample), text=f"{note}; {primary.get('.txt', sample)}; {blob.tolist()}")
+
+
+def cook_others(sample: dict[str, Any]) -> TextSample:
+    content = sample["json"] if "json" in sample else (sample["own"], sample["other"], sample["chance"])
+    return TextSample(**basic_sample_keys(sample), text=f"{content} {torch.rand(())}")
+
+
+COOKERS = (Cooker(cook_talk, has_subflavors={"of": "talk"}), Cooker(cook_others))
+
+# Encoders ------------------------------------------------------------------------------------------------------------
+
+
+class Groups:
+    """Groups by the text, with a size of its own for each group, or that of the batches."""
+
+    sized = True
+
+    def batch_group_criterion(self, sample: Any) -> tuple[Any, int | None]:
+        kind = len(str(sample.text)) % 3
+        return kind, 1 + kind if self.sized else None
+
+
+class EqualGroups(Groups):
+    """Groups of `batch_size`, and refuses some rows."""
+
+    sized = False
+
+    def batch_group_criterion(self, sample: Any) -> tuple[Any, int | None]:
+        if random.random() < 0.05:
+            raise SkipSample
+        return super().batch_group_criterion(sample)
+
+
+class Refuses:
+    """Leaves out whole microbatches by chance."""
+
+    def batch(self, samples: list[Any]) -> Any:
+        if random.random() < 0.25:
+            raise SkipSample
+        return super().batch(samples)  # type: ignore[misc]
+
+
+class ManyBatches:
+    """Makes nought to three microbatches of each."""
+
+    def encode_batch(self, batch: Any) -> Iterator[Any]:
+        for _ in range(random.randrange(4)):
+            yield replace(batch, text=[f"{text} {torch.rand(())}" for text in batch.text])
+
+
+FEATURES: dict[str, type] = {"groups": Groups, "equal": EqualGroups, "refuses": Refuses, "many": ManyBatches}
+BASES = ("default", "tensors", "skipping", "several", "packing", "prepost")
+PACKING = ("packing", "prepost")
+BATCHED = ("equal", "refuses", "many")
+"""Features that need a batch size."""
+
+
+@cache
+def encoder_of(base: str, features: tuple[str, ...]) -> DefaultTaskEncoder:
+    """Return an encoder with some features that also cooks."""
+    bases = (*(FEATURES[name] for name in features), ENCODERS[base])
+    encoder: DefaultTaskEncoder = type("_".join((*features, base)), bases, {"cookers": COOKERS})()
+    return encoder
+
+
+# A chain -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """Weights that are set `after` steps of a leg: numbers or schedules in order of the mix, from `later` draws on."""
+
+    after: int
+    weights: list[Any]
+    later: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Withdrawal:
+    """Keys that are banned at the beginning of a leg, from `later` draws on."""
+
+    keys: list[str]
+    later: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leg:
+    """Some steps on one topology, and how the state goes on from there.
+
+    Args:
+        ranks, workers, threads, prefetch, buffer_bytes: Of the configuration.
+        steps: Of each rank.
+        peeks: States are saved after each step.
+        passing: "list": of the states of all ranks, shuffled; "merged": into one; "parts": into two; "own": each rank
+            has its own, where there are as many ranks in the next leg and the stream has no end, else as "list".
+        codec: What the state goes through.
+        order: Seeds the shuffling.
+        change: Of weights.
+        withdrawal: Of samples.
+    """
+
+    ranks: int
+    workers: int
+    threads: int
+    prefetch: int
+    buffer_bytes: int
+    steps: int
+    peeks: bool
+    passing: str
+    codec: str
+    order: int
+    change: Change | None = None
+    withdrawal: Withdrawal | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chain:
+    """Data, encoder and settings of a run, and the topologies that deliver it.
+
+    Args:
+        tree: What the split of a metadataset says.
+        base, features: Of the encoder.
+        settings: Of `get_train_dataset`.
+        run: Of the worker configuration: what holds for the whole run.
+        legs: The topologies, one after the other.
+    """
+
+    tree: dict[str, Any]
+    base: str
+    features: tuple[str, ...]
+    settings: dict[str, Any]
+    run: dict[str, Any]
+    legs: tuple[Leg, ...]
+
+    @property
+    def packs(self) -> bool:
+        return self.base in PACKING
+
+    @property
+    def finite(self) -> bool:
+        return not self.settings.get("repeat", True)
+
+    def open(self, data: Path) -> DatasetSpec:
+        """Open the mix."""
+        return get_train_dataset(
+            metadataset(data, train=self.tree),
+            worker_config=config_of(1, 0, **self.run),
+            task_encoder=encoder_of(self.base, self.features),
+            **self.settings,
+        )
+
+
+# Drawing one ---------------------------------------------------------------------------------------------------------
+
+CHILDREN: dict[str, tuple[str, ...]] = {
+    "concat": ("leaf", "concat"),
+    "blend": ("leaf", "concat", "blend"),
+    "blend_epochized": ("leaf", "concat", "blend_epochized"),
+}
+NUMBERS = {"blend": "weight", "blend_epochized": "repetitions"}
+PERCENT = [["0%", "50%"], ["25%", "75%"], ["40%", "end"], ["87.5%", "100%"], ["0%", "100%"]]
+ABSOLUTE: list[list[Any]] = [[0, 1], [3, 5], [2, "end"], [1, 11], [100, 300]]
+RANKS = [1, 1, 2, 2, 3, 4, 4, 5, 6, 7, 8, 9, 12, 16, 23]
+LANES = [None, None, 1, 2, 3, 4, 6, 10, 24]
+CODECS = ("plain", "json", "pickle", "torch")
+
+
+def range_of(bounds: list[Any]) -> SubsetRange:
+    found = parse_subset({"range": bounds}, where="", field="", allow_absolute=True)
+    assert found is not None
+    return found
+
+
+def fits(size: int, subsets: tuple[SubsetRange, ...]) -> bool:
+    """Return whether subsets, innermost first, leave anything of so many samples."""
+    try:
+        start, stop = evaluate_subset(subsets, size)
+    except MetadataError:
+        return False
+    return start < stop
+
+
+def drawn_leaf(rng: random.Random, outer: tuple[SubsetRange, ...], finite: bool, most: int) -> dict[str, Any]:
+    """Draw a dataset, a file or a join of at most so many samples within the ranges around it."""
+    size, described = LEAVES[
+        rng.choice([name for name, (size, _) in LEAVES.items() if size <= most and fits(size, outer)])
+    ]
+    tree = dict(described)
+    ranges = [bounds for bounds in PERCENT + ABSOLUTE if fits(size, (range_of(bounds), *outer))]
+    if ranges and rng.random() < 0.3:
+        tree["subset"] = {"range": rng.choice(ranges)}
+    multiplier = rng.choice([1, 1, 1, 1, None] if finite else [1, 1, 1, 1, None, 2, 3, -1])
+    return tree if multiplier == 1 else tree | {"shuffle_over_epochs_multiplier": multiplier}
+
+
+def drawn_weight(rng: random.Random, positive: bool) -> Any:
+    """Draw a weight, as a file has it: a number or a schedule."""
+
+    def number() -> Any:
+        return rng.choice([*range(int(positive), 10), 0.1, 0.25, 1.5, 2.75])
+
+    kind = rng.choice([None, None, None, "steps", "linear", "cosine"])
+    if kind is None:
+        return number()
+    draws = sorted(rng.sample([0, 1, 24, 50, 75, 100, 300, 2000], rng.randint(1, 3)))
+    return {"schedule": kind, "points": [[at, number()] for at in draws]}
+
+
+def drawn_tree(
+    rng: random.Random,
+    kinds: Sequence[str],
+    finite: bool,
+    most: int,
+    depth: int = 3,
+    outer: tuple[SubsetRange, ...] = (),
+) -> dict[str, Any]:
+    """Draw a mix, of legal nestings only; nothing in it is empty."""
+    kind = rng.choice(list(kinds)) if depth else "leaf"
+    if kind == "leaf":
+        return drawn_leaf(rng, outer, finite, most)
+    bounds = None
+    if len(outer) < 2 and rng.random() < 0.3:
+        bounds = rng.choice([bounds for bounds in PERCENT if fits(60, (range_of(bounds), *outer))] or [None])
+    inner = outer if bounds is None else (range_of(bounds), *outer)
+    count = rng.randint(1, 4 if depth == 3 else 3)
+    children = [drawn_tree(rng, CHILDREN[kind], finite, most, depth - 1, inner) for _ in range(count)]
+    sure = rng.randrange(count)
+    for number, child in enumerate(children):
+        if kind == "blend":
+            child["weight"] = drawn_weight(rng, number == sure)
+        elif kind == "blend_epochized":
+            child["repetitions"] = rng.choice([1, 2, 3, 0.5, 0.25, 1.25, 0.3, 1.7, *[0] * (number != sure)])
+    return {kind: children} if bounds is None else {kind: children, "subset": {"range": bounds}}
+
+
+def num_leaves(tree: dict[str, Any]) -> int:
+    return next((sum(map(num_leaves, tree[kind])) for kind in CHILDREN if kind in tree), 1)
+
+
+def drawn_legs(rng: random.Random, run: dict[str, Any], budget: int, changeable: int) -> Iterator[Leg]:
+    """Draw the legs of a chain, of about `budget` microbatches; `changeable` weights may be set, 0 if none."""
+    most = run["num_lanes"] or 24
+    count, ranks = rng.choice([2, 2, 3, 3, 4, 5, 6]), 1
+    for _ in range(count):
+        if rng.random() < 0.75:
+            ranks = rng.choice([ranks for ranks in RANKS if ranks <= most])
+        steps = rng.choice([0, *range(1, 3 + 2 * budget // (count * ranks))])
+        change = None
+        if changeable and rng.random() < 0.2:
+            sure = rng.randrange(changeable)
+            weights = [drawn_weight(rng, number == sure) for number in range(changeable)]
+            change = Change(after=rng.randint(0, steps), weights=weights, later=rng.choice([0, rng.randint(0, 60)]))
+        yield Leg(
+            ranks=ranks,
+            workers=rng.choice([0, 0, 1, 2, 3]),
+            threads=rng.choice([1, 1, 1, 2, 3]),
+            prefetch=rng.choice([1, 1, 2, 3, 5]),
+            buffer_bytes=rng.choice([1 << 30, 1 << 30, 1 << 30, 3000, 0]),
+            steps=steps,
+            peeks=rng.random() < 0.1,
+            passing=rng.choice(["list", "list", "merged", "parts", "own"]),
+            codec=rng.choice(CODECS),
+            order=rng.randrange(1000),
+            change=change,
+        )
+
+
+def with_withdrawals(legs: Sequence[Leg], rng: random.Random) -> Iterator[Leg]:
+    """Let some legs ban keys; not all of any dataset but the smallest."""
+    for leg in legs:
+        if rng.random() < 0.2:
+            keys = [
+                form(number)
+                for number in rng.sample(range(1, 25), rng.choice([1, 2, 8]))
+                for form in (str, "{:05d}".format)
+            ]
+            yield replace(leg, withdrawal=Withdrawal(keys=keys, later=rng.choice([0, 0, rng.randint(0, 200)])))
+        else:
+            yield leg
+
+
+def drawn_chain(seed: int, number: int) -> Chain:
+    """Draw chain `number` of a seed."""
+    rng = random.Random(f"{seed} {number}")
+    finite = rng.random() < 0.2
+    pictures = rng.random() < 0.03
+    base = "default" if pictures else rng.choice(BASES)
+    chosen = ("refuses",) if finite else ("refuses", "many")  # in a pass a microbatch is one, so that ranks agree
+    features: list[str] = [] if pictures else [name for name in chosen if rng.random() < 0.15]
+    if not pictures and rng.random() < 0.2:
+        features.insert(0, rng.choice(["groups", "equal"]))
+    grouped = "groups" in features
+    batched = not grouped and any(name in BATCHED for name in features)
+    rows = rng.choice([1, 2, 2, 3, 4, 7, 16, *[None] * (2 * (not batched))])
+    settings: dict[str, Any] = {
+        "batch_size": None if grouped else rows,
+        "max_samples_per_sequence": rng.choice([None, None, 1, 2, 4, 10, 100]),
+        "shuffle_buffer_size": rng.choice([100, 0, 2, 5, 30, None]),
+        "parallel_shard_iters": rng.choice([None, 1, 3, 16]),
+        "shuffle_over_epochs_multiplier": rng.choice([1, 1, 1, None] if finite else [1, 1, 1, None, 3, -1]),
+    }
+    if base in PACKING:
+        settings["packing_buffer_size"] = rng.choice([3, 5, 11, 20, 40])
+    if finite:
+        settings |= {"repeat": False, "batch_drop_last": rng.random() < 0.3}
+    if rng.random() < 0.1:
+        settings["virtual_epoch_length"] = rng.randint(1, 20)
+    run: dict[str, Any] = {
+        "seed": rng.randrange(1 << 30),
+        "num_lanes": rng.choice(LANES),
+        "microbatches_per_global_batch": rng.choice([None, None, 4, 8, 12, 30]),
+    }
+    kinds = ("leaf", "concat", "blend_epochized") if finite else ("leaf", "concat", "blend", "blend", "blend_epochized")
+    # A pass that is packed or grouped is made once by every rank before it begins.
+    listed = finite and (base in PACKING or bool({"groups", "equal"} & {*features}))
+    tree = dict(PICTURE_LEAF) if pictures else drawn_tree(rng, kinds, finite, 100 if listed else 1 << 30)
+    changeable = num_leaves(tree) if "blend" in tree and num_leaves(tree) > 1 else 0
+    legs = tuple(drawn_legs(rng, run, min(90, 240 // (rows or 1)), changeable))
+    legs = tuple(with_withdrawals(legs, random.Random(f"{seed} {number} bans")))
+    return Chain(tree=tree, base=base, features=tuple(features), settings=settings, run=run, legs=legs)

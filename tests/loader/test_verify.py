@@ -1,0 +1,383 @@
+"""`verify_resume` passes good pipelines and names what is wrong with bad ones."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine import ENCODERS, NEEDED, TensorEncoder, config_of, text_dataset
+
+from energon_bridge import (
+    DefaultTaskEncoder,
+    EnergonDataloader,
+    SavableDataLoader,
+    SkipSample,
+    WorkerConfig,
+    get_savable_loader,
+    get_train_dataset,
+    get_val_dataset,
+    verify_resume,
+)
+from energon_bridge.errors import ConfigurationError, ResumeMismatchError
+from energon_bridge.testing import create_captioning_test_dataset
+from energon_bridge.verify import differing, fields_of
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return text_dataset(tmp_path_factory.mktemp("verify"), train=[5, 9, 1, 14, 8], val=[9, 8])
+
+
+def maker(data: Path, encoder: Callable[[], Any], num_workers: int = 0, **kwargs: Any) -> Callable[..., Any]:
+    """Return what builds a loader; it takes a worker configuration or none."""
+
+    def make(config: WorkerConfig | None = None) -> SavableDataLoader:
+        settings: dict[str, Any] = {"batch_size": 2, "shuffle_buffer_size": 5, "max_samples_per_sequence": 4}
+        return get_savable_loader(
+            get_train_dataset(
+                data,
+                worker_config=config or config_of(1, num_workers),
+                task_encoder=encoder(),
+                parallel_shard_iters=3,
+                **(settings | kwargs),
+            )
+        )
+
+    return make
+
+
+# Good pipelines ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("encoder", ENCODERS)
+def test_a_good_encoder_passes(data: Path, encoder: str, caplog: pytest.LogCaptureFixture) -> None:
+    report = verify_resume(maker(data, ENCODERS[encoder], **NEEDED.get(encoder, {})), 12)
+    assert (report.steps, report.save_points, report.restored_samples) == (12, (1, 6, 11), 3)
+    # From each point p to the end, from p to the middle of the rest, and from there to the end.
+    assert report.compared == 2 * ((12 - 1) + (12 - 6) + (12 - 11))
+    assert report.resumes == 3 + 3 + 2
+    assert {"__key__", "__restore_key__", "__valid__", "text"} <= set(report.fields)
+    assert report.not_compared == {}
+    assert 0 < report.state_bytes < 5000
+    assert not [record for record in caplog.records if record.name.startswith("energon_bridge.verify")]
+
+
+def test_workers_are_stopped(data: Path) -> None:
+    verify_resume(maker(data, TensorEncoder, num_workers=2), 6, save_points=[2])
+    assert multiprocessing.active_children() == []
+
+
+def test_the_iterator_of_a_training_loop_passes(data: Path) -> None:
+    make = maker(data, TensorEncoder)
+    assert verify_resume(lambda: EnergonDataloader(make()), 8).steps == 8
+
+
+def test_images_pass(tmp_path: Path) -> None:
+    path = create_captioning_test_dataset(tmp_path / "images", num_train=11, num_val=0, image_size=4)
+    for decode in ("torchrgb", "pil"):
+        report = verify_resume(maker(path, DefaultTaskEncoder, image_decode=decode), 6, save_points=[0, 3])
+        assert (report.save_points, report.not_compared) == ((0, 3), {})
+
+
+@pytest.mark.parametrize("wrap", [lambda loader: loader, EnergonDataloader])
+def test_validation_passes_to_its_end(data: Path, wrap: Callable[..., Any]) -> None:
+    def make() -> Any:
+        dataset = get_val_dataset(data, batch_size=2, worker_config=config_of(1, 0), task_encoder=TensorEncoder())
+        return wrap(get_savable_loader(dataset))
+
+    report = verify_resume(make)
+    assert (report.steps, report.save_points) == (9, (1, 4, 8))  # 17 samples
+
+
+@pytest.mark.parametrize("settings", [{"repeat": False}, {"virtual_epoch_length": 7}])
+@pytest.mark.parametrize("wrap", [lambda loader: loader, EnergonDataloader])
+def test_training_that_ends_passes(data: Path, settings: dict[str, Any], wrap: Callable[..., Any]) -> None:
+    make = maker(data, TensorEncoder, **settings)
+    endless = wrap is EnergonDataloader and "virtual_epoch_length" in settings  # one stream, whatever its epochs
+    expected = 30 if endless else settings.get("virtual_epoch_length", 19)  # 37 samples
+    assert verify_resume(lambda: wrap(make()), 30).steps == expected
+
+
+def test_one_of_several_ranks_passes_with_masked_microbatches(data: Path) -> None:
+    make = maker(data, TensorEncoder)
+    for rank in (1, 3):
+        assert verify_resume(lambda rank=rank: make(config_of(5, 0, rank)), 12).compared > 12
+
+
+def test_states_resume_on_other_ranks_and_workers(data: Path) -> None:
+    config = config_of(1, 0, seed=3)
+    report = verify_resume(maker(data, TensorEncoder), 14, worker_config=config, topologies=[(2, 0), (5, 0), (3, 1)])
+    assert report.resumes == (3 + 3 + 2) + 3 * (2 + 5 + 3)
+    alone = verify_resume(maker(data, TensorEncoder), 14, worker_config=config)
+    assert report.compared == alone.compared + 3 * (13 + 7 + 1)
+
+
+# Bad encoders --------------------------------------------------------------------------------------------------------
+
+
+class Encoder(TensorEncoder):
+    """Adds a field to each sample."""
+
+    def value(self, sample: Any) -> Any:
+        raise NotImplementedError
+
+    def encode_sample(self, sample: Any) -> Any:
+        return {**sample_dict(super().encode_sample(sample)), "extra": self.value(sample)}
+
+
+def sample_dict(sample: Any) -> dict[str, Any]:
+    return {name: sample[name] for name in ("__key__", "__restore_key__", "text", "number", "noise")}
+
+
+class HiddenCounter(Encoder):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def value(self, sample: Any) -> int:
+        self.count += 1
+        return self.count
+
+
+class OsRandom(Encoder):
+    def value(self, sample: Any) -> bytes:
+        return os.urandom(4)
+
+
+class OwnGenerator(Encoder):
+    def value(self, sample: Any) -> Any:
+        return np.random.default_rng().random(2)
+
+
+class Clock(Encoder):
+    def value(self, sample: Any) -> float:
+        time.sleep(0.0001)
+        return time.time()
+
+
+class OneBit(Encoder):
+    """A zero whose sign depends on how many samples came before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def value(self, sample: Any) -> Any:
+        self.count += 1
+        return torch.tensor([-0.0 if self.count > 3 else 0.0])
+
+
+class Inner(Encoder):
+    """Something deep inside a nested value changes once the encoder has seen five samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def value(self, sample: Any) -> Any:
+        self.count += 1
+        return [sample.__key__, {"a": (1, frozenset({"x", str(self.count // 5)}))}]
+
+
+@pytest.mark.parametrize(
+    ("encoder", "cause"),
+    [
+        (HiddenCounter, "depends on what was encoded before"),
+        (OsRandom, "randomness outside the global generators"),
+        (OwnGenerator, "randomness outside the global generators"),
+        (Clock, "or the time"),
+        (OneBit, "depends on what was encoded before"),
+        (Inner, "depends on what was encoded before"),
+    ],
+)
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_field_that_changes_is_named(data: Path, encoder: type[Encoder], cause: str, num_workers: int) -> None:
+    with pytest.raises(ResumeMismatchError, match=cause) as raised:
+        verify_resume(maker(data, encoder, num_workers=num_workers), 8)
+    text = str(raised.value)
+    assert "differs in 'extra':\n" in text, "this field and no other"
+    assert text.startswith("verify_resume: after a resume at microbatch 1, microbatch ")
+    assert "(samples ['000" in text
+    assert multiprocessing.active_children() == []
+
+
+class DictOrder(DefaultTaskEncoder):
+    """Gives the entries of a dict in an order of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def encode_batch(self, batch: Any) -> Any:
+        self.seen.append("x")
+        names = ["first", "second"] if len(self.seen) < 3 else ["second", "first"]
+        return {"__key__": batch.__key__, "meta": {name: torch.ones(1) for name in names}}
+
+
+def test_the_order_of_a_dict_is_compared(data: Path) -> None:
+    with pytest.raises(ResumeMismatchError, match=r"differs in 'meta':\n  meta: dict of second, first in the unint"):
+        verify_resume(maker(data, DictOrder), 8)
+
+
+class SkipsByCount(TensorEncoder):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def encode_sample(self, sample: Any) -> Any:
+        self.count += 1
+        if self.count % 3 == 0:
+            raise SkipSample
+        return super().encode_sample(sample)
+
+
+def test_other_samples_are_named(data: Path) -> None:
+    with pytest.raises(ResumeMismatchError, match="other samples came: a hook skips") as raised:
+        verify_resume(maker(data, SkipsByCount), 8)
+    assert "'__key__'" in str(raised.value)
+
+
+def test_a_field_that_changes_only_after_a_second_resume_is_caught(data: Path) -> None:
+    made = []
+
+    class Third(Encoder):
+        def value(self, sample: Any) -> int:
+            return int(len(made) >= 3)
+
+    make = maker(data, Third)
+
+    def counting() -> Any:
+        made.append(1)
+        return make()
+
+    with pytest.raises(
+        ResumeMismatchError, match=r"after two resumes at microbatch 1, with nothing delivered.*'extra'"
+    ):
+        verify_resume(counting, 8)
+
+
+def test_a_microbatch_that_cannot_be_made_again_is_caught(data: Path) -> None:
+    """Right in every stream, wrong in `restore_sample` alone."""
+    loader = maker(data, TensorEncoder)
+
+    class Wrong(SavableDataLoader):
+        def restore_sample(self, restore_key: Any) -> Any:
+            batch = super().restore_sample(restore_key)
+            batch.number = batch.number + 1
+            return batch
+
+    def make() -> Any:
+        made = loader()
+        return Wrong(made.spec, worker_config=made.config)
+
+    with pytest.raises(ResumeMismatchError, match=r"after restore_sample, microbatch 0 .* differs in 'number'"):
+        verify_resume(make, 6)
+
+
+def test_a_state_with_objects_in_it_is_caught(data: Path) -> None:
+    class Foreign(SavableDataLoader):
+        def save_state_rank(self) -> Any:
+            return {**super().save_state_rank(), "more": random.Random(0)}
+
+    made = maker(data, DefaultTaskEncoder)
+
+    def make() -> Any:
+        loader = made()
+        return Foreign(loader.spec, worker_config=loader.config)
+
+    with pytest.raises(ResumeMismatchError, match=r"state after microbatch 1 does not survive JSON.*Random"):
+        verify_resume(make, 6)
+
+
+# What cannot be compared ---------------------------------------------------------------------------------------------
+
+
+class Opaque:
+    """Has no bytes to compare."""
+
+
+class OpaqueEncoder(Encoder):
+    def value(self, sample: Any) -> Any:
+        return [sample.__key__, Opaque()]
+
+
+def test_what_cannot_be_compared_is_named(data: Path, caplog: pytest.LogCaptureFixture) -> None:
+    report = verify_resume(maker(data, OpaqueEncoder), 6)
+    assert report.not_compared == {"extra": ("test_verify.Opaque",)}
+    assert [r.getMessage() for r in caplog.records if r.name == "energon_bridge.verify"] == [
+        "verify_resume: not compared, since these have no bytes of their own: extra (test_verify.Opaque)"
+    ]
+
+
+@dataclass
+class Point:
+    x: Any
+    y: Any = None
+
+
+VALUES: list[Any] = [
+    None, True, 1, 1.0, -0.0, 0.0, float("inf"), 1j, "a", b"a", "", [], (), {}, set(), {"a"}, {"a": 1}, {"a": [1]},
+    {"b": 1, "a": 1}, {"a": 1, "b": 1}, [1], (1,), [[1]], [1, 2], ["a", "b"], ["ab"], [None], Point(1), Point(1, 2),
+    Point([1]), [Point(1)], {"p": Point(1)}, np.float32(1), np.float64(1), np.arange(3), np.arange(3.0),
+    np.arange(4).reshape(2, 2), np.arange(4), np.array(["a"], dtype=object), np.array(["b"], dtype=object),
+    torch.tensor(1.0), torch.tensor([1.0]), torch.tensor([-0.0]), torch.tensor([0.0]), torch.tensor([1]),
+    torch.arange(4), torch.arange(4).reshape(2, 2), torch.arange(4).reshape(2, 2).T, torch.ones(2).bfloat16(),
+    torch.ones(2).half(), torch.tensor([float("nan")]), torch.ones(2, dtype=torch.complex64), torch.tensor([]),
+    torch.ones(2, dtype=torch.complex64).conj() * 1j, torch.float32, Path("a"),
+]  # fmt: skip
+
+
+def test_every_difference_is_seen() -> None:
+    digests = [fields_of({"v": value}) for value in VALUES]
+    for i, first in enumerate(digests):
+        again = fields_of({"v": VALUES[i]})
+        assert differing(first, again) == [], VALUES[i]
+        assert not any(field.opaque for field in first.values()), VALUES[i]
+        for j, second in enumerate(digests):
+            assert i == j or differing(first, second), (VALUES[i], VALUES[j])
+
+
+def test_paths_name_the_innermost_entry() -> None:
+    first = {"a": {"b": Point(1, {"c": torch.ones(1)})}, "d": [1, {"e": 1}]}
+    second = {"a": {"b": Point(1, {"c": torch.zeros(1)})}, "d": [1, {"e": 2}], "f": 1}
+    assert differing(fields_of(first), fields_of(second)) == ["the batch", "a.b.y.c", "d", "f"]
+    assert differing(fields_of(Point(1)), fields_of({"x": 1, "y": None})) == ["the batch"]
+    assert differing(fields_of(torch.ones(1)), fields_of(torch.zeros(1))) == ["the batch"]
+    point = replace(Point(1))
+    point.__valid__ = True  # what the engine attaches to a foreign type
+    assert differing(fields_of(Point(1)), fields_of(point)) == ["the batch", "__valid__"]
+
+
+@pytest.mark.parametrize("value", [Opaque(), len, torch.ones(2).to_sparse(), iter([])])
+def test_opaque_values_are_seen_as_such(value: Any) -> None:
+    inside = np.empty(1, dtype=object)
+    inside[0] = value
+    for holder in (value, [value], {"in": (value,)}, inside):
+        assert any(field.opaque for field in fields_of({"v": holder}).values())
+
+
+# Arguments -----------------------------------------------------------------------------------------------------------
+
+
+def test_arguments_that_do_not_fit_are_refused(data: Path) -> None:
+    make = maker(data, TensorEncoder)
+    loader = make()
+    for call, complaint in {
+        lambda: verify_resume(make, 1): "steps must be at least 2",
+        lambda: verify_resume(make, 5, save_points=[5]): r"save_points must lie in range\(5\)",
+        lambda: verify_resume(make, 5, save_points=[]): "save_points must lie",
+        lambda: verify_resume(make, 5, topologies=[(2, 0)]): "topologies need a worker_config of one rank",
+        lambda: verify_resume(lambda: loader, 5): "returned the same loader again",
+        lambda: verify_resume(lambda: EnergonDataloader([1, 2]), 5): "must return what get_savable_loader returns",
+    }.items():
+        with pytest.raises(ConfigurationError, match=complaint):
+            call()

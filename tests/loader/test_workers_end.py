@@ -1,0 +1,117 @@
+"""The end of worker processes: neither they nor their memory are left behind, however the training process ends."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from engine import text_dataset
+from left_behind import descendants, left_shared_memory, shared_memory
+from paths import HELPERS, REPOSITORY
+from workers import loader_of, wait_until, worker_pids
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return text_dataset(tmp_path_factory.mktemp("workers"), train=[5, 9, 1, 14, 8])
+
+
+def test_closing_leaves_nothing(data: Path) -> None:
+    before, files = shared_memory(), len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        loader = loader_of(data, 3)
+        batches = iter(loader)
+        for _ in range(4):
+            next(batches)
+        assert len(worker_pids()) == 3
+        loader.close()
+        loader.close()  # twice does no harm
+        assert not worker_pids()
+    del batches, loader
+    gc.collect()
+    assert wait_until(lambda: not left_shared_memory(before))  # other tests of this machine come and go
+    assert len(os.listdir("/proc/self/fd")) <= files + 5
+
+
+def test_dropping_a_loader_stops_its_workers(data: Path) -> None:
+    loader = loader_of(data, 2)
+    batches = iter(loader)
+    next(batches)
+    assert len(worker_pids()) == 2
+    del batches, loader
+    gc.collect()
+    assert wait_until(lambda: not worker_pids())
+
+
+def test_a_loader_that_was_never_iterated_starts_nothing(data: Path) -> None:
+    loader = loader_of(data, 3)
+    loader.save_state_rank()
+    iter(loader)
+    assert not worker_pids()
+
+
+TRAINING = """
+    import signal, sys
+    from pathlib import Path
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background jobs with it ignored
+    sys.path.insert(0, {helpers!r})
+    from engine import config_of, train_dataset
+    from energon_bridge import get_savable_loader
+
+    loader = get_savable_loader(train_dataset(Path({data!r}), {encoder!r}), worker_config=config_of(1, 2))
+    for number, batch in enumerate(loader):
+        if number == 5:
+            print("under way", flush=True)
+"""
+
+
+@pytest.fixture
+def training(data: Path) -> Iterator[subprocess.Popen[str]]:
+    """Start a training process in a session of its own; yield it when its workers run."""
+    program = textwrap.dedent(TRAINING).format(helpers=str(HELPERS), data=str(data), encoder="tensors")
+    process = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", program],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        cwd=REPOSITORY,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "under way\n"
+    with process:
+        yield process
+        process.kill()
+
+
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGINT", "SIGTERM"])
+def test_workers_go_with_the_training_process(training: subprocess.Popen[str], how: str) -> None:
+    before = shared_memory()
+    workers = [pid for pid, name in descendants(training.pid).items() if "resource_tracker" not in name]
+    assert len(workers) >= 2
+    if how == "SIGINT":
+        os.killpg(training.pid, signal.SIGINT)  # as a terminal does: the workers get it too
+    else:
+        training.send_signal(signal.Signals[how])
+    _, errors = training.communicate(timeout=30)
+    assert training.returncode == -signal.Signals[how]
+    # Quietly: of all processes only the training process has something to say.
+    assert errors.count("Traceback") == (1 if how == "SIGINT" else 0)
+    assert wait_until(lambda: not any(is_running(pid) for pid in workers), 10)
+    assert wait_until(lambda: not left_shared_memory(before))  # other tests of this machine come and go
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

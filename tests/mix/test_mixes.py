@@ -1,0 +1,216 @@
+"""Mixes through the loader: fractions, exact repetitions, elasticity, refusals, megatron-energon's fixtures."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from contextlib import closing
+from fractions import Fraction
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine import TensorEncoder, config_of, counts_of, deliver, digest, loaders_of
+from mixing import metadataset, mix_data, mixed
+from rival_fixtures import Encoder, rendered
+
+from energon_bridge import (
+    WeightSchedule,
+    get_loader,
+    get_savable_loader,
+    get_val_dataset,
+    get_val_datasets,
+)
+from energon_bridge.errors import DatasetMismatchError, SettingMismatchError
+from energon_bridge.loader.document import read_leaves
+from energon_bridge.loader.run_plan import DatasetSpec
+from energon_bridge.mix import Blender
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return mix_data(tmp_path_factory.mktemp("mixes"))
+
+
+RESUMES = [
+    ((1, 0), 7, (4, 2)),
+    ((4, 1), 3, (3, 0)),
+    ((3, 2), 5, (8, 1)),
+    ((2, 3), 2, (1, 0)),
+    ((6, 0), 4, (5, 2)),
+]
+"""Ranks and workers that save, after how many steps, and ranks and workers that go on."""
+
+MIXES: dict[str, Any] = {
+    "weights": lambda data: [(data / "a", 5), (data / "b", 2), (data / "c", 1)],
+    "repetitions": lambda data: metadataset(
+        data, train={"blend_epochized": [{"path": "./a", "repetitions": 2}, {"path": "./b", "repetitions": 0.5}]}
+    ),
+    "concat": lambda data: metadataset(data, train={"concat": [{"path": "./b"}, {"path": "./a"}]}),
+    "nested": lambda data: Blender([(Blender([(data / "a", 1), (data / "b", 3)]), 0.5), (data / "a", 0.5)]),
+    "subset": lambda data: metadataset(
+        data,
+        train={
+            "blend": [
+                {"path": "./b", "weight": 1, "subset": {"range": ["20%", "80%"]}},
+                {"path": "./c", "weight": {"schedule": "linear", "points": [[0, 0], [400, 3]]}},
+            ]
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_every_topology_gives_the_same_stream_and_resumes(data: Path, mix: str) -> None:
+    dataset = mixed(data, MIXES[mix])
+    expected = deliver(loaders_of(dataset, 1, 0), 160).digests
+    for save, step, resume in RESUMES:
+        start = save[0] * step
+        states = deliver(loaders_of(dataset, *save), step, [step]).states[step]
+        found = deliver(loaders_of(dataset, *resume, state=states), 12).digests
+        assert found == expected[start : start + len(found)]
+        assert len(found) >= 12
+
+
+def share(dataset: DatasetSpec, microbatches: int) -> dict[str, int]:
+    """Return how many samples of each folder come in the first microbatches."""
+    names = {leaf.identity: Path(leaf.dataset.path).name for leaf in dataset.leaves}
+    with closing(get_savable_loader(dataset)) as loader:
+        batches = list(islice(loader, microbatches))
+    return Counter(names[key[0]] for batch in batches for key in batch.__restore_key__[3])
+
+
+def test_weights_are_kept_in_any_unit(data: Path) -> None:
+    small = share(mixed(data, [(data / "a", 0.6), (data / "b", 0.3), (data / "c", 0.1)]), 480)
+    assert small == share(mixed(data, Blender([(data / "a", 6), (data / "b", 3), (data / "c", 1)])), 480)
+    assert all(abs(small[name] - 960 * part) <= 24 for name, part in (("a", 0.6), ("b", 0.3), ("c", 0.1)))
+
+
+def test_repetitions_are_exact_over_all_lanes(data: Path) -> None:
+    # In one mix epoch 12 samples twice and half of 30: 39 draws, which lanes share out to the last one.
+    dataset = mixed(data, MIXES["repetitions"], batch_size=1)
+    drawn = Counter[str]()
+    seen: dict[str, Counter[int]] = {}
+    for lane, loader in enumerate(loaders_of(dataset, 24, 0)):
+        blend, order = loader._position.plan.blend, {leaf.identity: leaf for leaf in loader._position.plan.leaves}
+        quotas = blend.drawn(lane, 2)  # type: ignore[union-attr]
+        for batch in islice(loader, int(quotas.sum())):
+            identity, index, _, _ = batch.__restore_key__[3][0]
+            drawn[Path(order[identity].dataset.path).name] += 1
+            seen.setdefault(identity, Counter())[index] += 1
+        loader.close()
+    assert drawn == {"a": 2 * 24, "b": 2 * 15}
+    assert all(len(set(counts.values())) == 1 for counts in seen.values()), "every sample as often as the others"
+
+
+def test_the_same_leaf_twice_is_read_in_two_orders(data: Path) -> None:
+    dataset = mixed(data, [(data / "b", 1), (data / "b", 1)])
+    assert len({leaf.identity for leaf in dataset.leaves}) == 2
+    with closing(get_savable_loader(dataset)) as loader:
+        keys = [key for batch in islice(loader, 24) for key in batch.__restore_key__[3]]
+    first, second = ([key[1] for key in keys if key[0] == leaf.identity] for leaf in dataset.leaves)
+    assert first[:8] != second[:8]
+
+
+def test_subflavors_of_the_reference_go_before_those_of_the_dataset(fixtures: Path) -> None:
+    dataset = get_val_dataset(
+        fixtures / "mix_v2.yaml", split_part="train", batch_size=None, worker_config=config_of(1, 0)
+    )
+    loader = get_loader(dataset)
+    flavors = [sample.__subflavors__ for sample in loader]
+    assert flavors.count({"source": "cap"}) == 6
+    assert flavors.count({}) == 18
+
+
+@pytest.mark.parametrize("name", ["mix_v1.yaml", "mix_v2.yaml", "mix_epochized.yaml", "nested.yaml"])
+def test_metadatasets_of_megatron_energon_give_its_samples(fixtures: Path, name: str) -> None:
+    expected = json.loads((fixtures / "expected.json").read_text())
+    parts = [entry.partition(":")[2] for entry in expected if entry.startswith(f"{name}:")]
+    assert parts
+    for part in parts:
+        dataset = get_val_dataset(
+            fixtures / name, split_part=part, batch_size=None, task_encoder=Encoder(), worker_config=config_of(1, 0)
+        )
+        assert [rendered(sample) for sample in get_loader(dataset)] == expected[f"{name}:{part}"]
+
+
+def test_a_changed_mix_is_refused_with_what_changed(data: Path) -> None:
+    state = get_savable_loader(mixed(data, [(data / "a", 1), (data / "b", 2)])).save_state_rank()
+    loader = get_savable_loader(mixed(data, [(data / "a", 1), (data / "b", 3)]))
+    with pytest.raises(DatasetMismatchError, match="weight 2/3 is 3/4 now"):
+        loader.restore_state_rank(state)
+    loader = get_savable_loader(mixed(data, [(data / "a", 1), (data / "c", 2)]))
+    with pytest.raises(DatasetMismatchError) as raised:
+        loader.restore_state_rank(state)
+    assert f"- {data / 'b'} [train], 30 samples" in str(raised.value)
+    assert f"+ {data / 'c'} [train], 12 samples" in str(raised.value)
+    schedules = [WeightSchedule.linear([(0, 1), (100, end)]) for end in (2, 3)]
+    first, second = (
+        get_savable_loader(mixed(data, [(data / "a", schedule), (data / "b", 1)])) for schedule in schedules
+    )
+    with pytest.raises(SettingMismatchError, match="schedule="):
+        second.restore_state_rank(first.save_state_rank())
+    moved = get_savable_loader(mixed(data, [(data / "b", 4), (data / "a", 2)]))
+    moved.restore_state_rank(state)  # neither the order nor the unit of the weights counts
+
+
+def test_counters_stand_once_per_leaf(data: Path) -> None:
+    dataset = mixed(data, MIXES["weights"])
+    with closing(get_savable_loader(dataset)) as loader:
+        sum(1 for _ in islice(loader, 60))
+        leaves = {Path(leaf["path"]).name: leaf["counts"] for leaf in read_leaves(loader.save_state_rank())}
+    assert {name: counts["samples"] for name, counts in leaves.items()} == share(dataset, 60)
+    assert all(counts["bytes"] == 1024 * counts["samples"] for counts in leaves.values())
+
+
+def test_validation_of_each_leaf_on_its_own(data: Path) -> None:
+    parts = get_val_datasets(data / "val.yaml", batch_size=4, worker_config=config_of(1, 0))
+    sizes = {
+        Path(leaf.dataset.path).name: sum(int(b.__valid__.sum()) for b in get_loader(part)) for part, leaf in parts
+    }
+    assert sizes == {"a": 12, "c": 12}
+
+
+@pytest.mark.parametrize(("saved_on", "resumed_on"), [((1, 0), (1, 0)), ((1, 2), (2, 1)), ((3, 0), (1, 2))])
+@pytest.mark.parametrize("kind", ["concat", "blend"])
+def test_validation_goes_on_in_the_middle_of_several_datasets(
+    data: Path, kind: str, saved_on: tuple[int, int], resumed_on: tuple[int, int]
+) -> None:
+    """Finished datasets are not repeated, whichever of them the state lies in, its ends included."""
+    parts = [{"path": "./c"}, {"path": "./a"}, {"path": "./b"}]  # 12, 12 and 30 samples: batches cross their ends
+    source = metadataset(data, val={kind: parts})
+    dataset = get_val_dataset(
+        source, batch_size=5, worker_config=config_of(1, 0, num_lanes=None), task_encoder=TensorEncoder()
+    )
+    with closing(get_savable_loader(dataset)) as loader:
+        whole = [(digest(batch), [key[:2] for key in batch["__restore_key__"][3]]) for batch in loader]
+    assert len({key for _, keys in whole for key in keys}) == 54
+    for steps in range(-(-11 // saved_on[0])):
+        saving = loaders_of(dataset, *saved_on, num_lanes=None)
+        states = deliver(saving, steps, [steps]).states[steps]
+        delivered = steps * saved_on[0]
+        columns = []
+        for loader in loaders_of(dataset, *resumed_on, num_lanes=None, state=states):
+            columns.append([batch for batch in loader if bool(batch["__valid__"].any())])
+            # A state of the resumed pass is one of the same pass.
+            assert loader.save_state_rank()["microbatches"] >= 11
+            loader.close()
+        rest = {digest(batch): [key[:2] for key in batch["__restore_key__"][3]] for c in columns for batch in c}
+        assert rest == dict(whole[delivered:])
+        before = {key for _, keys in whole[:delivered] for key in keys}
+        assert not before & {key for keys in rest.values() for key in keys}
+
+
+def test_a_blender_needs_no_more_than_a_loader(data: Path) -> None:
+    blended = Blender([(data / "a", 0.6), (data / "b", 0.3), (data / "c", 0.1)])
+    with closing(get_loader(blended, worker_config=config_of(1, 0))) as loader:
+        assert all(len(batch.__key__) == 1 for batch in islice(loader, 5))
+
+
+def test_one_leaf_is_no_mix(data: Path) -> None:
+    alone, mix = mixed(data, data / "b"), mixed(data, [(data / "b", 7)])
+    (a,), (b,) = loaders_of(alone, 1, 0), loaders_of(mix, 1, 0)
+    assert [digest(next(iter(a))) for _ in range(3)] == [digest(next(iter(b))) for _ in range(3)]
+    assert counts_of(a.save_state_rank())["samples"] == 6
+    assert mix.leaves[0].share == Fraction(1)

@@ -1,0 +1,154 @@
+"""Columns computed by tasks, by a cluster, and by runs that are killed: the bytes of one run that is left alone."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+from paths import REPOSITORY
+from sources import content
+from tar_builder import write_texts
+
+from energon_bridge.cli.main import main
+from energon_bridge.errors import ConfigurationError, SampleError
+from energon_bridge.prepare import columns, parse_ratio, prepare_dataset, render_dataset_yaml
+from energon_bridge.prepare.columns import add_column
+from energon_bridge.prepare.engines import Task
+
+LONG = bool(os.environ.get("ENERGON_LONG_TESTS"))
+SEED = os.environ.get("ENERGON_TEST_SEED", "0")
+
+
+def energon(*arguments: object) -> Result:
+    return CliRunner().invoke(main, [*map(str, arguments)])
+
+
+def dataset(root: Path, shards: int = 10, samples: int = 3) -> Path:
+    write_texts(root, {f"{'ab'[n % 2]}/s_{n:03d}.tar": [f"{n}-{k}" for k in range(samples)] for n in range(shards)})
+    text_yaml = render_dataset_yaml("TextSample", {"text": "txt"})
+    prepare_dataset(root, split=parse_ratio("1,0,0"), dataset_yaml=text_yaml, key_index=False)
+    return root
+
+
+def made(root: Path) -> dict[str, bytes]:
+    """Return the files of the columns, and what a run left beside them."""
+    return {name: data for name, data in content(root).items() if name.startswith((".nv-meta/columns", ".nv-meta."))}
+
+
+def length(sample: Any) -> int:
+    return len(sample.text)
+
+
+def both(sample: Any) -> dict[str, Any]:
+    return {"first": sample.text[0], "size": len(sample.text)}
+
+
+def fails_on_nine(sample: Any) -> int:
+    if sample.text == "text of 9-0":
+        raise ValueError("nine")
+    return 1
+
+
+def test_tasks_share_the_shards_out(tmp_path: Path) -> None:
+    root, expected = dataset(tmp_path / "data"), dataset(tmp_path / "other")
+    assert energon("columns", "add", expected, "--hash", "--num-workers", 1).exit_code == 0
+    for number in (2, 0):
+        done = energon("columns", "add", root, "--hash", "--task", f"{number}/3", "--num-workers", 1)
+        assert done.exit_code == 0, done.output
+        assert f"Task {number}/3:" in done.output
+    assert not (root / ".nv-meta/columns").exists()
+    missing = energon("columns", "add", root, "--hash", "--finish", "--num-workers", 1)
+    assert missing.exit_code == 1
+    assert "no task has computed 3 of 10 shards" in missing.output
+    assert "the first is a/s_002.tar" in missing.output
+    energon("columns", "add", root, "--hash", "--task", "1/3", "--num-workers", 2)
+    finished = energon("columns", "add", root, "--hash", "--finish", "--num-workers", 1)
+    assert finished.exit_code == 0, finished.output
+    assert made(root) == made(expected)
+
+
+def test_what_tasks_did_is_of_the_shard_and_of_the_function(tmp_path: Path) -> None:
+    root = dataset(tmp_path / "data")
+    assert add_column(root, None, both, task=Task(0, 1)).num_samples == 30
+    with pytest.raises(ConfigurationError, match="no task has computed 10 of 10 shards"):
+        add_column(root, "length", length, finish=True)
+    write_texts(root, {"b/s_003.tar": ["only-1", "only-2"]})
+    prepare_dataset(root, split=parse_ratio("1,0,0"), key_index=False)
+    with pytest.raises(ConfigurationError, match=r"1 of 10 shards, or they changed since; the first is b/s_003\.tar"):
+        add_column(root, None, both, finish=True)
+    piece = next(root.glob(".nv-meta.columns/*/a/s_000.tar.npz"))
+    piece.write_bytes(b"damaged")
+    add_column(root, None, both, task=Task(0, 1))
+    assert add_column(root, None, both, finish=True).names == ("first", "size")
+    assert not (root / ".nv-meta.columns").exists()
+    assert np.load(root / ".nv-meta/columns/size.npy").size == 29
+
+
+def test_a_run_that_was_stopped_goes_on_and_one_that_failed_begins_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(columns, "_MANY", 5)
+    root = dataset(tmp_path / "data")
+    computed: list[int] = []
+
+    def counted(sample: Any) -> int:
+        computed.append(1)
+        return length(sample)
+
+    def stop(done: int, _total: int) -> None:
+        if done == 6:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        add_column(root, "length", counted, made_of="it", progress=stop)
+    add_column(root, "length", counted, made_of="it")
+    assert len(computed) == 30
+    with pytest.raises(SampleError, match="nine"):
+        add_column(root, "other", fails_on_nine)
+    assert not (root / ".nv-meta.columns").exists()
+
+
+def test_killed_at_any_moment(tmp_path: Path) -> None:
+    """Runs and tasks, one after the other, are killed at random moments; the end is that of a run left alone."""
+    seed = random.randrange(1 << 30) if SEED == "random" else int(SEED)
+    print(f"ENERGON_TEST_SEED={seed}")  # noqa: T201
+    rng = random.Random(seed)
+    root, expected = dataset(tmp_path / "data", 200, 8), dataset(tmp_path / "other", 200, 8)
+    add_column(expected, "hash", columns.content_hash, made_of=columns.HASH_MADE_OF, raw=True, num_workers=2)
+    script = (
+        "import sys\n"
+        "from energon_bridge.prepare import columns\nfrom energon_bridge.prepare.engines import parse_task\n"
+        "task = parse_task(sys.argv[2]) if sys.argv[2] else None\nprint('go', flush=True)\n"
+        "columns.add_column(sys.argv[1], 'hash', columns.content_hash, made_of=columns.HASH_MADE_OF, raw=True,"
+        " task=task, num_workers=2)"
+    )
+    killed = 0
+    wanted = 50 if LONG else 3
+    for turn in range(wanted):
+        task = f"{turn % 3}/3" if turn % 2 else ""
+        line = [sys.executable, "-c", script, str(root), task]
+        with subprocess.Popen(line, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"go\n"
+            until = len(list(root.glob(".nv-meta.columns/*/*/*.npz"))) + rng.randrange(max(1, 360 // wanted))
+            while process.poll() is None:
+                if len(list(root.glob(".nv-meta.columns/*/*/*.npz"))) >= until:
+                    process.send_signal(signal.SIGKILL)
+                    killed += 1
+                    break
+                time.sleep(0.001)
+        assert process.returncode in (0, -signal.SIGKILL)
+        index = root / ".nv-meta/columns/index.json"
+        assert not index.exists() or made(root)[".nv-meta/columns/hash.npy"]
+    assert killed
+    add_column(root, "hash", columns.content_hash, made_of=columns.HASH_MADE_OF, raw=True, num_workers=2)
+    assert made(root) == made(expected)

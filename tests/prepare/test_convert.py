@@ -1,0 +1,464 @@
+"""`energon convert`: every source becomes a dataset that is read, byte by byte the same however it came about."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shlex
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from contextlib import closing
+
+import pytest
+from click.testing import CliRunner
+from paths import REPOSITORY
+from sources import (
+    SOURCES,
+    Make,
+    classes,
+    coco,
+    content,
+    convert,
+    converted,
+    llava,
+    members,
+    meta,
+    openai,
+    pairs,
+    parquet,
+    picture,
+    read,
+    refused,
+    table,
+    tars,
+    write_pictures,
+)
+
+from energon_bridge.cli.main import main
+from energon_bridge.format.nvmeta import read_info
+from energon_bridge.prepare import rebuild_index
+from energon_bridge.prepare.convert import split_numbers
+from energon_bridge.prepare.split import parse_ratio
+from energon_bridge.storage import open_store
+
+LONG = bool(os.environ.get("ENERGON_LONG_TESTS"))
+
+
+@pytest.fixture(params=SOURCES)
+def make(request: pytest.FixtureRequest) -> Make:
+    return SOURCES[request.param]
+
+
+def test_every_byte_of_media_arrives(tmp_path, make):
+    source, flags, media = make(tmp_path / "in", 13)
+    out = converted(source, tmp_path / "out", *flags, "--samples-per-shard", 4)
+    stored = members(out)
+    images = [data for name, data in stored.items() if name.lower().endswith((".jpg", ".png"))]
+    assert sorted(images) == sorted(media.values())
+    assert sum(read_info(open_store(out)).shard_counts.values()) == 13
+    assert not (out / ".nv-meta.parts").exists()
+
+
+def test_the_same_bytes_whatever_the_workers(tmp_path, make):
+    source, flags, _ = make(tmp_path / "in", 23)
+    flags = [*flags, "--samples-per-shard", 3, "--shuffle", 5]
+    first = content(converted(source, tmp_path / "a", *flags))
+    assert content(converted(source, tmp_path / "b", *flags, "--num-workers", 3)) == first
+    other = content(converted(source, tmp_path / "c", *flags[:-1], 6))
+    assert sorted(name for name in other if name.endswith(".tar")) == sorted(n for n in first if n.endswith(".tar"))
+    assert other["train/00000.tar"] != first["train/00000.tar"]
+
+
+def test_preparing_afterwards_changes_nothing(tmp_path, make):
+    source, flags, _ = make(tmp_path / "in", 9)
+    out = converted(source, tmp_path / "out", *flags, "--samples-per-shard", 4, "--shuffle", 5)
+    before = content(out)
+    with closing(sqlite3.connect(out / ".nv-meta/index.sqlite")) as index:
+        media = index.execute("SELECT count(*) FROM media_metadata").fetchall()
+    assert media[0][0] >= 9
+    rebuild_index(out)
+    for name, data in content(out).items():
+        assert name == ".nv-meta/tars.json" or data == before[name] or name.startswith(".nv-meta/index."), name
+
+
+# --- what becomes of each -----------------------------------------------------------------------------------------
+
+
+def test_llava_becomes_conversations(tmp_path):
+    source, flags, pictures = llava(tmp_path / "in", 4)
+    out = converted(source, tmp_path / "out", *flags, "--split-ratio", "1,0,0")
+    stored = members(out)
+    assert meta(out)["__class__"] == "CrudeWebdataset"
+    entry = json.loads(stored["000000002.json"])
+    assert entry["conversations"][1]["value"] == "answer 2"
+    assert entry["files"] == ["0/2.png"]
+    assert "image" not in entry
+    assert stored["000000002.0.png"] == pictures["0/2.png"]
+
+
+def test_llava_becomes_captions_if_told(tmp_path):
+    source, flags, _ = llava(tmp_path / "in", 4)
+    flags = [*flags, "--split-ratio", "1,0,0", "--sample-type", "CaptioningSample"]
+    out = converted(source, tmp_path / "out", *flags)
+    assert meta(out)["field_map"] == {"image": "0.jpg,0.png", "caption": "json[conversations][1][value]"}
+    batches = read(out)
+    assert [batch.caption[0] for batch in batches] == [f"answer {n}" for n in range(4)]
+    assert batches[3].image[0].size == (16, 19)
+
+
+def test_messages_with_images_inside(tmp_path):
+    source, _, pictures = openai(tmp_path / "in", 2)
+    stored = members(converted(source, tmp_path / "out", "--split-ratio", "1,0,0"))
+    assert stored["000000001.0.jpg"] == pictures["2.jpg"]
+    assert stored["000000001.1.jpg"] == pictures["3.jpg"]
+    assert json.loads(stored["000000001.json"])["messages"][0]["content"] == [
+        {"type": "image"},
+        {"type": "text", "text": "and"},
+        {"type": "image"},
+    ]
+
+
+def test_pairs_classes_and_coco(tmp_path):
+    source, _, _ = pairs(tmp_path / "pairs", 4)
+    batches = read(converted(source, tmp_path / "a", "--split-ratio", "1,0,0"))
+    assert [(b.__key__[0], b.caption[0]) for b in batches] == [
+        ("0/a_0", "caption 0"),
+        ("0/a_2", "caption 2"),
+        ("1/a_1", "caption 1"),
+        ("1/a_3", "caption 3"),
+    ]
+    source, _, _ = classes(tmp_path / "classes", 3)
+    batches = read(converted(source, tmp_path / "b", "--split-ratio", "1,0,0"))
+    assert [(b.__key__[0], b.label[0], b.label_name[0]) for b in batches] == [
+        ("cat/001", 0, "cat"),
+        ("dog/000", 1, "dog"),
+        ("dog/002", 1, "dog"),
+    ]
+    source, flags, _ = coco(tmp_path / "coco", 3)
+    out = converted(source, tmp_path / "c", *flags, "--split-ratio", "1,0,0", "--field", "caption=captions[1]")
+    assert [(b.__key__[0], b.caption[0]) for b in read(out)] == [(f"{n:012d}", f"caption {n} 1") for n in range(3)]
+
+
+def test_tables(tmp_path):
+    source, _, _ = table(tmp_path / "in", 3)
+    batches = read(converted(source, tmp_path / "out", "--split-ratio", "1,0,0"))
+    assert [batch.caption[0] for batch in batches] == [f'a "quoted"\nlong caption {n}' for n in range(3)]
+    assert json.loads(members(tmp_path / "out")["000000002.json"]) == {
+        "Caption": 'a "quoted"\nlong caption 2',
+        "year": "1992",
+    }
+
+
+def test_parquet_questions(tmp_path):
+    source, _, _ = parquet(tmp_path / "in", 5)
+    batches = read(converted(source, tmp_path / "out", "--split-ratio", "1,0,0"))
+    assert [(b.context[0], b.answers[0]) for b in batches] == [("what?", [f"answer {n}"]) for n in range(5)]
+
+
+def test_splits_of_the_source_stay(tmp_path):
+    names = [f"{part}/{kind}/{n}.jpg" for part in ("validation", "train") for kind in "ab" for n in range(3)]
+    write_pictures(tmp_path / "in", names)
+    out = converted(tmp_path / "in", tmp_path / "out")
+    assert {part: len(read(out, part)) for part in ("train", "val")} == {"train": 6, "val": 6}
+    assert [batch.label[0] for batch in read(out, "val")] == [0, 0, 0, 1, 1, 1]
+
+
+SAVE_WITH_DATASETS = """
+import sys
+from pathlib import Path
+import datasets, pyarrow
+
+root = Path(sys.argv[1])
+pictures = [path.read_bytes() for path in sorted((root / "pictures").iterdir())]
+features = datasets.Features(image=datasets.Image(), label=datasets.ClassLabel(names=["cat", "dog"]))
+rows = {"image": [{"bytes": data, "path": None} for data in pictures], "label": [n % 2 for n in range(5)]}
+table = datasets.table.InMemoryTable(pyarrow.table(rows, schema=features.arrow_schema))
+data = datasets.Dataset(table, info=datasets.DatasetInfo(features=features), fingerprint="first")
+some = data.select(range(3), new_fingerprint="second")
+datasets.DatasetDict(train=data, validation=some).save_to_disk(str(root / "in"))
+(root / "files").mkdir()
+data.to_parquet(str(root / "files/train-00000-of-00001.parquet"))
+some.to_parquet(str(root / "files/test-00000-of-00001.parquet"))
+"""
+
+
+def test_hugging_face_datasets(tmp_path):
+    pytest.importorskip("pyarrow")
+    if importlib.util.find_spec("datasets") is None:
+        pytest.skip("datasets is not installed")
+    for n in range(5):
+        (tmp_path / "pictures").mkdir(exist_ok=True)
+        (tmp_path / "pictures" / f"{n}.jpg").write_bytes(picture(n))
+    line = [sys.executable, "-W", "ignore", "-c", SAVE_WITH_DATASETS, str(tmp_path)]
+    saved = subprocess.run(line, capture_output=True, text=True)
+    assert saved.returncode == 0, saved.stderr
+    names = ["cat", "dog"]
+    out = converted(tmp_path / "in", tmp_path / "out")
+    assert [(b.label[0], b.label_name[0]) for b in read(out)] == [(n % 2, names[n % 2]) for n in range(5)]
+    assert len(read(out, "val")) == 3
+    out = converted(tmp_path / "files", tmp_path / "out2")
+    assert [len(read(out, part)) for part in ("train", "test")] == [5, 3]
+    assert members(out)["000000004.jpg"] == picture(4)
+
+
+def test_without_pyarrow_the_extra_is_named(tmp_path):
+    (tmp_path / "x.parquet").write_bytes(b"PAR1")
+    script = (
+        "import sys; sys.modules['pyarrow'] = None\n"
+        f"sys.argv = ['energon', 'convert', {str(tmp_path / 'x.parquet')!r}, {str(tmp_path / 'out')!r}]\n"
+        "from energon_bridge.cli.main import main; main()"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=REPOSITORY)
+    assert result.returncode == 1
+    assert result.stderr.endswith("read with pyarrow: pip install 'energon-bridge[parquet]'\n")
+
+
+def test_webdatasets_shuffled_anew(tmp_path):
+    source, _, _ = tars(tmp_path / "in", 30)
+    flags = ["--split-ratio", "1,0,0", "--samples-per-shard", 7]
+    plain = converted(source, tmp_path / "plain", *flags)
+    keys = [name.removesuffix(".json") for name in members(plain) if name.endswith(".json")]
+    assert keys == [f"key{n}" for n in range(30)]
+    mixed = converted(source, tmp_path / "mixed", *flags, "--shuffle", 1)
+    assert members(mixed) == members(plain)
+    shuffled = [name.removesuffix(".json") for name in members(mixed) if name.endswith(".json")]
+    assert shuffled != keys
+    assert sorted(shuffled) == sorted(keys)
+    again = converted(mixed, tmp_path / "again", "--samples-per-shard", 11, "--shuffle", 2)
+    assert members(again) == members(plain)
+    assert list(read_info(open_store(again)).shard_counts.values()) == [11, 11, 8]
+
+
+def test_prepared_webdatasets_keep_type_fields_and_split(tmp_path):
+    from energon_bridge.testing import create_captioning_test_dataset
+
+    source = create_captioning_test_dataset(tmp_path / "in", num_train=9, num_val=4)
+    out = converted(source, tmp_path / "out", "--samples-per-shard", 5)
+    assert meta(out) == meta(source)
+    for part in ("train", "val"):
+        assert [b.caption for b in read(out, part)] == [b.caption for b in read(source, part)]
+
+
+def test_a_mix_is_merged_cut_and_filtered(tmp_path):
+    from tar_builder import write_texts
+
+    from energon_bridge.prepare.columns import add_column
+    from energon_bridge.testing import create_captioning_test_dataset
+
+    first, second = (create_captioning_test_dataset(tmp_path / name, num_train=9, num_val=4) for name in "ab")
+    add_column(second, "number", lambda sample: int(sample.__key__[-2:]))
+    parts = '[{path: ./a, subset: {range: [2, 5]}}, {path: ./b, filter: "number % 2 == 1", weight: 7}]'
+    mix = tmp_path / "mix.yaml"
+    head = "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n"
+    mix.write_text(f"{head}  train: {{blend: {parts}}}\n  val: {{path: ./a}}\n")
+    out = converted(mix, tmp_path / "out", "--keys", "number")
+    expected = [read(first)[n].caption for n in (2, 3, 4)] + [read(second)[n].caption for n in (1, 3, 5, 7)]
+    assert [batch.caption for batch in read(out)] == expected
+    assert [batch.caption for batch in read(out, "val")] == [batch.caption for batch in read(first, "val")]
+    assert "stands again in" in refused(mix, tmp_path / "twice")
+    write_texts(tmp_path / "texts", {"s.tar": ["x"]})
+    run_prepare = ["prepare", str(tmp_path / "texts"), "--sample-type", "CrudeWebdataset", "--split-ratio", "1,0,0"]
+    assert CliRunner().invoke(main, run_prepare).exit_code == 0
+    mix.write_text(f"{head}  train: {{concat: [{{path: ./a}}, {{path: ./texts}}]}}\n")
+    assert "differ in sample type or field map" in refused(mix, tmp_path / "other")
+    (tmp_path / "x.jsonl").write_text('{"a": 1}\n')
+    mix.write_text(f"{head}  train: {{path: ./x.jsonl}}\n")
+    assert "is no prepared dataset of tars but a join, a JSONL file or a table" in refused(mix, tmp_path / "lines")
+
+
+def test_duplicate_keys_of_tars(tmp_path):
+    from energon_bridge.testing import write_shard
+
+    for number in range(2):
+        (tmp_path / "in").mkdir(exist_ok=True)
+        write_shard(tmp_path / "in" / f"{number}.tar", {f"{n}": {"txt": b"x%d" % number} for n in range(3)})
+    message = refused(tmp_path / "in", tmp_path / "out")
+    assert "/0.tar, sample '" in message
+    assert "--keys number" in message
+    out = converted(tmp_path / "in", tmp_path / "out", "--keys", "number", "--split-ratio", "1,0,0")
+    assert sorted(members(out)) == [f"{n:09d}.txt" for n in range(6)]
+
+
+def test_shards_by_bytes(tmp_path):
+    source, _, _ = classes(tmp_path / "in", 40)
+    out = converted(source, tmp_path / "out", "--bytes-per-shard", "12k", "--split-ratio", "1,0,0")
+    sizes = [path.stat().st_size for path in sorted(out.rglob("*.tar"))]
+    assert max(sizes) <= 12_000
+    assert min(sizes[:-1]) > 12_000 - 3 * 1024
+
+
+@pytest.mark.parametrize(
+    ("ratio", "counts"), [("9,1,0", (900, 100, 0)), ("1,1,2", (250, 250, 500)), ("0,3,0", (0, 1000, 0))]
+)
+def test_splits_are_exact_and_stay_when_the_source_grows(ratio, counts):
+    rule = parse_ratio(ratio)
+    parts = split_numbers(1000, rule)
+    assert tuple(len(parts.get(name, ())) for name in ("train", "val", "test")) == counts
+    grown = split_numbers(1700, rule)
+    for name, numbers in parts.items():
+        assert [n for n in grown[name].tolist() if n < 1000] == numbers.tolist()
+    runs = sorted(number for numbers in parts.values() for number in numbers.tolist())
+    assert runs == list(range(1000))
+
+
+# --- asking and showing -------------------------------------------------------------------------------------------
+
+
+def test_enter_accepts_every_proposal(tmp_path):
+    source, _, _ = pairs(tmp_path / "in", 12)
+    asked = converted(source, tmp_path / "a", "--ask", answers="\n" * 10)
+    assert content(asked) == content(converted(source, tmp_path / "b"))
+    result = convert(source, tmp_path / "c", "--ask", answers="ImageSample\n\n1,0,0\n5\n")
+    assert result.exit_code == 0, result.output
+    assert "Column of image (torch.Tensor) [image]" in result.output
+    assert list(read_info(open_store(tmp_path / "c")).shard_counts.values()) == [5, 5, 2]
+    assert meta(tmp_path / "c")["sample_type"]["__class__"] == "ImageSample"
+
+
+def test_a_dry_run_shows_and_writes_nothing(tmp_path):
+    source, flags, _ = coco(tmp_path / "in", 12)
+    result = convert(source, tmp_path / "out", *flags, "--dry-run")
+    assert result.exit_code == 0
+    for text in ("COCO captions, 12 samples", "caption from captions[0]", "Sample 000000000001: jpg (", "caption 1 1"):
+        assert text in result.output
+    assert not (tmp_path / "out").exists()
+
+
+def test_json_is_all_that_goes_to_stdout(tmp_path):
+    source, flags, _ = coco(tmp_path / "in", 12)
+    out = tmp_path / "out"
+
+    def run(*arguments):
+        result = CliRunner().invoke(main, [*map(str, arguments), "--json"])
+        assert result.exit_code == 0, result.output
+        assert result.stderr
+        return json.loads(result.stdout)
+
+    done = run("convert", source, out, *flags, "--split-ratio", "9,1,0")
+    assert sum(done["shard_counts"].values()) == 12
+    assert {part: len(shards) for part, shards in done["split_parts"].items()} == {"train": 1, "val": 1, "test": 0}
+    assert run("prepare", out, "--tar-index-only")["shard_counts"] == done["shard_counts"]
+    assert run("prepare-media", out, "--media-metadata-by-extension") == {"num_files": 12, "failed": []}
+
+
+def test_it_runs_with_stdin_closed(tmp_path):
+    source, flags, _ = llava(tmp_path / "in", 3)
+    line = 'exec "$0" -c "from energon_bridge.cli.main import main; main()" convert "$@" <&-'
+    arguments = [sys.executable, str(source), str(tmp_path / "out"), *map(str, flags)]
+    result = subprocess.run(["bash", "-c", line, *arguments], capture_output=True, text=True, cwd=REPOSITORY)
+    assert result.returncode == 0, result.stderr
+    assert "Done: 3 samples" in result.stdout
+
+
+def test_prepare_points_to_convert(tmp_path):
+    source, _, _ = llava(tmp_path, 1)
+    for path, hint in ((source, f"energon convert {source} OUT"), (tmp_path, f"energon convert {tmp_path} OUT")):
+        result = CliRunner().invoke(main, ["prepare", str(path)])
+        assert result.exit_code == 1
+        assert hint in result.output
+
+
+# --- again, and killed --------------------------------------------------------------------------------------------
+
+
+def test_a_source_that_grew_costs_what_is_new(tmp_path):
+    flags = ["--samples-per-shard", 3, "--split-ratio", "9,1,0"]
+    source, media, _ = llava(tmp_path / "in", 25)
+    out = converted(source, tmp_path / "out", *media, *flags)
+    kept = {path: path.stat().st_mtime_ns for path in sorted((out / "train").glob("*.tar"))[:-1]}
+    stamps = {path: path.stat().st_mtime_ns for path in (tmp_path / "in/images").rglob("*.*")}
+    llava(tmp_path / "in", 35)
+    for path, stamp in stamps.items():
+        os.utime(path, ns=(stamp, stamp))
+    result = convert(source, out, *media, *flags)
+    assert result.exit_code == 0, result.output
+    assert {path: path.stat().st_mtime_ns for path in kept} == kept
+    assert content(out) == content(converted(source, tmp_path / "fresh", *media, *flags))
+    again = convert(source, out, *media, *flags)
+    assert "Left as they were: 13 shards." in again.output
+
+
+def test_killed_at_any_moment_and_started_again(tmp_path):
+    source, media, _ = llava(tmp_path / "in", 600)
+    flags = [*media, "--samples-per-shard", 8, "--shuffle", 1, "--num-workers", 2]
+    whole = content(converted(source, tmp_path / "whole", *flags))
+    script = "from energon_bridge.cli.main import main; main()"
+    line = [sys.executable, "-c", script, "convert", str(source), str(tmp_path / "out"), *map(str, flags)]
+    seen = set()
+    for kill_at in (1, 5, 20, 40, 70, 75) if LONG else (5, 40, 75):
+        process = subprocess.Popen(line, cwd=REPOSITORY, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        while process.poll() is None:
+            finished = len(list((tmp_path / "out").rglob("*.tar"))) + len(list((tmp_path / "out").rglob("*.rec")))
+            if finished >= 2 * kill_at:
+                process.send_signal(signal.SIGKILL)
+                break
+            assert not (tmp_path / "out/.nv-meta/.info.json").exists() or finished >= 150
+            time.sleep(0.001)
+        process.communicate()
+        seen.add(process.returncode)
+    assert seen <= {-signal.SIGKILL, 0}
+    assert -signal.SIGKILL in seen
+    converted(source, tmp_path / "out", *flags)
+    assert content(tmp_path / "out") == whole
+
+
+def test_stopped_at_each_file_that_is_moved(tmp_path, monkeypatch):
+    source, media, _ = llava(tmp_path / "in", 8)
+    flags = [*media, "--samples-per-shard", 3, "--split-ratio", "1,0,0"]
+    whole = content(converted(source, tmp_path / "whole", *flags))
+    replace, calls = os.replace, 0
+
+    def stop(old: str, new: str) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == stop_at:
+            raise KeyboardInterrupt
+        replace(old, new)
+
+    monkeypatch.setattr(os, "replace", stop)
+    for stop_at in range(1, 100):
+        out, calls = tmp_path / str(stop_at), 0
+        result = convert(source, out, *flags)
+        assert (result.exit_code == 0) == (calls < stop_at)
+        if result.exit_code == 0:
+            break
+        # A stop in the middle leaves no dataset, or all of it: what is read is never half of one.
+        if (out / ".nv-meta/.info.json").exists():
+            assert {name: data for name, data in content(out).items() if ".nv-meta.parts" not in name} == whole
+        calls = 100
+        converted(source, out, *flags)
+        assert content(out) == whole
+    assert stop_at > 15
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llava", "pairs", "parquet"] if LONG else ["llava"])
+def test_it_trains_by_the_line_that_is_shown(tmp_path, name):
+    source, flags, _ = SOURCES[name](tmp_path / "in", 40)
+    result = convert(source, tmp_path / "out", *flags, "--split-ratio", "4,1,0")
+    line = next(line for line in result.output.splitlines() if line.startswith("Try it")).partition(": ")[2]
+    arguments = [*shlex.split(line)[1:], f"run_dir={tmp_path / 'run'}", "train.max_steps=3", "validation.interval=3"]
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run([sys.executable, *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "loss" in (done.stdout + done.stderr)
+
+
+def test_the_lines_of_the_documentation_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = (REPOSITORY / "docs" / "how-to" / "convert.md").read_text()
+    shown, _, _ = text.partition("## On many machines")  # of which test_engines.py has the lines
+    lines = [line for line in shown.splitlines() if line.startswith("energon ")]
+    assert len(lines) == 6
+    llava(tmp_path, 6)
+    pairs(tmp_path / "photos", 6)
+    tars(tmp_path / "tars", 6)
+    write_pictures(tmp_path, ["a.jpg", "b.jpg"])
+    (tmp_path / "metadata.csv").write_text("file,description\na.jpg,one\nb.jpg,two\n")
+    for line in lines:
+        result = CliRunner().invoke(main, shlex.split(line)[1:])
+        assert result.exit_code == 0, f"{line}\n{result.output}"

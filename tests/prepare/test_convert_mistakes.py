@@ -1,0 +1,156 @@
+"""`energon convert`: mistakes are named with file, line, key and remedy, or counted where they may be skipped."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from paths import REPOSITORY
+from sources import (
+    content,
+    convert,
+    converted,
+    llava,
+    openai,
+    parquet,
+    picture,
+    refused,
+    table,
+)
+
+from energon_bridge.format.nvmeta import read_info
+from energon_bridge.storage import open_store
+
+# --- mistakes -----------------------------------------------------------------------------------------------------
+
+
+def test_the_wrong_media_folder_is_named_with_the_right_one(tmp_path):
+    source, _, _ = llava(tmp_path / "in", 3)
+    message = refused(source, tmp_path / "out")
+    assert f"none of the 3 files that the first rows name is there, such as {tmp_path}/in/0/0.jpg" in message
+    assert f"It is in {tmp_path}/in/images: --media {tmp_path}/in/images." in message
+
+
+def test_a_missing_image_is_named_or_skipped(tmp_path):
+    source, flags, _ = llava(tmp_path / "in", 6)
+    (tmp_path / "in/images/0/4.png").unlink()
+    flags = [*flags, "--split-ratio", "1,0,0", "--samples-per-shard", 2]
+    message = refused(source, tmp_path / "out", *flags)
+    assert f"{source}, entry 4 (id 2): {tmp_path}/in/images/0/4.png cannot be read: No such file" in message
+    result = convert(source, tmp_path / "out", *flags, "--on-error", "skip")
+    assert result.exit_code == 0
+    assert "Skipped 1 sample:" in result.output
+    assert "0/4.png cannot be read" in result.output
+    assert "Left as they were: 2 shards." in result.output
+    assert list(read_info(open_store(tmp_path / "out")).shard_counts.values()) == [2, 2, 1]
+    (tmp_path / "in/images/0/4.png").write_bytes(picture(4, "PNG"))
+    converted(source, tmp_path / "out", *flags, "--on-error", "skip")
+    assert content(tmp_path / "out") == content(converted(source, tmp_path / "other", *flags, "--on-error", "skip"))
+
+
+def test_broken_lines_are_named_or_skipped(tmp_path):
+    source, _, _ = openai(tmp_path / "in", 3)
+    lines = source.read_text().splitlines()
+    lines[2] = lines[2][:-5]
+    source.write_text("\n".join(lines))
+    message = refused(source, tmp_path / "out", "--split-ratio", "1,0,0")
+    assert f"{source}, line 3: is no JSON: " in message
+    result = convert(source, tmp_path / "out", "--split-ratio", "1,0,0", "--on-error", "skip")
+    assert "Skipped 1 sample:" in result.output
+    assert "Done: 2 samples" in result.output
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--field", "caption=text"], "--field caption=text: the first rows have no such column; they have Caption, "),
+        (["--field", "title=Caption"], "--field title: CaptioningSample has no such field; it has image, caption."),
+        (["--sample-type", "VQASample"], "VQASample requires the fields context, too: add --field context=COLUMN."),
+        (["--sample-type", "Captioning"], "there is no sample type 'Captioning'. Did you mean 'Captio"),
+        (["--field", "caption"], "--field 'caption': expected FIELD=COLUMN, like caption=description."),
+        (["--bytes-per-shard", "much"], "--bytes-per-shard 'much': expected a size like 500M, 1G or 1Gi."),
+        (["--media", "/no/where"], "--media /no/where: no such folder."),
+        (["--split-ratio", "1,2"], "split ratio '1,2': expected three numbers"),
+    ],
+)
+def test_wrong_flags(tmp_path, flags, message):
+    source, _, _ = table(tmp_path / "in", 3)
+    assert message in refused(source, tmp_path / "out", *flags)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("x.json", "[{", "x.json: is no JSON: "),
+        ("x.json", '{"a": 1}', "x.json: an object with a; expected a list of objects, or COCO's"),
+        ("x.json", "[1]", "x.json, entry 0: expected an object, found '1'."),
+        ("x.json", "[]", "x.json: has no samples (JSON list)."),
+        ("x.jsonl", "", "x.jsonl: has no samples (JSON lines)."),
+        ("x.csv", "a,b\n1\n", "x.csv, row 2: has fewer fields than the 2 columns of the header (a, b)."),
+        ("x.csv", "url,caption\nhttp://a.b/c.jpg,x\n", "the column `url` holds URLs (http://a.b/c.jpg)"),
+        ("x.csv", "image,caption\n../../secret.png,x\n", "row 2: the path '../../secret.png' leads out of"),
+        ("x.xls", "", "what is a .xls? Known are .json, .jsonl"),
+        ("x.json", '{"images": [], "annotations": [{"image_id": 1, "bbox": []}]}', "these are no COCO captions"),
+        ("x.json", '[{"conversations": "hi"}]', "entry 0: `conversations`: expected a list of turns, found 'hi'."),
+    ],
+)
+def test_wrong_files(tmp_path, name, text, message):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / name).write_text(text)
+    assert message in refused(tmp_path / "in" / name, tmp_path / "out")
+
+
+def test_wrong_folders(tmp_path):
+    assert "no such file or folder. Check the path." in refused(tmp_path / "nowhere", tmp_path / "out")
+    (tmp_path / "empty").mkdir()
+    assert "no images, videos or sound below this folder" in refused(tmp_path / "empty", tmp_path / "out")
+    source, _, _ = table(tmp_path / "in", 3)
+    assert f"Give the file, {source}" in refused(tmp_path / "in", tmp_path / "out")
+    assert "is the source itself" in refused(tmp_path / "in", tmp_path / "in")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/precious.txt").write_text("mine")
+    assert "holds precious.txt, which no conversion wrote." in refused(source, tmp_path / "out")
+    out = converted(source, tmp_path / "other")
+    before = content(out)
+    message = refused(source, out, "--shuffle", 3)
+    assert "holds a conversion with other options: shuffle was None and is 3." in message
+    assert content(out) == before
+    converted(source, out, "--shuffle", 3, "--overwrite")
+    assert content(out) == content(converted(source, tmp_path / "fresh", "--shuffle", 3))
+
+
+# --- datasets of the hub ------------------------------------------------------------------------------------------
+
+
+def test_a_dataset_of_the_hub_is_downloaded_and_converted(tmp_path, monkeypatch):
+    hub = pytest.importorskip("huggingface_hub")
+    source, flags, _ = parquet(tmp_path / "hub/data/x", 5)
+    asked = []
+
+    def snapshot(name: str, **options: object) -> str:
+        asked.append((name, options))
+        return str(tmp_path / "hub")
+
+    monkeypatch.setattr(hub, "snapshot_download", snapshot)
+    out = converted(Path("hf://some/thing/data/x@v2"), tmp_path / "out", *flags)
+    assert asked == [("some/thing", {"repo_type": "dataset", "revision": "v2", "allow_patterns": "data/x/*"})]
+    assert content(out) == content(converted(source.parent, tmp_path / "other", *flags))
+    result = convert(Path("hf://some/thing/none"), tmp_path / "out2")
+    assert "has no folder 'none'" in result.output
+    assert "expected hf://OWNER/NAME" in convert(Path("hf://some"), tmp_path / "out2").output
+
+
+def test_without_a_network_the_remedy_is_named(tmp_path, monkeypatch):
+    pytest.importorskip("huggingface_hub")
+    script = "from energon_bridge.cli.main import main; main()"
+    line = [sys.executable, "-c", script, "convert", "hf://some/thing", str(tmp_path / "out")]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "cache")}
+    result = subprocess.run(line, capture_output=True, text=True, cwd=REPOSITORY, env=environment)
+    assert result.returncode == 1
+    message = " ".join(result.stderr.split())
+    assert message.startswith("Error: hf://some/thing: cannot be downloaded: LocalEntryNotFoundError: ")
+    assert "hf download some/thing --repo-type dataset --local-dir DIR" in message
+    assert not (tmp_path / "out").exists()

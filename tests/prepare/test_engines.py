@@ -1,0 +1,319 @@
+"""Shards made by tasks of a scheduler or of a Ray cluster: the bytes of one process, killed and repeated too."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from paths import HELPERS, REPOSITORY
+from sources import content, converted, llava
+from tar_builder import write_texts
+
+from energon_bridge.cli.main import main
+from energon_bridge.errors import ConfigurationError, CorruptShardError
+from energon_bridge.prepare import parse_ratio, prepare_dataset, render_dataset_yaml, run as preparing
+from energon_bridge.prepare.engines import RayEngine, Task, parse_task
+
+TEXT_YAML = render_dataset_yaml("TextSample", {"text": "txt"})
+RULE = parse_ratio("8,1,1")
+CHANGING = (".nv-meta/index.uuid", ".nv-meta/tars.json")
+LONG = bool(os.environ.get("ENERGON_LONG_TESTS"))
+
+
+def energon(*arguments: object) -> Result:
+    return CliRunner().invoke(main, [*map(str, arguments)])
+
+
+def tars_of(root: Path, count: int = 10) -> Path:
+    return write_texts(root, {f"{'ab'[n % 2]}/s_{n}.tar": [f"{n}-{k}" for k in range(3)] for n in range(count)})
+
+
+def rows_of(root: Path) -> list[list[Any]]:
+    """Return the key index, table by table."""
+    with closing(sqlite3.connect(root / ".nv-meta/index.sqlite")) as index:
+        samples = "SELECT * FROM samples ORDER BY tar_file_id, sample_index"
+        parts = "SELECT * FROM sample_parts ORDER BY tar_file_id, sample_index, content_byte_offset"
+        names = "SELECT type, name, sql FROM sqlite_master ORDER BY name"
+        return [index.execute(query).fetchall() for query in (samples, parts, names)]
+
+
+def prepared(root: Path, **options: Any) -> dict[str, Any]:
+    """Prepare, and return all that it wrote, the key index as rows."""
+    prepare_dataset(root, split=RULE, dataset_yaml=TEXT_YAML, **options)
+    return {
+        name: rows_of(root) if name == ".nv-meta/index.sqlite" else data
+        for name, data in content(root).items()
+        if name not in CHANGING
+    }
+
+
+@pytest.fixture
+def walked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list to which every tar that is walked through is added."""
+    seen: list[str] = []
+    scan = preparing.scan_tar
+
+    def noted(store: Any, shard: str) -> Any:
+        seen.append(shard)
+        return scan(store, shard)
+
+    monkeypatch.setattr(preparing, "scan_tar", noted)
+    return seen
+
+
+# --- preparing again ----------------------------------------------------------------------------------------------
+
+
+def test_only_new_and_changed_tars_are_read_again(tmp_path: Path, walked: list[str]) -> None:
+    """Added at the end, added in the middle, changed, and gone: what is written is what a fresh start writes."""
+    root = tars_of(tmp_path / "data")
+    prepared(root)
+    for change, expected in (
+        (lambda: write_texts(root, {"c/last.tar": ["new-0", "new-1"]}), ["c/last.tar"]),
+        (lambda: write_texts(root, {"a/middle.tar": ["mid-0"]}), ["a/middle.tar"]),
+        (lambda: write_texts(root, {"b/s_3.tar": ["changed-0", "changed-1"]}), ["b/s_3.tar"]),
+        (lambda: (root / "b/s_5.tar").unlink(), []),
+        (lambda: (root / "b/s_7.tar.idx").unlink(), ["b/s_7.tar"]),
+        (lambda: None, []),
+    ):
+        change()
+        walked.clear()
+        again = prepared(root)
+        assert walked == expected
+        (root / ".nv-meta/tars.json").unlink()
+        walked.clear()
+        assert prepared(root) == again
+        assert len(walked) == len(list(root.rglob("*.tar")))
+
+
+def test_an_index_of_another_length_is_made_again(tmp_path: Path, walked: list[str]) -> None:
+    root = tars_of(tmp_path / "data")
+    whole = prepared(root)
+    (root / "a/s_2.tar.idx").write_bytes(b"12345678")
+    walked.clear()
+    assert prepared(root) == whole
+    assert walked == ["a/s_2.tar"]
+
+
+@pytest.mark.parametrize("damage", [b"", b"[]", b'{"versions": 3, "part_names": []}', b"\xff"])
+def test_a_damaged_list_of_tars_is_not_believed(tmp_path: Path, walked: list[str], damage: bytes) -> None:
+    root = tars_of(tmp_path / "data")
+    whole = prepared(root)
+    (root / ".nv-meta/tars.json").write_bytes(damage)
+    walked.clear()
+    assert prepared(root) == whole
+    assert len(walked) == 10
+
+
+def test_a_stopped_preparation_goes_on(tmp_path: Path, walked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preparing, "_MANY", 5)
+    root = tars_of(tmp_path / "data")
+    expected = prepared(tars_of(tmp_path / "other"))
+
+    def stop(done: int, _total: int) -> None:
+        if done == 6:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepared(root, progress=stop)
+    assert not (root / ".nv-meta").exists()
+    walked.clear()
+    assert prepared(root) == expected
+    assert len(walked) == 4
+    assert not list(root.rglob("*.rec"))
+
+
+# --- tasks --------------------------------------------------------------------------------------------------------
+
+
+def test_tasks_share_the_tars_out(tmp_path: Path, walked: list[str]) -> None:
+    root, expected = tars_of(tmp_path / "data"), prepared(tars_of(tmp_path / "other"))
+    flags = ["--split-ratio", "8,1,1", "--sample-type", "TextSample", "--field-map", '{"text": "txt"}']
+    for number in (2, 0):
+        result = energon("prepare", root, "--task", f"{number}/3", "--num-workers", 1)
+        assert result.exit_code == 0, result.output
+    assert not (root / ".nv-meta").exists()
+    missing = energon("prepare", root, "--finish", *flags, "--num-workers", 1)
+    assert missing.exit_code == 1
+    assert "no task has looked into 3 of 10 tars" in missing.output
+    assert "the first is a/s_2.tar" in missing.output
+    energon("prepare", root, "--task", "1/3", "--num-workers", 1)
+    os.utime(root / "b/s_9.tar")
+    assert "1 of 10 tars, or they changed since; the first is b/s_9.tar" in energon(
+        "prepare", root, "--finish", *flags
+    ).output.replace("\n", " ")
+    energon("prepare", root, "--task", "0/3", "--num-workers", 1)
+    energon("prepare", root, "--task", "2/3", "--num-workers", 1)
+    energon("prepare", root, "--task", "1/3", "--num-workers", 1)
+    walked.clear()
+    result = energon("prepare", root, "--finish", *flags, "--num-workers", 1)
+    assert result.exit_code == 0, result.output
+    assert not walked
+    found = {name: data for name, data in content(root).items() if name not in CHANGING}
+    found[".nv-meta/index.sqlite"] = rows_of(root)  # type: ignore[assignment]
+    assert found == expected
+
+
+def test_a_task_names_a_damaged_tar(tmp_path: Path) -> None:
+    root = tars_of(tmp_path / "data")
+    (root / "a/s_4.tar").write_bytes(b"x" * 2000)
+    with pytest.raises(CorruptShardError, match=r"s_4\.tar"):
+        preparing.scan_task(root, Task(2, 5))
+    assert preparing.scan_task(root, Task(0, 5)) == 2
+
+
+def test_tasks_convert_what_one_process_converts(tmp_path: Path) -> None:
+    source, flags, _ = llava(tmp_path / "in", 23)
+    flags = [*flags, "--samples-per-shard", 3, "--shuffle", 5, "--num-workers", 1]
+    whole = content(converted(source, tmp_path / "whole", *flags))
+    out = tmp_path / "out"
+    for task in ("1/3", "0/3", "1/3"):
+        result = energon("convert", source, out, *flags, "--task", task)
+        assert result.exit_code == 0, result.output
+        assert f"Task {task}: 3 shards done" in result.output
+    missing = energon("convert", source, out, *flags, "--finish")
+    assert missing.exit_code == 1
+    assert f"{out}: 2 of 8 shards are missing" in missing.output
+    assert not (out / ".nv-meta").exists()
+    other = energon("convert", source, out, *flags, "--task", "2/3", "--no-media-metadata")
+    assert other.exit_code == 0  # nothing is finished: other options may begin anew
+    missing = energon("convert", source, out, *flags, "--finish")
+    assert "2 of 8 shards are missing, or were made of another source" in missing.output.replace("\n", " ")
+    energon("convert", source, out, *flags, "--task", "2/3")
+    result = energon("convert", source, out, *flags, "--finish")
+    assert result.exit_code == 0, result.output
+    assert content(out) == whole
+
+
+def test_tasks_at_the_same_time_that_are_killed(tmp_path: Path) -> None:
+    """Three processes, killed at random moments and started again until each has ended."""
+    source, flags, _ = llava(tmp_path / "in", 300)
+    flags = [*flags, "--samples-per-shard", 4, "--num-workers", 1]
+    whole = content(converted(source, tmp_path / "whole", *flags))
+    out, script = tmp_path / "out", "from energon_bridge.cli.main import main; main()"
+    rounds, kills = (50, 45) if LONG else (4, 2)
+    line = [sys.executable, "-c", script, "convert", str(source), str(out), *map(str, flags)]
+
+    def start(number: int) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([*line, "--task", f"{number}/3"], cwd=REPOSITORY, stdout=subprocess.DEVNULL)
+
+    running = {number: start(number) for number in range(3)}
+    killed = 0
+    while running:
+        done = len(list(out.rglob("*.rec")))
+        for number, process in list(running.items()):
+            if process.poll() == 0:
+                del running[number]
+            elif process.poll() is not None:
+                assert process.returncode == -signal.SIGKILL
+                running[number] = start(number)
+            elif killed < kills and done >= (killed + 1) * 75 // (rounds + 1):
+                process.kill()
+                process.wait()
+                killed += 1
+                break
+        assert not (out / ".nv-meta").exists()
+        time.sleep(0.002)
+    assert killed == kills
+    converted(source, out, *flags, "--finish")
+    assert content(out) == whole
+
+
+@pytest.mark.parametrize("text", ["3", "3/3", "-1/3", "a/b", "0/0", "1/"])
+def test_tasks_that_are_none(text: str) -> None:
+    with pytest.raises(ConfigurationError, match="task"):
+        parse_task(text)
+
+
+def test_options_that_do_not_go_together(tmp_path: Path) -> None:
+    root = tars_of(tmp_path / "data", 3)
+    for flags, message in (
+        (["--task", "0/2", "--finish"], "--task and --finish exclude each other"),
+        (["--task", "0/2", "--split-ratio", "1,0,0"], "--task only looks into tars"),
+        (["--address", "auto"], "add --engine ray"),
+        (["--tar-index-only", "--finish"], "leave --finish out"),
+    ):
+        result = energon("prepare", root, *flags)
+        assert result.exit_code == 1
+        assert message in result.output.replace("\n", " ")
+    result = energon("convert", root, tmp_path / "out", "--task", "0/2", "--overwrite")
+    assert "--overwrite does not go with --task" in result.output.replace("\n", " ")
+
+
+# --- a cluster ----------------------------------------------------------------------------------------------------
+
+
+def test_without_ray_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    result = energon("prepare", tars_of(tmp_path / "data", 2), "--engine", "ray", "--split-ratio", "1,0,0")
+    assert result.exit_code == 1
+    assert "pip install 'energon-bridge[ray]'" in result.output
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """Return a Ray cluster of two nodes on this machine."""
+    ray = pytest.importorskip("ray", reason="ray is not installed (extra ray)")
+    from ray.cluster_utils import Cluster
+
+    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    nodes.add_node(num_cpus=1)
+    ray.init(
+        address=nodes.address, log_to_driver=False, runtime_env={"env_vars": {"PYTHONPATH": f"{REPOSITORY}:{HELPERS}"}}
+    )
+    yield nodes
+    ray.shutdown()
+    nodes.shutdown()
+
+
+@pytest.mark.filterwarnings("ignore")  # Ray's own
+@pytest.mark.usefixtures("cluster")
+def test_a_cluster_makes_the_same_bytes(tmp_path: Path) -> None:
+    source, flags, _ = llava(tmp_path / "in", 23)
+    flags = [*flags, "--samples-per-shard", 3]
+    whole = content(converted(source, tmp_path / "whole", *flags))
+    assert content(converted(source, tmp_path / "out", *flags, "--engine", "ray")) == whole
+    root, expected = tars_of(tmp_path / "data"), prepared(tars_of(tmp_path / "other"))
+    result = energon("prepare", root, "--engine", "ray", "--split-ratio", "8,1,1", "--skip-dataset-yaml")
+    assert result.exit_code == 0, result.output
+    assert rows_of(root) == expected[".nv-meta/index.sqlite"]
+    assert energon("lint", tmp_path / "out", "--engine", "ray").exit_code == 0
+    for name, engine in (("whole", "processes"), ("out", "ray")):
+        assert energon("columns", "add", tmp_path / name, "--hash", "--engine", engine).exit_code == 0
+    columns = ".nv-meta/columns"
+    assert content(tmp_path / "out" / columns) == content(tmp_path / "whole" / columns)
+    (tmp_path / "data/a/s_4.tar").write_bytes(b"x" * 2000)
+    failing = energon("prepare", root, "--engine", "ray", "--tar-index-only")
+    assert failing.exit_code == 1
+    assert "s_4.tar" in failing.output
+
+
+def square(folder: Path, number: int) -> int:
+    """Return the square of a number, from a process that is killed at the first try."""
+    tried = folder / str(number)
+    if not tried.exists():
+        tried.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    if number == 7:
+        raise CorruptShardError("seven")
+    return number * number
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("cluster")
+def test_a_process_that_is_killed_changes_nothing(tmp_path: Path) -> None:
+    engine = RayEngine()
+    assert list(engine.map_shards(partial(square, tmp_path), range(6))) == [0, 1, 4, 9, 16, 25]
+    with pytest.raises(CorruptShardError, match="seven"):
+        list(engine.map_shards(partial(square, tmp_path), range(6, 9)))

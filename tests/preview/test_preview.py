@@ -1,0 +1,582 @@
+"""`energon preview`: what it shows is what is in the data, and what a run delivers, and hostile data does nothing."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import http.client
+import io
+import json
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import previews
+import pytest
+import torch
+from conversations import conversations_dataset
+from engine import ENCODERS, NEEDED, config_of, is_masked, loaders_of
+from forecasts import MIXES, OPTIONS, answer, energon, opened, ranks_of, run, write_mixes
+from keyed import KEYS, join, keyed_dataset, shards, shuffled, write_mix
+from paths import CONFIGS, REPOSITORY
+from PIL import Image
+
+from energon_bridge import get_savable_loader, get_train_dataset, get_val_dataset
+from energon_bridge.errors import ConfigurationError
+from energon_bridge.loader.document import merge
+from energon_bridge.preview.batches import delivered, shown
+from energon_bridge.preview.pages import histogram, write_pages
+from energon_bridge.preview.records import Picture, Record, Text, Turn, items_of
+from energon_bridge.preview.sources import SampleSource, shared_out
+from energon_bridge.preview.terminal import half_blocks, kitty, lines_of, lines_of_batch, sixel, way_of_terminal
+from energon_bridge.testing import create_captioning_test_dataset
+
+CONFIG = CONFIGS / "packed.yaml"
+LANES = ("--num-lanes", 24)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_mixes(tmp_path_factory.mktemp("preview"))
+
+
+@pytest.fixture(scope="module")
+def captions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return create_captioning_test_dataset(tmp_path_factory.mktemp("preview-captions") / "captions", num_train=30)
+
+
+def source_of(path: Path) -> SampleSource:
+    return SampleSource(get_train_dataset(path, batch_size=None, trust_remote_code=True))
+
+
+def records_of(path: Path, limit: int | None = None) -> list[Record]:
+    source = source_of(path)
+    return list(source.records(source.in_order(limit), lambda record: record))
+
+
+# Samples -------------------------------------------------------------------------------------------------------------
+
+
+def test_samples_come_in_the_order_of_their_dataset(captions: Path) -> None:
+    found = records_of(captions)
+    assert [one.key for one in found] == [f"train-{n:05d}" for n in range(30)]
+    assert [one.shard for one in found] == [f"train/shard_{n // 10:03d}.tar" for n in range(30)]
+    (image,), (caption,) = (items for _, items in found[7].fields)
+    assert isinstance(image, Picture)
+    assert (image.width, image.height) == (16, 16)
+    assert re.fullmatch(r"a \w+ picture 7", caption.text)
+
+
+def test_what_code_of_a_dataset_makes_is_shown(tmp_path: Path) -> None:
+    (one, *_) = records_of(conversations_dataset(tmp_path / "c", num_train=3, num_val=1), 1)
+    assert [name for name, _ in one.fields] == ["image", "context", "answers"]
+    assert isinstance(one.fields[0][1][0], Picture)
+
+
+def test_a_mix_shows_of_each_dataset_and_its_share(data: Path, captions: Path, tmp_path: Path) -> None:
+    mix = previews.mix_of(
+        tmp_path / "mix.yaml", a=data / "a", captions=captions, chats=previews.chats(tmp_path / "x.jsonl")
+    )
+    source = source_of(mix)
+    assert [(part.num_samples, round(part.share, 3)) for part in source.parts()] == [(12, 0.167), (30, 0.333), (4, 0.5)]
+    found = list(source.records(source.in_order(20), lambda record: Path(record.dataset).name))
+    assert found == ["a"] * 8 + ["captions"] * 8 + ["x.jsonl"] * 4
+
+
+@pytest.mark.parametrize(
+    ("limit", "sizes", "expected"),
+    [(5, [10, 10], [3, 2]), (100, [3, 4], [3, 4]), (10, [1, 100, 3], [1, 6, 3]), (1, [5, 5], [1, 0]), (None, [2], [2])],
+)
+def test_a_cut_takes_equal_numbers(limit: int | None, sizes: list[int], expected: list[int]) -> None:
+    assert shared_out(limit, sizes) == expected
+
+
+def test_conversations_are_turns(tmp_path: Path) -> None:
+    found = records_of(previews.chats(tmp_path / "x.jsonl"))
+    turns = [item for _, items in found[1].fields for item in items]
+    assert turns == [
+        Turn("user", (Text("text", "turn 0 of 1"),)),
+        Turn("assistant", (Text("text", "turn 1 of 1"),)),
+        Turn("user", (Text("text", "turn 2 of 1"),)),
+    ]
+    assert found[1].sizes()["turns"] == [3]
+
+
+def test_what_does_not_load_is_shown_with_its_error(tmp_path: Path) -> None:
+    found = {one.key: one for one in records_of(previews.hostile_dataset(tmp_path / "hostile"))}
+    assert len(found) == 5
+    for key, reason in (("3bomb", "pixels"), ("4none", "image")):
+        errors = [item for item in found[key].items() if isinstance(item, Text) and item.kind == "error"]
+        assert [reason in error.text for error in errors] == [True], (key, found[key])
+    assert not found["0good"].error
+    assert all(not isinstance(item, Text) or item.kind == "text" for item in found["0good"].items())
+
+
+def test_a_part_that_cannot_be_decoded_names_its_sample(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"a": 1}\n{"a": }\n{"a": 3}\n')
+    found = records_of(path)
+    assert [bool(one.error) for one in found] == [False, True, False]
+    assert "DecodeError" in found[1].error
+
+
+def test_a_shard_that_was_cut_off_fails_its_own_samples_only(tmp_path: Path) -> None:
+    path = create_captioning_test_dataset(tmp_path / "cut", num_train=40, num_val=0)
+    shard = path / "train" / "shard_001.tar"
+    shard.write_bytes(shard.read_bytes()[:5000])
+    found = records_of(path)
+    assert [one.index for one in found if one.error] == list(range(10, 20))
+    assert "the last sample ends at byte" in found[15].error
+    assert [one.key for one in found if not one.error] == [f"train-{n:05d}" for n in range(40) if n // 10 != 1]
+
+
+def test_the_rows_of_a_join_are_shown_step_by_step(tmp_path: Path) -> None:
+    keyed_dataset(tmp_path / "a", train=shards(KEYS, 8, 12), exclude=["train/0.tar/k03"])
+    keyed_dataset(tmp_path / "b", train=shards(shuffled(KEYS)[:15], 5, 10))
+    mix = write_mix(tmp_path / "mix.yaml", train={"blend": [join({}, {"nonmatch": "skip"}, weight=2)]})
+    steps = run(ranks_of(get_train_dataset(mix, batch_size=2, worker_config=config_of(1, 0)), 1), 5)
+    found = answer("preview", mix, "--batch-size", 2, *LANES, "--step", 4)
+    assert [key for _, _, key in keys_of(found)] == [key for _, key in steps[4][0] or ()]
+    assert {one["error"] for one in found["samples"]} == {None}
+
+
+def test_a_step_of_validation_is_shown(data: Path, tmp_path: Path) -> None:
+    loader = get_savable_loader(get_val_dataset(data / "weights.yaml", batch_size=3, worker_config=config_of(1, 0)))
+    batches = list(islice(loader, 4))
+    (tmp_path / "state.json").write_text(json.dumps(loader.save_state_rank()))
+    found = answer("preview", tmp_path / "state.json", "--step", 3)
+    assert [key for _, _, key in keys_of(found)] == batches[3].__key__
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (3, (Text("note", "3"),)),
+        (b"123", (Text("note", "3 bytes"),)),
+        (torch.tensor([1, 2]), (Text("note", "int64[2] = [1, 2]"),)),
+        (torch.zeros(500), (Text("note", "float32[500]"),)),
+        (["a", "b"], (Text("text", "a"), Text("text", "b"))),
+        ({"a": [1]}, (Text("json", '{\n  "a": [\n    1\n  ]\n}'),)),
+        ({(1, 2): 3}, (Text("note", "dict of (1, 2)"),)),
+    ],
+)
+def test_values_are_named_or_shown(value: Any, expected: tuple[Any, ...]) -> None:
+    assert items_of(value) == expected
+
+
+def test_values_are_cut() -> None:
+    (text,) = items_of("x" * 100_000)
+    assert isinstance(text, Text)
+    assert len(text.text) < 21_000
+    assert text.text.endswith("(80,000 more characters)")
+    assert len(items_of(["x"] * 1000)) == 65
+    circle: list[Any] = []
+    circle.append(circle)
+    assert items_of(circle) == (Text("note", "1 x list"),)
+
+
+def test_images_are_shown_small(captions: Path) -> None:
+    (picture,) = items_of(Image.new("RGB", (2000, 1000)))
+    assert isinstance(picture, Picture)
+    assert (picture.width, picture.height, picture.image.size) == (2000, 1000, (320, 160))
+    (array,) = items_of(torch.rand(3, 40, 20))
+    assert isinstance(array, Picture)
+    assert (array.width, array.height) == (20, 40)
+
+
+# Steps ---------------------------------------------------------------------------------------------------------------
+
+
+def keys_of(found: Any) -> list[tuple[int, int, str]]:
+    return [(one["rank"], one["row"], one["key"]) for one in found["samples"]]
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 5])
+@pytest.mark.parametrize("mix", MIXES)
+def test_a_step_of_a_mix_is_what_is_delivered(data: Path, mix: str, ranks: int) -> None:
+    steps = run(ranks_of(opened(data, mix), ranks), 12)
+    arguments = (data / f"{mix}.yaml", *OPTIONS, *LANES, "--world-size", ranks)
+    for step in (0, 4, 11):
+        expected = [
+            (rank, row, key) for rank, rows in enumerate(steps[step]) for row, (_, key) in enumerate(rows or ())
+        ]
+        assert keys_of(answer("preview", *arguments, "--step", step)) == expected
+
+
+def test_steps_of_a_state_are_what_is_delivered(data: Path, tmp_path: Path) -> None:
+    loaders = ranks_of(opened(data, "weights"), 2)
+    steps = run(loaders, 9)
+    torch.save([loader.save_state_rank() for loader in loaders], tmp_path / "state.pt")
+    found = answer("preview", tmp_path / "state.pt", "--world-size", 2, "--steps", "3:5", "--rank", 1)
+    assert keys_of(found) == [(1, row, key) for step in (3, 4) for row, (_, key) in enumerate(steps[step][1] or ())]
+    assert {one["step"] for one in found["samples"]} == {3, 4}
+    assert any(note.startswith("Exact") for note in found["notes"])
+
+
+@pytest.mark.parametrize("ranks", [2, 5])
+@pytest.mark.parametrize("mix", ["single", "weights"])
+@pytest.mark.parametrize("name", ENCODERS)
+def test_a_run_that_changed_its_ranks_is_shown_as_it_was_delivered(data: Path, name: str, mix: str, ranks: int) -> None:
+    """Saved on three ranks, gone on with on others, with workers: packs, groups, generators, skips, masked batches."""
+    dataset = opened(data, mix, ENCODERS[name](), **NEEDED.get(name, {}))
+    loaders = ranks_of(dataset, 3)
+    run_on(loaders, 10)
+    state = merge([loader.save_state_rank() for loader in loaders])  # 30 microbatches: step 15 of 2, 6 and a bit of 5
+    if ranks == 5:
+        loaders = loaders_of(dataset, 2, 0, state=state)
+        run_on(loaders, 5)
+        state = merge(
+            [loader.save_state_rank() for loader in loaders]
+        )  # 40 microbatches: step 9 of 5 ranks begins at 44
+        loaders = loaders_of(dataset, 4, 0, state=state)
+        run_on(loaders, 2)
+        state = merge([loader.save_state_rank() for loader in loaders])  # 48
+    first = {2: 15, 5: 10}[ranks]
+    columns = run_on(loaders_of(dataset, ranks, 2, state=state), 4)
+    encoder = dataset.task_encoder
+    expected = [
+        shown(columns[rank][step], encoder, step=first + step, rank=rank, num_lanes=24)
+        for step in (1, 3)
+        for rank in range(ranks)
+    ]
+    found = delivered(dataset, range(first + 1, first + 4), world_size=ranks, state=state)
+    assert [one for one in found if one.step != first + 2] == expected
+    masked = [is_masked(columns[rank][step]) for step in (1, 3) for rank in range(ranks)]
+    assert [one.microbatch is None for one in expected] == masked
+    # The samples that it names are those of the batches.
+    names = SampleSource(dataset)
+    drawn = [drawn for batch in found for drawn in batch.drawn()]
+    loaded = list(names.records(drawn, lambda record: (record.facts["step"], record.facts["rank"], record.key)))
+    rows = [(first + step, rank, columns[rank][step]) for step in (1, 2, 3) for rank in range(ranks)]
+    for step, rank, batch in rows:
+        keys = batch["__key__"] if isinstance(batch["__key__"], list) else [batch["__key__"]]
+        said = [key for at, of, key in loaded if (at, of) == (step, rank)]
+        assert said[:1] == (keys[:1] if not is_masked(batch) else [])
+        assert name in ("packing", "prepost") or len(said) in (0, len(keys))
+
+
+def run_on(loaders: list[Any], steps: int) -> list[list[Any]]:
+    """Return what each rank delivers in some steps."""
+    columns = [list(islice(loader, steps)) for loader in loaders]
+    for loader in loaders:
+        loader.close()
+    return columns
+
+
+PACKED = ("--encoder", "previews:encoder", "--batch-size", 2, "--packing-buffer-size", 10, "--num-workers", 0)
+
+
+def test_a_packed_step_is_what_worker_processes_deliver(data: Path, captions: Path, tmp_path: Path) -> None:
+    mix = previews.mix_of(tmp_path / "mix.yaml", captions=captions, again=captions)
+    settings: dict[str, Any] = {"batch_size": 2, "packing_buffer_size": 10, "task_encoder": previews.encoder()}
+    dataset = get_train_dataset(mix, worker_config=config_of(1, 2), **settings)
+    loader = get_savable_loader(dataset)
+    batches = iter(loader)
+    for _ in range(3):
+        next(batches)
+    (tmp_path / "state.json").write_text(json.dumps(loader.save_state_rank()))
+    real = [next(batches) for _ in range(3)][-1]
+    loader.close()
+    for arguments in ((mix,), (tmp_path / "state.json", "--mix", mix)):
+        found = answer("preview", *arguments, *PACKED, *LANES, "--step", 5)
+        (batch,) = found["batches"]
+        assert (batch["step"], batch["rank"], batch["microbatch"]) == (5, 0, 5)
+        keys = [one["key"] for row in batch["rows"] for one in row["segments"]]
+        assert keys == real.sample_keys == [one["key"] for one in found["samples"]]
+        tokenizer = previews.encoder().tokenizer
+        for number, row in enumerate(batch["rows"]):
+            assert [tuple(one[name] for name in ("dataset", "key", "start", "length")) for one in row["segments"]] == [
+                tuple(one) for one in real.segments[number]
+            ]
+            assert row["padding"] == row["length"] - sum(one["length"] for one in row["segments"])
+            for one in row["segments"]:
+                assert sum(token["count"] for token in one["tokens"]) == one["length"]
+                tokens = real.tokens[number, one["start"] : one["start"] + one["length"]].tolist()
+                images = [token for token in one["tokens"] if token["kind"] == "image"]
+                assert [image["count"] for image in images] == [tokens.count(3)] == [4]
+                assert one["tokens"][0] == {"kind": "special", "text": tokenizer.words[1], "label": None, "count": 1}
+                learned = [token["label"] for token in one["tokens"] if token["label"] is not None]
+                place = slice(one["start"], one["start"] + one["length"])
+                assert len(learned) == int(real.loss_mask[number, place].sum())
+                (sample,) = [sample for sample in found["samples"] if sample["key"] == one["key"]][:1]
+                (caption,) = next(field["items"] for field in sample["fields"] if field["name"] == "caption")
+                assert " ".join(learned) == f"{caption['text']} </s>"
+
+
+def test_what_lies_before_a_state_is_refused(captions: Path, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"batch_size": 2, "packing_buffer_size": 10, "task_encoder": previews.encoder()}
+    (loader,) = loaders_of(get_train_dataset(captions, worker_config=config_of(1, 0), **settings), 1, 0)
+    run_on([loader], 3)
+    (tmp_path / "state.json").write_text(json.dumps(loader.save_state_rank()))
+    arguments = ("preview", tmp_path / "state.json", "--mix", captions, *PACKED, *LANES)
+    early = energon(*arguments, "--step", 2)
+    assert "step 2 lies before the state, which stands before step 3 of 1 ranks" in early.output
+    between = energon(*arguments, "--world-size", 2, "--step", 5)
+    assert "where no step of 2 ranks begins" in between.output
+    unnamed = energon("preview", tmp_path / "state.json", "--step", 5)
+    assert "`energon preview` with --config or --encoder" in unnamed.output
+    assert {early.exit_code, between.exit_code, unnamed.exit_code} == {1}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "give what to show"),
+        (("state.json",), "state.json: no such file or folder"),
+        ((__file__,), "--step S"),
+        (("--encoder", "previews:encoder"), "give a dataset or mix, or states and --mix"),
+        (("--steps", "4:3", "x"), "not of the form A:B"),
+        (("--samples", "0", "x"), "neither a number"),
+        (("--batches", "2", "x"), "--batches is for batches: give --config or --encoder, too"),
+        (("no-such-folder/",), "no-such-folder/: no such file or folder"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(arguments: tuple[str, ...], message: str) -> None:
+    result = energon("preview", *arguments)
+    assert result.exit_code != 0
+    assert message in result.output
+
+
+# The terminal --------------------------------------------------------------------------------------------------------
+
+
+def test_the_terminal_obeys_nothing_in_the_data(tmp_path: Path) -> None:
+    for path in (previews.hostile_dataset(tmp_path / "hostile"), previews.hostile_jsonl(tmp_path / "x.jsonl")):
+        result = energon("preview", path, "--samples", "all")
+        assert result.exit_code == 0, result.output
+        assert [char for char in result.output if not char.isprintable() and char != "\n"] == []
+    text = "\n".join(str(line) for one in records_of(tmp_path / "hostile") for line in lines_of(one, columns=20))
+    assert "\\x1b[31mred" in text
+    assert "\\x202e back" in text
+    assert previews.HOSTILE in text
+
+
+def test_pictures_are_drawn_with_half_blocks() -> None:
+    image = Image.new("RGB", (10, 6), (255, 0, 0))
+    image.paste((0, 0, 255), (0, 3, 10, 6))
+    lines = list(half_blocks(image, 10))
+    assert [str(line) for line in lines] == ["▀" * 10] * 3
+    styles = ["rgb(255,0,0) on rgb(255,0,0)", "rgb(255,0,0) on rgb(0,0,255)", "rgb(0,0,255) on rgb(0,0,255)"]
+    assert [str(line.spans[0].style) for line in lines] == styles
+
+
+def noise(width: int, height: int) -> Image.Image:
+    pixels = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(pixels // 128 * 255)  # eight colours, which sixels show as they are
+
+
+def test_pictures_are_sent_to_kitty() -> None:
+    image = noise(200, 90)
+    (line,) = kitty(image, 12)
+    messages = re.findall(r"\x1b_G(.*?);(.*?)\x1b\\", line)
+    assert "".join(f"\x1b_G{head};{data}\x1b\\" for head, data in messages) == line
+    assert [head for head, _ in messages] == ["a=T,f=100,q=2,c=12,m=1", *["m=1"] * (len(messages) - 2), "m=0"]
+    assert all(len(data) <= 4096 for _, data in messages)
+    sent = Image.open(io.BytesIO(base64.b64decode("".join(data for _, data in messages))))
+    assert sent.tobytes() == image.tobytes()
+
+
+def test_pictures_are_sent_as_sixels() -> None:
+    image = noise(70, 20)  # the last band has two rows
+    (line,) = sixel(image, 40)
+    begin, body = re.fullmatch(r'\x1bP0;1q"1;1;(70;20)(.*)\x1b\\', line).groups()  # type: ignore[union-attr]
+    assert begin == "70;20"
+    colours = {int(n): (r, g, b) for n, r, g, b in re.findall(r"#(\d+);2;(\d+);(\d+);(\d+)", body)}
+    shown = np.zeros((24, 70, 3), dtype=np.uint8)
+    for band, bits in enumerate(re.sub(r"#\d+;2;\d+;\d+;\d+", "", body).removesuffix("-").split("-")):
+        for number, runs in re.findall(r"#(\d+)((?:!\d+[?-~])+)", bits):
+            column = 0
+            for count, char in re.findall(r"!(\d+)([?-~])", runs):
+                rows = [6 * band + bit for bit in range(6) if ord(char) - 63 >> bit & 1]
+                shown[rows, column : column + int(count)] = [round(int(part) * 2.55) for part in colours[int(number)]]
+                column += int(count)
+    assert np.array_equal(shown[:20], np.asarray(image))
+
+
+@pytest.mark.parametrize(
+    ("environment", "way"),
+    [
+        ({"TERM": "xterm-kitty"}, "kitty"),
+        ({"TERM": "xterm-256color", "TERM_PROGRAM": "WezTerm"}, "kitty"),
+        ({"TERM": "foot"}, "sixel"),
+        ({"TERM": "xterm-256color"}, "blocks"),
+        ({"TERM": "tmux-256color", "KITTY_WINDOW_ID": "1", "TMUX": "/tmp/x"}, "blocks"),
+        ({}, "blocks"),
+    ],
+)
+def test_the_way_of_a_terminal(environment: dict[str, str], way: str) -> None:
+    assert way_of_terminal(environment) == way
+
+
+def test_no_pictures_where_nobody_looks(captions: Path) -> None:
+    result = energon("preview", captions, "--samples", 2)
+    assert result.exit_code == 0
+    assert "picture 16 x 16" in result.output
+    assert "▀" not in result.output
+    assert "the first 2 of 30 samples" in result.output
+
+
+def test_a_batch_in_the_terminal(captions: Path) -> None:
+    result = energon("preview", captions, *PACKED, *LANES, "--batches", 1)
+    assert result.exit_code == 0, result.output
+    assert "step 0, rank 0, microbatch 0: MultiModalBatch of 2 rows" in result.output
+    assert re.search(r"<s>.*\[<image> x 4\].*picture", result.output)
+    dataset = get_train_dataset(captions, batch_size=2, packing_buffer_size=10, task_encoder=previews.encoder())
+    (batch,) = delivered(dataset, range(1), world_size=1)
+    lines = [str(line) for line in lines_of_batch(batch, columns=8)]
+    assert sum("▀" in line for line in lines) > 0
+
+
+# Pages ---------------------------------------------------------------------------------------------------------------
+
+
+def values_of(folder: Path, name: str) -> Any:
+    """Return what a file of data gives to the page."""
+    code = (folder / "data" / f"{name}.js").read_bytes().decode("ascii")
+    found = re.fullmatch(r'preview\.take\("(\w+)",(\d+|null),(.*)\);\n', code)
+    assert found, code[:200]
+    return json.loads(found.group(3))
+
+
+def test_pages_hold_all_samples(captions: Path, tmp_path: Path) -> None:
+    result = energon("preview", captions, "--html", tmp_path / "out", "--samples", "all")
+    assert result.output == f"30 samples: open {tmp_path / 'out' / 'index.html'}\n"
+    meta = values_of(tmp_path / "out", "meta")
+    assert (meta["count"], meta["parts"]) == (30, [{"name": str(captions), "samples": 30, "shown": 30, "share": 1.0}])
+    samples = values_of(tmp_path / "out", "samples-0")
+    assert [one["key"] for one in samples] == [f"train-{n:05d}" for n in range(30)]
+    assert samples[4]["fields"][0] == ["image", [["p", 4, 16, 16]]]
+    with Image.open(tmp_path / "out" / "media" / "000" / "000004.jpg") as image:
+        assert image.size == (16, 16)
+    files = {path.name for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    own = {"index.html", "preview.css", "preview.js", "meta.js", "samples-0.js", "search-0.js"}
+    assert files == own | {f"{n:06d}.jpg" for n in range(30)}
+
+
+def test_names_and_texts_of_the_data_are_in_values_alone(tmp_path: Path) -> None:
+    jsonl, tars = previews.hostile_jsonl(tmp_path / "x.jsonl"), previews.hostile_dataset(tmp_path / "hostile")
+    mix = previews.mix_of(tmp_path / "mix.yaml", jsonl=jsonl, tars=tars)
+    assert energon("preview", mix, "--html", tmp_path / "out").exit_code == 0
+    page = (tmp_path / "out" / "index.html").read_text()
+    assert page == (REPOSITORY / "energon_bridge" / "preview" / "page.html").read_text()
+    assert "default-src 'none'; script-src 'self'" in page
+    assert re.findall(r"<script[^>]*>", page) == ['<script src="preview.js">', '<script src="data/meta.js">']
+    names = [path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    allowed = r"index\.html|preview\.(css|js)|data/(meta|samples-\d+|search-\d+)\.js|media/\d{3}/\d{6}\.jpg"
+    assert [name for name in names if not re.fullmatch(allowed, name)] == []
+    assert previews.HOSTILE in json.dumps(values_of(tmp_path / "out", "samples-0"), ensure_ascii=False).replace(
+        '\\"', '"'
+    )
+    script = (tmp_path / "out" / "preview.js").read_text()
+    for way in (
+        "innerHTML",
+        "outerHTML",
+        "insertAdjacentHTML",
+        "document.write",
+        "eval(",
+        "new Function",
+        "http:",
+        "https:",
+    ):
+        assert way not in script.replace("http://www.w3.org/2000/svg", ""), way
+
+
+def test_a_folder_of_something_else_is_left_alone(captions: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("precious")
+    result = energon("preview", captions, "--html", tmp_path / "mine")
+    assert result.exit_code == 1
+    assert "exists and is no preview" in result.output
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["thesis.tex"]
+
+
+def test_an_earlier_preview_is_replaced_or_stays_whole(captions: Path, tmp_path: Path) -> None:
+    for count in (20, 3):
+        assert energon("preview", captions, "--html", tmp_path / "out", "--samples", count).exit_code == 0
+    assert len(list((tmp_path / "out" / "media").rglob("*.jpg"))) == 3
+    source = source_of(captions)
+
+    def broken() -> Any:
+        yield from source.in_order(5)
+        raise ConfigurationError("stop")
+
+    with pytest.raises(ConfigurationError, match="stop"):
+        write_pages(tmp_path / "out", source, broken(), title="x")
+    assert values_of(tmp_path / "out", "meta")["count"] == 3
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_folder_that_cannot_be_written_is_named(captions: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    result = energon("preview", captions, "--html", tmp_path / "file" / "out")
+    assert result.exit_code == 1
+    assert f"{tmp_path / 'file' / 'out'}: the pages cannot be written" in result.output
+
+
+@pytest.mark.parametrize("values", [[5], [1, 2, 3], list(range(1000)), [1, 10, 100_000], [0, 0, 7], [2**40, 3]])
+def test_a_histogram_counts_every_value_once(values: list[int]) -> None:
+    found = histogram("x", values)
+    edges, counts = found["edges"], found["counts"]
+    assert edges == sorted(set(edges))
+    assert counts == [sum(low <= value < high for value in values) for low, high in pairwise(edges)]
+    assert sum(counts) == len(values)
+    assert len(counts) <= 33
+
+
+# Served --------------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def served(path: Path) -> Iterator[int]:
+    """Serve the pages of a dataset in a process of its own; gives the port."""
+    command = [sys.executable, "-m", "energon_bridge.cli.main", "preview", str(path), "--serve", "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            found = re.search(r"30 samples: open http://127\.0\.0\.1:(\d+)/", line)
+            assert found, line
+            yield int(found.group(1))
+            process.send_signal(signal.SIGINT)
+            assert process.wait(30) == 0
+        finally:
+            process.kill()
+
+
+def asked(port: int, path: str, **headers: str) -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    try:
+        connection.request("GET", path, headers=headers)
+        response = connection.getresponse()
+        return response.status, response.read()
+    finally:
+        connection.close()
+
+
+def test_pages_are_served_to_this_machine_only(captions: Path) -> None:
+    pytest.importorskip("starlette")
+    pytest.importorskip("uvicorn")
+    with served(captions) as port:
+        status, page = asked(port, "/")
+        assert (status, b"energon preview" in page) == (200, True)
+        whole = asked(port, "/media/000/000004.jpg")[1]
+        assert asked(port, "/media/000/000004.jpg", Range="bytes=10-19") == (206, whole[10:20])
+        for path in ("/../../../../etc/passwd", "/%2e%2e/%2e%2e/%2e%2e/etc/passwd", "//etc/passwd", "/data", "/media/"):
+            assert asked(port, path)[0] == 404, path
+        assert asked(port, "/", Host="evil.example")[0] == 400
+
+
+def test_a_configuration_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "energon_bridge.training.run", None)
+    assert "pip install 'energon-bridge[lightning,hf]'" in energon("preview", "--config", CONFIG).output
+
+
+def test_serving_names_what_is_missing(captions: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    assert "pip install 'energon-bridge[view]'" in energon("preview", captions, "--serve").output

@@ -1,0 +1,82 @@
+"""`energon preview --config`: batches and steps of the script's own runs, as their models get them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from paths import CONFIGS
+
+pytest.importorskip("lightning.pytorch")
+pytest.importorskip("transformers")
+
+from conversations import conversations_dataset
+from forecasts import answer, energon
+
+from energon_bridge.training import run as training
+from energon_bridge.training.checkpoints import list_checkpoints
+from energon_bridge.training.config_file import load_config
+from energon_bridge.training.module import VisionLanguageModule
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*")
+
+
+@pytest.fixture(scope="module")
+def conversations(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return conversations_dataset(tmp_path_factory.mktemp("preview-config") / "data", num_train=30, num_val=3)
+
+
+def test_a_step_of_a_run_is_what_its_model_was_given(
+    conversations: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+    train = VisionLanguageModule.training_step
+
+    def spy(module: Any, batch: Any, *args: Any) -> Any:
+        seen.append((batch.sample_keys, batch.tokens.tolist(), batch.loss_mask.tolist()))
+        return train(module, batch, *args)
+
+    monkeypatch.setattr(VisionLanguageModule, "training_step", spy)
+    settings = (f"data.path={conversations}", f"run_dir={tmp_path / 'run'}", "data.trust_remote_code=true")
+    short = ("train.max_steps=7", "checkpoint.interval=4", "validation.generate=false", "validation.limit_batches=0")
+    training.run(load_config(CONFIGS / "packed.yaml", [*settings, *short]))
+    assert len(seen) == 14  # two microbatches in a step
+    (checkpoint, *_) = list_checkpoints(tmp_path / "run" / "checkpoints")
+    for sources, steps in (((), (0, 5)), ((checkpoint,), (4, 6))):
+        for step in steps:
+            found = answer("preview", *sources, "--config", tmp_path / "run" / "config.yaml", "--step", step)
+            assert [one["step"] for one in found["batches"]] == [step, step]
+            for batch, (keys, tokens, losses) in zip(found["batches"], seen[2 * step : 2 * step + 2], strict=True):
+                segments = [one for row in batch["rows"] for one in row["segments"]]
+                assert [one["key"] for one in segments] == keys
+                assert [row["length"] for row in batch["rows"]] == [len(row) for row in tokens]
+                learned = [
+                    [token["label"] for token in one["tokens"] if token["label"] is not None] for one in segments
+                ]
+                assert sum(map(len, learned)) == sum(map(sum, losses))
+            assert {one["key"] for one in found["samples"]} == {
+                key for pair in seen[2 * step : 2 * step + 2] for key in pair[0]
+            }
+    run = tmp_path / "run"  # by its folder: the configuration, and the latest checkpoint before the step
+    for step, state in ((0, ()), (5, (checkpoint,))):
+        explicit = answer("preview", *state, "--config", run / "config.yaml", "--step", step)
+        assert answer("preview", run, "--step", step)["batches"] == explicit["batches"]
+    early = energon("preview", checkpoint, "--config", tmp_path / "run" / "config.yaml", "--step", 3)
+    assert "step 3 lies before the state, which stands before step 4" in early.output
+
+
+def test_batches_are_shown_before_anything_was_trained(conversations: Path, tmp_path: Path) -> None:
+    config = CONFIGS / "packed.yaml"
+    settings = (f"data.path={conversations}", "data.trust_remote_code=true", f"run_dir={tmp_path / 'run'}")
+    result = energon("preview", "--config", config, *settings, "--batches", 1, "--html", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    assert "in 2 batches: open" in result.output
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_configuration_without_data_is_refused(tmp_path: Path) -> None:
+    config = CONFIGS / "packed.yaml"
+    result = energon("preview", "--config", config, f"data.path={tmp_path / 'none'}")
+    assert result.exit_code == 1
+    assert str(tmp_path / "none") in result.output

@@ -1,0 +1,203 @@
+"""The benchmarks run: every part once, over little data, with this package alone."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+from paths import REPOSITORY
+
+import energon_bridge
+from energon_bridge.prepare import parse_patterns, prepare_dataset, render_dataset_yaml
+
+sys.path.insert(0, str(REPOSITORY))
+
+from benchmarks import data, models, packing
+from benchmarks.run import warmup_batches
+from benchmarks.systems.measure import Job, consume
+from benchmarks.systems.same_api import PACK, PACKING_BUFFER, SIDE, open_loader, touch
+
+
+def test_every_part_runs(tmp_path):
+    results = tmp_path / "results.json"
+    options = "--systems ours --points text/raw --workers 0 --seconds 0.1 --warmup 0 --repetitions 1 --consumed 3"
+    sizes = [
+        "--scale",
+        "0",
+        "--batch-size",
+        "4",
+        "--datasets",
+        "1",
+        "3",
+        "--cache",
+        str(tmp_path / "cache"),
+        "--json",
+        str(results),
+    ]
+    call = [sys.executable, str(REPOSITORY / "benchmarks" / "run.py"), *options.split(), *sizes]
+    result = subprocess.run(call, cwd=tmp_path, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+    measured = json.loads(results.read_text())
+    assert [(m["kind"], m["mode"]) for m in measured["throughput"]] == [("text", "raw")]
+    assert all(m["samples_per_s"] > 0 and m["cpu_us_per_sample"] > 0 for m in measured["throughput"])
+    assert all(m["exact"] and m["state_bytes"] > 0 for m in measured["checkpoint"])
+    assert [m["samples"] for m in measured["prepare"]] == [64]
+    assert [m["start"] for m in measured["mixes"]] == ["first", "later"] * 2
+    assert {m["datasets"] for m in measured["mixes"]} == {1, 3}
+    assert all(m["first_batch_s"] > 0 and m["open_files"] > 0 and m["state_bytes"] > 0 for m in measured["mixes"])
+    assert all(m["exact"] == m["frames"] and m["uniform_frames_per_s"] > 0 for m in measured["video"])
+    for title in (
+        "best number of workers",
+        "Throughput",
+        "Save and restore",
+        "`energon prepare`",
+        "Mixes",
+        "Frames of videos",
+    ):
+        assert title in result.stdout
+    assert str(tmp_path) not in result.stdout  # the tables go into docs/: no paths of the machine
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """One small dataset of each kind that the modes below read."""
+    cache = tmp_path_factory.mktemp("bench")
+    found = {}
+    for name in ("caption", "large", "interleaved"):
+        kind = data.KINDS[name]
+        found[name] = data.make(cache, kind, 16 if name == "large" else 64)
+        yaml = render_dataset_yaml(kind.sample_type, kind.field_map)
+        prepare_dataset(found[name], split=parse_patterns(["train:.*"]), dataset_yaml=yaml, key_index=False)
+    return found
+
+
+def loader_of(folder: Path, mode: str, **more):
+    settings = {"batch_size": 8, "shuffle_buffer_size": 10, "slice_size": 10, "seconds": 0, "warmup_seconds": 0}
+    job = Job(task="throughput", path=str(folder), mode=mode, part="jpg", workers=0, **settings | more)
+    return iter(open_loader(energon_bridge, job))
+
+
+@pytest.mark.parametrize("mode", ["resized", "scaled"])
+def test_declared_and_undeclared_sizes_give_the_same_shapes(folders, mode):
+    batch = next(loader_of(folders["large"], mode))
+    assert len(touch(batch)) == 8
+    assert batch.image.shape == (8, 3, SIDE, SIDE)
+
+
+def test_an_interleaved_batch_has_all_images_and_texts(folders):
+    for batch in islice(loader_of(folders["interleaved"], "cooked"), 3):
+        assert len(touch(batch)) == 8
+        for sequence in batch.sequence:
+            assert 2 <= len(sequence) <= 8
+            assert [tuple(image.shape) for image in sequence[::2]] == [(3, 256, 256)] * (len(sequence) // 2)
+            assert all(isinstance(text, str) for text in sequence[1::2])
+
+
+def test_a_packed_batch_has_as_many_images_as_others(folders):
+    batch = next(loader_of(folders["caption"], "packed"))
+    assert batch.image.shape == (8 // PACK, PACK, 3, 256, 256)
+    assert len(touch(batch)) == 8
+
+
+def test_packing_warms_up_for_four_buffers_of_every_lane():
+    assert warmup_batches("packed", 32) * 32 >= 4 * 24 * PACKING_BUFFER
+    assert warmup_batches("uint8", 32) == 0
+
+
+def test_a_warm_up_lasts_for_its_batches():
+    batches = iter(range(10))
+    assert consume(batches, lambda batch: [""] * 3, 0, least=4)[0] == 12
+    assert next(batches) == 4
+
+
+def test_the_benchmark_of_packing_runs(tmp_path, monkeypatch):
+    for name, value in {"SHARDS": 2, "SAMPLES_PER_SHARD": 400, "LANES": 4, "BUFFER": 50}.items():
+        monkeypatch.setattr(packing, name, value)
+    packing.write(tmp_path)
+    for name in packing.DISTRIBUTIONS:
+        line = packing.packing(tmp_path, name, 0)
+        assert " 0 samples lost" in line
+        encoded, needed = re.search(r"resumed, (\d+) samples encoded for a first microbatch of (\d+)", line).groups()
+        assert encoded == needed
+    lengths = packing.log_normal(np.random.default_rng(3), 800)
+    assert packing.padding(tmp_path, packing.Grouped(lengths), 60) < packing.padding(
+        tmp_path, packing.Sized(lengths), 60
+    )
+
+
+def test_requests_of_a_server_are_counted(tmp_path):
+    from object_server import serving
+
+    from benchmarks import buckets
+
+    buckets.write(tmp_path / "data", 64, 100, 2)
+    with serving(tmp_path) as server:
+        asked, fetched, rate = buckets.measure(f"{server.url}/data", 0, 64)
+        made = len(server.asked)
+    assert 0 < asked <= made / 64
+    assert fetched > 100
+    assert rate > 0
+
+
+def test_what_pixels_cost(monkeypatch, capsys):
+    pytest.importorskip("transformers")
+    from benchmarks import pixels
+
+    monkeypatch.setattr(pixels, "ROUNDS", 1)
+    monkeypatch.setattr(pixels, "keep_freed_memory", lambda: None)  # which would stay so for the other tests
+    monkeypatch.setattr(pixels.torch, "set_num_threads", lambda count: None)
+    pixels.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 1 + len(pixels.PROCESSORS)
+    assert all("decode" in line and "processor / pillow" in line for line in lines[1:])
+
+
+def test_rows_of_models_end_in_what_the_models_take(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from benchmarks.systems import models_ours
+    from benchmarks.systems.models import CAPTION_TOKENS, LLAVA_IMAGE_TOKENS, SEQ_LENGTH, touch as count_images
+
+    models.write(tmp_path, count=40, different=2)
+    yaml = render_dataset_yaml("CrudeWebdataset", None)
+    prepare_dataset(tmp_path / "data", split=parse_patterns(["train:.*"]), dataset_yaml=yaml)
+    for row in ("qwen2.5-vl/uint8", "llava-1.5", "siglip"):
+        batch_size = models.ROWS[row]
+        job = Job(
+            **{"task": "throughput", "path": str(tmp_path / "data"), "mode": row, "part": "jpg", "workers": 0},
+            **{"batch_size": batch_size // 8 or 1, "shuffle_buffer_size": 1, "slice_size": 4},
+            **{"seconds": 0.1, "warmup_seconds": 0.0},
+        )
+        batch = next(iter(models_ours.open_loader(job)))
+        assert len(count_images(batch)) == (batch_size // 8 or len(batch.sample_keys))
+        if row == "siglip":
+            assert batch["pixel_values"].shape == (4, 3, 384, 384)
+            assert batch["tokens"].shape == (4, CAPTION_TOKENS)
+        elif row == "llava-1.5":
+            assert batch.pixel_values.shape == (4, 3, 336, 336)
+            assert batch.tokens.shape[1] > LLAVA_IMAGE_TOKENS
+        else:
+            assert batch.visual_inputs["image_grid_thw"][0].tolist() == [1, 34, 46]
+            assert batch.pixel_values.element_size() == 1
+            assert SEQ_LENGTH * 0.8 < batch.tokens.shape[1] <= SEQ_LENGTH
+
+
+def test_how_even_balance_makes_the_ranks(capsys):
+    from benchmarks import balance
+
+    found = balance.run(1_600, (4, 8), (1, 2, 4))
+    assert len(found) == len(balance.MIXES) * 2 * 6
+    for _, _, rounds, figures in found:
+        assert figures.worse <= 1.01
+        assert figures.least_step <= figures.step * (1 + 1e-9)
+        assert figures.step <= figures.step_before
+        assert figures.least_round <= figures.round * (1 + 1e-9)
+        assert figures.round <= figures.round_before
+        assert rounds > 1 or figures.step == figures.step_before
+    assert capsys.readouterr().out.count("image mix, packs") == 6

@@ -1,0 +1,254 @@
+"""The documentation: the first page works as it stands, generated pages are fresh, and what pages name exists."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from types import ModuleType
+
+import click
+import pytest
+import yaml
+from paths import REPOSITORY
+
+import energon_bridge
+from energon_bridge.cli.main import main
+from energon_bridge.training.config import RunConfig
+
+DOCS = REPOSITORY / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+WRITTEN = [page for page in PAGES if "measured" not in page.parts and page != DOCS / "reference/compat.md"]
+START = DOCS / "start.md"
+
+# The first page ------------------------------------------------------------------------------------------------------
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", START.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def commands() -> Iterator[tuple[str, list[str]]]:
+    """Yield the commands of the first page after the installation, each with the output that the page shows."""
+    for block in blocks("console")[1:]:
+        for command in block.removeprefix("$ ").split("\n$ "):
+            first, *shown = command.strip().split("\n")
+            yield first, shown
+
+
+def run(command: str, folder: Path, *, kill_after: str | None = None) -> str:
+    """Run a command of the page in a folder; with `kill_after`, until a line has this text."""
+    words = shlex.split(command)
+    programs = {
+        "energon": [sys.executable, "-c", "from energon_bridge.cli.main import main; main()"],
+        "python": [sys.executable],
+        "torchrun": [sys.executable, "-m", "torch.distributed.run"],
+    }
+    words = [*programs[words[0]], *words[1:]]
+    words = [str(REPOSITORY / word) if word.startswith("scripts/") else word for word in words]
+    process = subprocess.Popen(words, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    lines = []
+    assert process.stdout is not None
+    with process, process.stdout:
+        for line in process.stdout:
+            lines.append(line)
+            if kill_after is not None and kill_after in line:
+                process.send_signal(signal.SIGKILL)
+    assert process.returncode == (0 if kill_after is None else -signal.SIGKILL), f"{command}\n{''.join(lines)}"
+    return "".join(lines)
+
+
+def plain(text: str) -> str:
+    """Return lines without what differs from run to run and from machine to machine."""
+    return re.sub(r"(loss|lr|read:?|data) +[-+.\de]+|\d+ samples/s|\d+/\d+ +|\d+ B\b", r"\1 …", text)
+
+
+def test_the_first_page_works(tmp_path):
+    """Its data, commands and outputs; the training of eight steps instead of 200 is killed after four."""
+    make_shapes, load = blocks("python")
+    (tmp_path / "make_shapes.py").write_text(make_shapes)
+    (tmp_path / "load.py").write_text(load)
+    (configuration,) = blocks("yaml")
+    for key, value in {"max_steps": 8, "log_interval": 2, "interval": 2}.items():
+        configuration = re.sub(rf"{key}: \d+", f"{key}: {value}", configuration)
+    (tmp_path / "shapes.yaml").write_text(configuration)
+    done = []
+    for command, shown in commands():
+        if "runs/whole" in command:
+            continue  # tests/training/test_resume_training.py compares runs
+        short = (
+            command.replace("step-0000150", "step-0000006")
+            .replace("--step 160", "--step 7")
+            .replace("--step 320", "--step 14")
+        )
+        output = run(short, tmp_path, kill_after="step 4/8" if shown[-1:] == ["Killed"] else None)
+        if "preview" in command and "--samples" in command:
+            assert "  a red circle\n" in run("python load.py", tmp_path) + output
+        for line in shown:
+            if "energon_bridge.training" not in command:
+                assert plain(line.replace("/home/you", str(tmp_path))) in plain(output), command
+            elif "step" not in line and line != "Killed":
+                assert plain(line) in plain(output), command
+        done.append(command.split()[0])
+    assert done == ["python", *["energon"] * 4, "python", "torchrun", *["energon"] * 2]
+    assert sorted(path.name for path in (tmp_path / "runs/shapes/checkpoints").iterdir())[-1] == "step-0000008.ckpt"
+
+
+# Pages that follow from the code -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def reference() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("reference", REPOSITORY / "scripts" / "reference.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_generated_pages_are_fresh(reference):
+    if f"click=={version('click')}" not in (REPOSITORY / "constraints.txt").read_text().splitlines():
+        pytest.skip("other versions of click lay out help in other ways")
+    made = reference.pages()
+    assert len(made) >= 13
+    stale = [str(path.relative_to(DOCS)) for path, text in made.items() if path.read_text() != text]
+    assert stale == [], "write them again: python scripts/reference.py"
+
+
+def test_the_reference_has_every_public_name_once(reference):
+    pages = "\n".join(reference.api_pages().values())
+    named = re.findall(r"^::: energon_bridge\.([\w.]+)$", pages, re.MULTILINE)
+    top = {*energon_bridge.__all__, "EnergonMultiModalDataModule"} - {"__version__"}
+    assert sorted(name for name in named if "." not in name) == sorted(top)
+    assert len(named) == len(set(named))
+
+
+def test_the_menu_of_the_site_has_every_page_once():
+    # mkdocs.yml as Zensical reads it; the changelog is copied in when the site is built
+    def files(entry: object) -> Iterator[str]:
+        match entry:
+            case str():
+                yield entry
+            case dict():
+                yield from files(list(entry.values()))
+            case list():
+                for inner in entry:
+                    yield from files(inner)
+
+    menu = list(files(yaml.safe_load((REPOSITORY / "mkdocs.yml").read_text())["nav"]))
+    assert sorted(menu) == sorted([*(str(page.relative_to(DOCS)) for page in PAGES), "changelog.md"])
+
+
+def test_every_page_is_three_clicks_away():
+    """A click opens a part of the menu, or a page."""
+
+    def clicks(entry: object) -> int:
+        match entry:
+            case list():
+                return max(map(clicks, entry))
+            case dict():  # of one title
+                (below,) = entry.values()
+                return 1 if isinstance(below, str) else 1 + clicks(below)
+        return 1
+
+    assert clicks(yaml.safe_load((REPOSITORY / "mkdocs.yml").read_text())["nav"]) <= 3
+
+
+# What pages say ------------------------------------------------------------------------------------------------------
+
+
+def texts_of_the_package() -> set[str]:
+    """Return all texts in the code; those with values in them, in the pieces between the values."""
+    found = set()
+    for path in (REPOSITORY / "energon_bridge").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.add(node.value)
+    return found
+
+
+def test_messages_that_the_troubleshooting_page_explains_exist():
+    page = (DOCS / "troubleshooting.md").read_text().partition("## Not an error")[0]
+    rows = re.findall(r"^\| (`.*?) \| ", page, re.MULTILINE)
+    fragments = [fragment for row in rows for fragment in re.findall(r"`([^`]+)`", row)]
+    assert len(fragments) >= 25
+    texts = texts_of_the_package()
+    assert [fragment for fragment in fragments if not any(fragment in text for text in texts)] == []
+
+
+DIALECT = {
+    r"\bmend(s|ed|ing)?\b": "fix",
+    r"\brefused by name\b": "raises an error that names …",
+    r"\bfor ever\b": "forever",
+    r"\bwherever there is\b": "if there is",
+    r"\bmade anew\b": "made again",
+    r"\banew\b": "again",
+    r"\bof no effect\b": "has no effect",
+    r"\bmake something of\b": "turn into",
+    r"\bgone through once\b": "read once",
+    r"\bto be had\b": "available",
+    r"\bsays? nothing where\b": "prints nothing if",
+    r"\bnothing of that\b": "none of that",
+    r"\bparked\b": "retired",
+    r"\bwhose code has not run\b": "pending",
+    r"\bis to be\b": "must be",
+    r"\bhas to be there\b": "must exist",
+}
+"""Words and phrases that this project once used and nobody else does, with what to write instead."""
+
+
+@pytest.mark.parametrize(
+    "page", [REPOSITORY / "README.md", *WRITTEN], ids=lambda page: str(page.relative_to(REPOSITORY))
+)
+def test_pages_are_in_plain_english(page):
+    text = page.read_text()
+    assert [f"{found.group()}: {word}" for odd, word in DIALECT.items() for found in re.finditer(odd, text)] == []
+
+
+def commands_of(page: Path) -> Iterator[list[str]]:
+    """Yield the words of each command in the blocks of a page, lines that end in a backslash joined."""
+    for block in re.findall(r"^```(?:shell|console|)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL):
+        for line in block.replace("\\\n", " ").splitlines():
+            line = line.removeprefix("$ ")
+            if re.match(r"(energon|python|torchrun|sbatch|scripts/launch/torchrun.sh|NPROC=\S+|\./scripts/\w+) ", line):
+                yield shlex.split(line, comments=True)
+
+
+ALL_COMMANDS = [
+    pytest.param(words, id=f"{page.relative_to(REPOSITORY)}: {' '.join(words)[:60]}")
+    for page in [REPOSITORY / "README.md", *PAGES]
+    for words in commands_of(page)
+]
+
+
+@pytest.mark.parametrize("words", [case for case in ALL_COMMANDS if case.values[0][0] == "energon"])
+def test_commands_and_options_in_the_pages_exist(words):
+    command, rest = main, words[1:]
+    while isinstance(command, click.Group) and rest and not rest[0].startswith("-"):
+        found = command.get_command(click.Context(command), rest.pop(0))
+        assert found is not None
+        command = found
+    known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+    assert {word.split("=")[0] for word in rest if word.startswith("--")} <= known | {"--help", "--version"}
+
+
+def test_files_and_keys_in_the_commands_of_the_pages_exist():
+    lost = []
+    for case in ALL_COMMANDS:
+        for word in case.values[0]:
+            name = word.removeprefix("./")
+            if re.match(r"(scripts|configs|examples|tests|benchmarks)/", name) and not (REPOSITORY / name).exists():
+                lost.append(name)
+            if key := re.match(r"(data|model|optimizer|train|validation|checkpoint|parallel)\.\w+(?==)", word):
+                section, _, field = key.group().partition(".")
+                if field not in vars(getattr(RunConfig(), section).__class__):
+                    lost.append(word)
+    assert sorted(set(lost)) == []

@@ -1,0 +1,70 @@
+"""Importing the package is cheap, and every public name is there."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from paths import REPOSITORY
+
+import energon_bridge
+import energon_bridge.errors
+
+HEAVY = ("torch", "lightning", "pytorch_lightning", "transformers", "megatron", "webdataset", "sklearn")
+
+PROBE = """
+import json, sys, time
+start = time.perf_counter()
+import {module}
+seconds = time.perf_counter() - start
+print(json.dumps([seconds, sorted(name for name in {heavy!r} if name in sys.modules)]))
+"""
+
+
+def probe(module: str) -> tuple[float, list[str]]:
+    """Import a module in a fresh interpreter; return the seconds and which heavy packages came along."""
+    code = PROBE.format(module=module, heavy=HEAVY)
+    result = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    seconds, heavy = json.loads(result.stdout)
+    return seconds, heavy
+
+
+def test_import_time():
+    runs = [probe("energon_bridge") for _ in range(5)]
+    assert min(seconds for seconds, _ in runs) < 0.150
+    assert runs[0][1] == []
+
+
+@pytest.mark.parametrize("module", ["samples", "storage", "format", "prepare", "cli.main"])
+def test_modules_that_start_without_torch(module):
+    assert probe(f"energon_bridge.{module}")[1] == []
+
+
+@pytest.mark.parametrize("name", energon_bridge.__all__)
+def test_public_name_resolves(name):
+    assert getattr(energon_bridge, name) is not None
+    assert name in dir(energon_bridge)
+
+
+def test_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="get_trian_dataset"):
+        energon_bridge.get_trian_dataset  # noqa: B018
+
+
+def test_every_name_is_listed_once():
+    """In the stub, which type checkers and `lazy_loader` read, from the module that a wheel has."""
+    tree = ast.parse(Path(energon_bridge.__file__).with_suffix(".pyi").read_text())
+    imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
+    names = [alias.asname for node in imports for alias in node.names]
+    assert sorted(names) == sorted({*energon_bridge.__all__, "EnergonMultiModalDataModule"} - {"__version__"})
+    assert len({node.module for node in imports}) == len(imports)
+
+
+def test_errors_are_imported_from_their_module():
+    """The top has the base class, and what hooks raise."""
+    errors = {name for name, value in vars(energon_bridge.errors).items() if isinstance(value, type)}
+    assert errors & set(energon_bridge.__all__) == {"EnergonError", "SkipSample"}

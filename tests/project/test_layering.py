@@ -1,0 +1,262 @@
+"""The direction of the arrows: imports point down the layers, in no circle, from short files that do not print.
+
+The order below is the one that CONTRIBUTING.md draws. Every import counts, also one inside a function (that is where
+knots of modules hide), and one under `if TYPE_CHECKING`: who reads a module has to know what it names.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from pathlib import Path
+
+import pytest
+from paths import REPOSITORY
+
+PACKAGE = "energon_bridge"
+
+# From the ground up: a layer imports only from itself and from the layers before it.
+LAYERS = (
+    "errors",
+    "rng",
+    "topology",
+    "samples",
+    "transforms",
+    "storage",
+    "format",
+    "rows",
+    "av",
+    "stores",
+    "mix",
+    "plan",
+    "task_encoder",
+    "stream",
+    "loader",
+    "datasets",
+    "forecast",
+    "replica",
+    "dataloader",
+    "verify",
+    "datamodule",
+    "integrations",
+    "training",
+    "prepare",
+    "preview",
+    "cli",
+    "testing",
+    "__init__",  # the public names: on top of everything
+    "compat",  # which only gives these names under another one
+)
+MAX_LINES = 600
+RUN_AS_COMMAND = 'if __name__ == "__main__":\n    sys.exit(main())\n'
+
+
+def python_files(root: Path) -> list[Path]:
+    return sorted(path for path in (root / PACKAGE).rglob("*.py"))
+
+
+def module_name(root: Path, path: Path) -> str:
+    parts = path.relative_to(root).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def layer_of(module: str) -> str:
+    return module.split(".")[1] if "." in module else "__init__"
+
+
+def imported_names(node: ast.AST, module: str, is_package: bool) -> list[str]:
+    """Return the dotted names that an import statement asks for: `from a.b import c` asks for `a.b.c`."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if not isinstance(node, ast.ImportFrom):
+        return []
+    base = node.module or ""
+    if node.level:
+        package = module.split(".") if is_package else module.split(".")[:-1]
+        package = package[: len(package) - (node.level - 1)]
+        base = ".".join([*package, *([node.module] if node.module else [])])
+    return [f"{base}.{alias.name}" for alias in node.names]
+
+
+@functools.cache
+def imports(root: Path) -> dict[str, set[str]]:
+    """Return, for each module of the package, the modules of the package that it imports."""
+    compiled = [path for path in (root / PACKAGE).rglob("*.pyi") if not path.with_suffix(".py").exists()]
+    files = {module_name(root, path): path for path in [*python_files(root), *compiled]}
+    graph: dict[str, set[str]] = {}
+    for module, path in files.items():
+        targets: set[str] = set()
+        for node in ast.walk(ast.parse(path.read_text(), filename=str(path))):
+            for name in imported_names(node, module, path.name == "__init__.py"):
+                if name == f"{PACKAGE}.__version__" or name.split(".")[0] != PACKAGE:
+                    continue  # the version is a constant of the root, everyone may read it
+                # the longest prefix that is a module: what is behind it is a name inside that module
+                while name not in files:
+                    name = name.rpartition(".")[0]
+                targets.add(name)
+        graph[module] = targets - {module}
+    return graph
+
+
+def unknown_layers(root: Path) -> list[str]:
+    return sorted({module for module in imports(root) if layer_of(module) not in LAYERS})
+
+
+def upward_arrows(root: Path) -> list[str]:
+    arrows = []
+    for module, targets in imports(root).items():
+        for target in targets:
+            if LAYERS.index(layer_of(target)) > LAYERS.index(layer_of(module)):
+                arrows.append(f"{module} -> {target}")
+    return sorted(arrows)
+
+
+def cycle(root: Path) -> list[str]:
+    """Return the modules along one import cycle, or nothing."""
+    graph = imports(root)
+    done: set[str] = set()
+    path: list[str] = []
+
+    def walk(module: str) -> list[str]:
+        if module in path:
+            return [*path[path.index(module) :], module]
+        if module in done:
+            return []
+        path.append(module)
+        for target in sorted(graph[module]):
+            if found := walk(target):
+                return found
+        done.add(path.pop())
+        return []
+
+    return next((found for module in sorted(graph) if (found := walk(module))), [])
+
+
+def prints(root: Path) -> list[str]:
+    found = []
+    for path in python_files(root):
+        if layer_of(module_name(root, path)) == "cli" or path.read_text().endswith(RUN_AS_COMMAND):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
+                found.append(f"{path.relative_to(root)}:{node.lineno}")
+    return found
+
+
+def long_files(files: list[Path]) -> list[str]:
+    counts = {path: path.read_text().count("\n") for path in files}
+    return [f"{path.name}: {count} lines" for path, count in counts.items() if count > MAX_LINES]
+
+
+def missing_docstrings(root: Path) -> list[str]:
+    return [
+        str(path.relative_to(root)) for path in python_files(root) if not ast.get_docstring(ast.parse(path.read_text()))
+    ]
+
+
+def test_every_module_belongs_to_a_layer():
+    assert unknown_layers(REPOSITORY) == []
+
+
+def test_imports_point_down():
+    assert upward_arrows(REPOSITORY) == []
+
+
+def test_no_import_cycles():
+    assert cycle(REPOSITORY) == []
+
+
+def test_only_the_command_line_prints():
+    assert prints(REPOSITORY) == []
+
+
+def test_files_are_short():
+    ours = [
+        path for folder in (PACKAGE, "scripts", "benchmarks", "tests") for path in (REPOSITORY / folder).rglob("*.py")
+    ]
+    assert long_files(ours) == []
+
+
+def test_every_file_says_what_it_is():
+    assert missing_docstrings(REPOSITORY) == []
+
+
+def write_tree(root: Path, files: dict[str, str]) -> Path:
+    for name, text in {"__init__.py": "", **files}.items():
+        path = root / PACKAGE / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "from energon_bridge.loader import x",
+        "import energon_bridge.loader",
+        "from energon_bridge import loader",
+        "from ..loader import x",
+        "from .. import loader",
+        "def f():\n    from energon_bridge.loader import x",
+        "if TYPE_CHECKING:\n    pass\nelse:\n    from energon_bridge.loader import x",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from energon_bridge.loader import x",
+        "try:\n    import energon_bridge.loader.workers\nexcept ImportError:\n    pass",
+    ],
+)
+def test_an_upward_arrow_is_found_however_it_is_written(tmp_path, statement):
+    root = write_tree(
+        tmp_path,
+        {"storage/__init__.py": "", "storage/a.py": statement, "loader/__init__.py": "", "loader/workers.py": ""},
+    )
+    assert [arrow.split(".loader")[0] for arrow in upward_arrows(root)] == [
+        "energon_bridge.storage.a -> energon_bridge"
+    ]
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "from energon_bridge import __version__",
+        "import numpy.loader",
+    ],
+)
+def test_what_is_no_arrow(tmp_path, statement):
+    root = write_tree(tmp_path, {"storage/__init__.py": statement, "loader/__init__.py": ""})
+    assert upward_arrows(root) == []
+
+
+def test_the_public_names_are_no_way_around(tmp_path):
+    root = write_tree(tmp_path, {"loader.py": "from energon_bridge import get_loader"})
+    assert upward_arrows(root) == ["energon_bridge.loader -> energon_bridge"]
+
+
+def test_a_cycle_is_found(tmp_path):
+    root = write_tree(
+        tmp_path,
+        {
+            "plan/__init__.py": "",
+            "plan/a.py": "from energon_bridge.plan.b import x",
+            "plan/b.py": "def f():\n    from . import c",
+            "plan/c.py": "import energon_bridge.plan.a",
+        },
+    )
+    assert cycle(root) == [f"energon_bridge.plan.{name}" for name in "abca"]
+
+
+def test_other_offences_are_found(tmp_path):
+    too_long = "\n" * (MAX_LINES + 1)
+    root = write_tree(tmp_path, {"rng.py": "print(1)", "cli/main.py": '"""Doc."""\nprint(1)', "nowhere.py": too_long})
+    assert prints(root) == ["energon_bridge/rng.py:1"]
+    assert long_files(python_files(root)) == [f"nowhere.py: {MAX_LINES + 1} lines"]
+    assert unknown_layers(root) == ["energon_bridge.nowhere"]
+    assert "energon_bridge/rng.py" in missing_docstrings(root)
+    assert "energon_bridge/cli/main.py" not in missing_docstrings(root)
+
+
+def test_no_private_name_of_torch_is_used() -> None:
+    """They change without notice between the versions that users have."""
+    private = re.compile(r"\btorch\b[\w.]*\._[a-z]|from torch[\w.]* import .*\b_[a-z]|\btorch\._C\b", re.MULTILINE)
+    assert private.search("torch.utils.data._utils.pin_memory")
+    assert private.search("from torch.utils import a, _b")
+    assert not [str(path) for path in python_files(REPOSITORY) if private.search(path.read_text())]

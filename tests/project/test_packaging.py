@@ -1,0 +1,77 @@
+"""What is declared in several places agrees: versions, constraints, README, scripts."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import tomllib
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from paths import REPOSITORY
+
+SHELL_SCRIPTS = [
+    ".ci/run",
+    *(f"scripts/{name}" for name in ("bench", "check", "docs", "quickstart", "rival-env", "test")),
+]
+
+
+def project() -> dict:
+    return tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+
+
+def constraints() -> dict[str, Requirement]:
+    lines = (REPOSITORY / "constraints.txt").read_text().splitlines()
+    pins = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    return {canonicalize_name(pin.name): pin for pin in pins}
+
+
+def requirements() -> list[str]:
+    extras = project()["optional-dependencies"]
+    return [*project()["dependencies"], *(line for extra in extras.values() for line in extra)]
+
+
+@pytest.mark.parametrize("line", [line for line in requirements() if not line.startswith("energon-bridge[")])
+def test_the_tested_version_is_in_the_declared_range(line):
+    requirement = Requirement(line)
+    pin = constraints()[canonicalize_name(requirement.name)]
+    (version,) = (specifier.version for specifier in pin.specifier)
+    assert requirement.specifier.contains(version), f"{line} does not allow {pin}"
+
+
+def test_all_names_every_extra_but_dev_docs_msc_and_ray():
+    """The client of `msc://` brings thirty packages of its own; Ray is 70 MB that a cluster has."""
+    extras = project()["optional-dependencies"]
+    (line,) = extras["all"]
+    assert Requirement(line).extras == set(extras) - {"all", "dev", "docs", "msc", "ray"}
+
+
+def test_torchvision_is_nowhere():
+    assert "torchvision" not in constraints()
+    assert not [line for line in requirements() if "torchvision" in line]
+
+
+def test_readme_installs_the_tested_torch():
+    pin = str(constraints()["torch"])
+    assert re.findall(r"torch==[\w.]+", (REPOSITORY / "README.md").read_text()) == [pin]
+
+
+def test_readme_knows_every_extra():
+    readme = (REPOSITORY / "README.md").read_text()
+    extras = set(project()["optional-dependencies"]) - {"all"}
+    assert [extra for extra in sorted(extras) if f"| `{extra}` |" not in readme] == []
+
+
+@pytest.mark.parametrize("script", SHELL_SCRIPTS)
+def test_script(script):
+    path = REPOSITORY / script
+    assert os.access(path, os.X_OK)
+    assert "\nset -euo pipefail\n" in path.read_text()
+    subprocess.run(["bash", "-n", str(path)], check=True)
+
+
+def test_the_changelog_has_a_place_for_the_next_change():
+    headings = re.findall(r"^## \[(.+?)\]", (REPOSITORY / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert headings[0] == "Unreleased"

@@ -1,0 +1,170 @@
+"""The built wheel, installed without extras, imports, runs its command and loads a dataset.
+
+The interpreter that tries it has the wheel in a virtual environment of its own and sees the packages of this one
+through a guard that lets through only what the wheel's metadata requires, directly or not. So an import of lightning or
+transformers that slipped into the base package fails here, and so does a base dependency that was forgotten. All of
+it is tried with the compiled parts of the package and without.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+from paths import CONFIGS, REPOSITORY
+
+PROGRAM = """
+import sys
+from importlib import metadata
+
+site_packages, dataset = sys.argv[1:]
+sys.path.append(site_packages)  # behind the wheel's own
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+allowed, waiting = set(), ["energon-bridge"]
+while waiting:
+    name = canonicalize_name(waiting.pop())
+    if name not in allowed:
+        allowed.add(name)
+        try:
+            lines = metadata.requires(name) or []
+        except metadata.PackageNotFoundError:
+            continue  # for another platform or Python
+        for requirement in map(Requirement, lines):
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+                waiting.append(requirement.name)
+for module in [name for name in sys.modules if name.split(".")[0] == "packaging"]:
+    del sys.modules[module]
+forbidden = {
+    module
+    for module, owners in metadata.packages_distributions().items()
+    if not any(canonicalize_name(owner) in allowed for owner in owners)
+}
+assert {"pytest", "lightning", "transformers"} <= forbidden, sorted(forbidden)
+
+
+class Guard:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in forbidden:
+            raise ModuleNotFoundError(f"{name} is no dependency of the base package", name=name)
+        return None
+
+
+sys.meta_path.insert(0, Guard())
+import torch
+
+import energon_bridge
+from energon_bridge import WorkerConfig, get_loader, get_savable_loader, get_train_dataset, get_val_dataset
+
+config = WorkerConfig(num_workers=0)
+batch = next(iter(get_loader(get_train_dataset(dataset, batch_size=2, worker_config=config))))
+assert batch.image.dtype == torch.float32 and len(batch.caption) == 2, batch
+loader = get_savable_loader(get_train_dataset(dataset, batch_size=2, worker_config=WorkerConfig(num_workers=1)))
+next(iter(loader))
+assert loader.save_state_rank()
+loader.close()
+assert list(get_loader(get_val_dataset(dataset, batch_size=2, worker_config=config)))
+print(energon_bridge.__file__)
+"""
+
+
+@pytest.fixture(scope="module", params=["compiled", "without a compiler"])
+def compiled(request: pytest.FixtureRequest) -> bool:
+    """Return whether the compiled parts are in the wheel, which the package can do without."""
+    compiler = (sysconfig.get_config_var("CC") or "").split(" ")[0]
+    if request.param == "compiled" and not shutil.which(compiler):
+        pytest.skip("there is no C compiler")
+    return request.param == "compiled"
+
+
+@pytest.fixture(scope="module")
+def wheel(compiled: bool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    source, folder = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
+        shutil.copy(REPOSITORY / name, source)
+    ignored = shutil.ignore_patterns("__pycache__", "*.so")
+    shutil.copytree(REPOSITORY / "energon_bridge", source / "energon_bridge", ignore=ignored, symlinks=True)
+    shutil.copytree(CONFIGS, source / "configs")
+    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(source)]
+    environment = os.environ if compiled else {**os.environ, "CC": "/bin/false"}
+    result = subprocess.run(build, capture_output=True, text=True, env=environment)
+    assert result.returncode == 0, result.stdout + result.stderr
+    (path,) = folder.glob("*.whl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a virtual environment that has the wheel and nothing else."""
+    folder = tmp_path_factory.mktemp("environment") / "venv"
+    venv.create(folder, with_pip=False)
+    python = str(folder / "bin" / "python")
+    install = [sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", str(wheel)]
+    result = subprocess.run(install, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return folder
+
+
+def test_contents(wheel, compiled):
+    names = zipfile.ZipFile(wheel).namelist()
+    sources = {str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / "energon_bridge").rglob("*.py")}
+    assert sources <= set(names)
+    assert "energon_bridge/py.typed" in names
+    assert {f"energon_bridge/preview/page.{kind}" for kind in ("html", "css", "js")} <= set(names)
+    configs = {f"energon_bridge/{path.relative_to(REPOSITORY)}" for path in (CONFIGS).rglob("*.yaml")}
+    assert configs == {name for name in names if name.endswith(".yaml")}
+    assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"energon_bridge"}
+    libraries = [name for name in names if name.endswith(".so")]
+    parts = [
+        "energon_bridge/format/_tar.abi3.so",
+        "energon_bridge/samples/_pixels.abi3.so",
+        "energon_bridge/samples/_streaming.abi3.so",
+    ]
+    assert sorted(libraries) == (parts if compiled else [])
+    assert "cp311-abi3" in wheel.name
+
+
+def test_base_install_loads_a_dataset(installed, fixtures):
+    call = [
+        str(installed / "bin" / "python"),
+        "-I",
+        "-c",
+        PROGRAM,
+        sysconfig.get_path("purelib"),
+        str(fixtures / "captioning"),
+    ]
+    result = subprocess.run(call, capture_output=True, text=True, cwd=installed)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.strip().startswith(str(installed))
+
+
+def test_training_finds_the_configurations_of_the_package(installed, tmp_path):
+    environment = {"PYTHONPATH": sysconfig.get_path("purelib"), "PATH": "/usr/bin:/bin"}
+    call = [str(installed / "bin" / "python"), "-m", "energon_bridge.training"]
+    wrong = [*call, "--config", "configs/tiny/qwen2.5_vl_instruct.yaml", "data.paht=x"]
+    result = subprocess.run(wrong, capture_output=True, text=True, env=environment, cwd=tmp_path)
+    assert result.returncode == 2
+    assert "Did you mean 'data.path'?" in result.stderr
+    subprocess.run([*call, "--copy-configs", "configs"], check=True, env=environment, cwd=tmp_path)
+    names = sorted(path.relative_to(REPOSITORY) for path in (CONFIGS).rglob("*.yaml"))
+    assert sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*.yaml")) == names
+    again = subprocess.run([*call, "--copy-configs", "configs"], capture_output=True, env=environment, cwd=tmp_path)
+    assert (again.returncode, b"does not exist yet" in again.stderr) == (2, True)
+
+
+@pytest.mark.parametrize("command", ["energon", "energon-bridge"])
+def test_command_is_installed(installed, command, fixtures):
+    environment = {"PYTHONPATH": sysconfig.get_path("purelib"), "PATH": "/usr/bin:/bin"}
+    call = [str(installed / "bin" / command), "info", str(fixtures / "captioning")]
+    result = subprocess.run(call, capture_output=True, text=True, env=environment, cwd=installed)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "captioning" in result.stdout

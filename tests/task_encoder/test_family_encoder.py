@@ -1,0 +1,281 @@
+"""The encoder of the families in the engine: samples of all shapes, packing without pixels, resume, loading."""
+
+from __future__ import annotations
+
+import io
+import json
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conversations import conversations_dataset
+from engine import config_of, counts_of, deliver, loaders_of
+from families import (
+    FAMILIES,
+    chat,
+    encoder_of,
+    image_processor_of,
+    model_config_of,
+    picture,
+    text_of,
+    tokenizer_of,
+)
+
+pytest.importorskip("transformers")
+
+from energon_bridge import CaptioningSample, SampleDecoder, VidQASample, VQASample, get_train_dataset
+from energon_bridge.errors import ConfigurationError, SampleError
+from energon_bridge.samples import CrudeSample, InterleavedSample
+from energon_bridge.task_encoder import DeferredImage
+from energon_bridge.task_encoder.families import ChatConfig, ChatSample, ChatTemplateTaskEncoder, VideoFrames
+from energon_bridge.task_encoder.packing import Packer
+
+
+def short(encoder: ChatTemplateTaskEncoder, sample: Any) -> str:
+    """Return the text, with one letter for the four tokens of an image."""
+    return text_of(encoder, sample).replace("<|image_pad|>" * 4, "#").replace("<|video_pad|>" * 4, "@")
+
+
+PIC, CLIP = "<|vision_start|>#<|vision_end|>", "<|vision_start|>@<|vision_end|>"
+TALK = f"<|im_start|>user\n{PIC}a{PIC}<|im_end|>\n<|im_start|>assistant\nb<|im_end|>"
+SAID = [{"from": "human", "value": "<image>\na<image>"}, {"from": "gpt", "value": "b"}]
+PARTS = [
+    {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a"}, {"type": "image"}]},
+    {"role": "assistant", "content": [{"type": "text", "text": "b"}]},
+]
+TWO = [picture(seed=1), picture(seed=2)]
+SHAPES: dict[str, Any] = {
+    "messages": ChatSample(__key__="q", messages=PARTS, images=TWO),
+    "from and value": ChatSample(__key__="q", messages=SAID, images=TWO),
+    "json text": ChatSample(__key__="q", messages=json.dumps(SAID), images=TWO),
+    "json with a name": ChatSample(__key__="q", messages=json.dumps({"conversations": SAID}), images=TWO),
+    "a dict": {"__key__": "q", "conversations": SAID, "images": TWO},
+    "a crude sample with a json part": CrudeSample(__key__="q", json={"messages": SAID}, imgs=TWO),
+    "a crude sample with a list": CrudeSample(__key__="q", json=SAID, image=TWO),
+    "images in the parts": {
+        "__key__": "q",
+        "messages": [
+            {"role": "user", "content": [{"type": "image", "image": TWO[0]}, "a", {"type": "image", "image": TWO[1]}]},
+            {"role": "assistant", "content": "b"},
+        ],
+    },
+    "addresses in the parts, images in the sample": {
+        "__key__": "q",
+        "messages": [
+            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}, "a", {"type": "image"}]},
+            {"role": "assistant", "content": "b"},
+        ],
+        "images": TWO,
+    },
+    "questions and answers": VQASample(__key__="q", image=TWO, context="<image>a<image>", answers=["b"]),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_conversations_of_all_shapes_are_the_same(shape: str) -> None:
+    encoder = encoder_of("qwen2_vl")
+    sample = encoder.encode(SHAPES[shape])
+    assert short(encoder, sample) == TALK
+    assert sample.__key__ == "q"
+    expected = image_processor_of("qwen2_vl")(images=TWO, return_tensors="pt")["pixel_values"]
+    assert torch.equal(sample.visual["pixel_values"], expected)
+
+
+@pytest.mark.parametrize(
+    ("sample", "whole"),
+    [
+        (VQASample(__key__="q", image=TWO[0], context="a", answers=["b"]), TALK.replace(f"a{PIC}", "a")),  # type: ignore[arg-type]
+        (chat("a", "b", images=TWO[:1]), TALK.replace(f"a{PIC}", "a")),
+        (
+            VidQASample(__key__="q", video=torch.zeros(2, 3, 16, 16, dtype=torch.uint8), context="a", answers=["b"]),
+            TALK.replace(f"{PIC}a{PIC}", f"{CLIP}a"),
+        ),
+        (CaptioningSample(__key__="q", image=TWO[0], caption="a"), f"{PIC}a<|im_end|>"),  # type: ignore[arg-type]
+        (InterleavedSample(__key__="q", sequence=["a", TWO[0], "b"]), f"a{PIC}b<|im_end|>"),  # type: ignore[list-item]
+    ],
+)
+def test_samples_of_other_types_are_encoded(sample: Any, whole: str) -> None:
+    encoder = encoder_of("qwen2_vl")
+    assert short(encoder, encoder.encode(sample)) == whole
+
+
+def test_images_without_a_place_can_follow_the_question() -> None:
+    encoder = encoder_of("qwen2_vl", ChatConfig(place_images="after"))
+    assert short(encoder, encoder.encode(chat("a", "b", images=TWO[:1]))) == TALK.replace(f"{PIC}a", "a")
+
+
+@pytest.mark.parametrize(
+    ("sample", "complaint"),
+    [
+        (chat("a"), "no answer to learn"),
+        (chat("<image>a", "b", images=TWO), "1 image placeholders '<image>' but the sample has 2 images"),
+        (chat("<image>a<image>", "b", images=TWO[:1]), "2 image placeholders '<image>' but the sample has 1 images"),
+        (chat("<video>", "b"), "1 video placeholders '<video>' but the sample has 0 videos"),
+        (chat("<|image_pad|>", "b"), "the sample has nothing: the chat template must write each image"),
+        (ChatSample(__key__="q", messages="[{"), "the turns are no JSON"),
+        (ChatSample(__key__="q", messages=[]), "must be a list of turns"),
+        (ChatSample(__key__="q", messages=[{"text": "a"}]), "a turn must have role and content"),
+        (ChatSample(__key__="q", messages=[{"role": "user", "content": [{"type": "sound"}]}]), "a part of a turn"),
+        (VidQASample(__key__="q", video=TWO, context="a"), "without answers"),
+    ],
+)
+def test_conversations_that_cannot_be_learned_are_refused_by_name(sample: Any, complaint: str) -> None:
+    with pytest.raises(SampleError, match=f"sample 'q': .*{complaint}"):
+        encoder_of("qwen2_vl").encode(sample)
+
+
+def test_a_type_without_an_encoder_is_refused_and_can_be_registered() -> None:
+    encoder = ChatTemplateTaskEncoder(tokenizer_of("qwen2_vl"), None)
+    with pytest.raises(ConfigurationError, match=r"messages or conversations, .*CaptioningSample.*, not dict"):
+        encoder.encode({"__key__": "q", "caption": "a"})
+    with pytest.raises(SampleError, match="no family for them"):
+        encoder.encode(chat("a", "b", images=TWO))
+    encoder.register_encoder(dict, lambda sample, config: chat("a", sample["caption"]))
+    assert encoder.encode({"__key__": "q", "caption": "b"}).answer == "b"
+
+
+# In the engine -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def talks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return conversations_dataset(tmp_path_factory.mktemp("data") / "talks", num_train=30, num_val=1)
+
+
+def packed(talks: Path, encoder: ChatTemplateTaskEncoder) -> Any:
+    return get_train_dataset(
+        talks,
+        worker_config=config_of(1, 0),
+        batch_size=1,
+        task_encoder=encoder,
+        packing_buffer_size=8,
+        trust_remote_code=True,
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_only_what_is_delivered_is_decoded(talks: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded: list[str] = []
+    original = DeferredImage.get
+    monkeypatch.setattr(DeferredImage, "get", lambda self: decoded.append(self.part) or original(self))
+    encoder = encoder_of(family, ChatConfig(seq_length=100))
+    waiting: list[list[Any]] = []
+    select = encoder.packer.select
+
+    def selected(samples: Any) -> Any:
+        waiting.extend(list(sample.images) for sample in samples)
+        return select(samples)
+
+    monkeypatch.setattr(encoder, "select_samples_to_pack", selected)
+    (loader,) = loaders_of(packed(talks, encoder), 1, 0)
+    batches = list(islice(loader, 12))
+    assert len(decoded) == sum(sum(batch.num_images) for batch in batches)
+    assert all(isinstance(image, DeferredImage) for images in waiting for image in images)
+    assert {len(images) for images in waiting} == {1, 2, 3}
+    assert any(len(batch.sample_keys) > 1 for batch in batches)
+    assert all(batch.tokens.shape[1] <= 100 for batch in batches)
+
+
+def test_packs_resume_bit_for_bit_on_other_ranks_and_workers(talks: Path) -> None:
+    dataset = packed(talks, encoder_of("qwen2_5_vl", ChatConfig(seq_length=100)))
+    expected = deliver(loaders_of(dataset, 1, 0), 24, [8])
+    state = expected.states[8]
+    assert deliver(loaders_of(dataset, 2, 1, state=state), 8).digests == expected.digests[8:]
+
+
+def test_packs_can_be_limited_by_images_and_their_tokens(talks: Path) -> None:
+    limits = {"tokens": 200, "images": 3, "visual_tokens": 12}
+    sizes = lambda sample: {  # noqa: E731
+        "tokens": len(sample.tokens),
+        "images": len(sample.images),
+        "visual_tokens": sample.visual_tokens,
+    }
+    made = encoder_of("qwen2_vl")
+    packer: Packer[Any] = Packer(limits=limits, size_of=sizes)
+    encoder = ChatTemplateTaskEncoder(made.tokenizer, made.family, packer=packer)
+    (loader,) = loaders_of(packed(talks, encoder), 1, 0)
+    images = [sum(batch.num_images) for batch in islice(loader, 10)]
+    assert max(images) == 3
+
+
+def test_samples_over_a_limit_are_counted_and_left_out(talks: Path) -> None:
+    encoder = encoder_of("qwen2_vl", ChatConfig(max_num_images=2))
+    (loader,) = loaders_of(packed(talks, encoder), 1, 0)
+    assert all(max(batch.num_images) <= 2 for batch in islice(loader, 12))
+    assert counts_of(loader.save_state_rank())["skipped"] == encoder.counts["drop max_num_images"] > 0
+
+
+# Loading -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_encoder_is_loaded_from_a_folder(family: str, tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(family)
+    for part in (tokenizer, image_processor_of(family), model_config_of(family, tokenizer)):
+        part.save_pretrained(tmp_path)
+    config = ChatConfig(system="be kind")
+    loaded = ChatTemplateTaskEncoder.from_pretrained(tmp_path, config)
+    made = ChatTemplateTaskEncoder.for_model(
+        model_config_of(family, tokenizer), tokenizer, image_processor_of(family), config
+    )
+    content = chat("<image>a<image>", "b", images=[picture(), picture(30, 20)])
+    ours, theirs = made.encode(content), loaded.encode(content)
+    for name in ("tokens", "labels", "mm_token_type_ids", "mrope_position_ids"):
+        assert str(getattr(ours, name)) == str(getattr(theirs, name))
+    assert torch.equal(ours.visual["pixel_values"], theirs.visual["pixel_values"])
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "chat_template.json", "in the tokenizer"])
+def test_the_template_of_the_processor_goes_first(name: str, tmp_path: Path) -> None:
+    tokenizer = tokenizer_of("llava")
+    tokenizer.chat_template = {"default": "{{ 'of the tokenizer' }}"} if name == "in the tokenizer" else None
+    for part in (tokenizer, image_processor_of("llava"), model_config_of("llava", tokenizer)):
+        part.save_pretrained(tmp_path)
+    if name != "in the tokenizer":
+        template = "of the processor"
+        (tmp_path / name).write_text(json.dumps({"chat_template": template}) if name.endswith("json") else template)
+    loaded = ChatTemplateTaskEncoder.from_pretrained(tmp_path)
+    expected = "{{ 'of the tokenizer' }}" if name == "in the tokenizer" else "of the processor"
+    assert loaded._renderer.template == expected
+    own = ChatTemplateTaskEncoder.from_pretrained(tmp_path, ChatConfig(chat_template="my own"))
+    assert own._renderer.template == "my own"
+
+
+@pytest.mark.parametrize("name", ["video_preprocessor_config.json", "processor_config.json"])
+def test_the_bounds_of_videos_are_those_of_the_folder(name: str, tmp_path: Path) -> None:
+    tokenizer = tokenizer_of("qwen3_vl")
+    for part in (tokenizer, image_processor_of("qwen3_vl"), model_config_of("qwen3_vl", tokenizer)):
+        part.save_pretrained(tmp_path)
+    video = {"size": {"shortest_edge": 4096, "longest_edge": 25165824}}
+    (tmp_path / name).write_text(json.dumps(video if name.startswith("video") else {"video_processor": video}))
+    family: Any = ChatTemplateTaskEncoder.from_pretrained(tmp_path).family
+    assert (family.video_min_pixels, family.video_max_pixels) == (4096, 25165824)
+
+
+def test_what_cannot_be_loaded_says_so(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"(?s)cannot load the tokenizer and image processor of '.*local folder"
+    ):
+        ChatTemplateTaskEncoder.from_pretrained(tmp_path / "none")
+
+
+def test_deferred_images_have_the_sizes_of_their_headers() -> None:
+    buffer = io.BytesIO()
+    picture(40, 24).save(buffer, "png")
+    image = SampleDecoder(image_decode="pilrgb", defer_images=True).decode("a.png", buffer.getvalue())
+    encoder = encoder_of("qwen2_vl")
+    prepared = encoder.preencode_sample(chat("<image>a", "b", images=[image]))
+    assert prepared.plans[0].grid == (1, 4, 6)
+    assert prepared.images == [image]
+    assert encoder.postencode_sample(prepared).visual["image_grid_thw"].tolist() == [[1, 4, 6]]
+
+
+def test_videos_in_a_list_are_several_and_frames_in_a_list_are_one() -> None:
+    encoder = encoder_of("qwen2_vl")
+    one = encoder.encode(chat("<video>", "a", videos=[picture(), picture()]))
+    clips = [VideoFrames(frames=[picture()] * count) for count in (2, 4)]
+    two = encoder.encode(chat("<video><video>", "a", videos=clips))
+    assert one.visual["video_grid_thw"][:, 0].tolist() == [1]
+    assert two.visual["video_grid_thw"][:, 0].tolist() == [1, 2]

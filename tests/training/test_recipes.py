@@ -1,0 +1,215 @@
+"""The recipes in configs/: they are valid, and their tiny twins differ from them as they say and train."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conversations import turns_of
+from paths import CONFIGS, REPOSITORY
+from recipes import captions_dataset, crude_conversations, instruct_mix
+
+pytest.importorskip("lightning.pytorch")
+pytest.importorskip("transformers")
+
+from run_outputs import read_losses, read_predictions
+
+from energon_bridge.errors import UnknownSplitError
+from energon_bridge.training import run as training
+from energon_bridge.training.assemble import assemble_llava
+from energon_bridge.training.config import RunConfig
+from energon_bridge.training.config_file import load_config
+from energon_bridge.training.module import VisionLanguageModule
+from energon_bridge.training.presets import PRESETS, load_model
+
+RECIPES = ("llava15_pretrain", "llava15_instruct", "qwen2.5_vl_instruct")
+SMALLER = {
+    "its own folder": ("run_dir",),
+    "its own data": ("data.path",),
+    "fewer and shorter samples": (
+        *("data.micro_batch_size", "data.global_batch_size", "data.seq_length", "data.packing_buffer_size"),
+        *("data.shuffle_buffer_size", "data.max_samples_per_sequence", "data.num_workers"),
+        *("data.min_pixels", "data.max_pixels"),
+    ),
+    "a tiny model": (
+        *("model.name_or_path", "model.preset", "model.init", "model.hidden_size", "model.num_layers"),
+        *("model.num_heads", "model.image_size", "model.patch_size", "model.vocab_size"),
+    ),
+    "weights drawn at random need larger steps, and fewer": (
+        *("optimizer.lr", "optimizer.warmup_steps", "train.max_steps"),
+        *("validation.interval", "checkpoint.interval"),
+    ),
+    "no GPU": (
+        *("model.attn_implementation", "train.accelerator", "train.precision"),
+        *("train.deterministic", "train.threads"),
+    ),
+}
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*")
+
+
+def recipe(name: str, *overrides: str) -> RunConfig:
+    return load_config(CONFIGS / f"{name}.yaml", overrides)
+
+
+def flat(config: RunConfig) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for section, content in asdict(config).items():
+        values |= (
+            {f"{section}.{key}": v for key, v in content.items()} if isinstance(content, dict) else {section: content}
+        )
+    return values
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_twin_differs_from_its_recipe_in_size_only(name: str) -> None:
+    real, twin = flat(recipe(name)), flat(recipe(f"tiny/{name}"))
+    allowed = {key for keys in SMALLER.values() for key in keys}
+    assert {key for key in real if real[key] != twin[key]} <= allowed
+    assert (real["data.packing_buffer_size"] is None) == (twin["data.packing_buffer_size"] is None)
+    assert (real["data.max_pixels"] is None) == (twin["data.max_pixels"] is None)
+    numbers = ("data.global_batch_size", "data.seq_length", "train.max_steps")
+    assert all(twin[key] < real[key] for key in numbers)
+
+
+def joined(block: str) -> list[str]:
+    """Return the lines of a block, those that end in a backslash with the one that follows."""
+    return block.replace("\\\n", " ").splitlines()
+
+
+def test_the_lines_of_the_documentation_name_what_there_is() -> None:
+    text = (REPOSITORY / "docs" / "how-to" / "recipes.md").read_text()
+    lines = [line for block in re.findall(r"^```shell\n(.*?)^```$", text, re.M | re.S) for line in joined(block)]
+    for line in lines:
+        words = shlex.split(line)
+        assert all((REPOSITORY / word).is_file() for word in words if word.startswith(("scripts/", "configs/"))), line
+        if "--config" in words:
+            load_config(REPOSITORY / words[words.index("--config") + 1], words[words.index("--config") + 2 :])
+    assert sum("--config" in line for line in lines) >= len(RECIPES)
+    named = set(re.findall(r"`((?:configs|scripts)/[\w./]+\.\w+)`", text)) - {"configs/tiny/NAME.yaml"}
+    assert [name for name in named if not (REPOSITORY / name).is_file()] == []
+    keys = set(re.findall(r"`((?:data|model|train)\.[a-z_]+)`", text))
+    assert keys <= flat(RunConfig()).keys()
+
+
+# Training ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def conversations(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return crude_conversations(tmp_path_factory.mktemp("data") / "conversations")
+
+
+def train_with_a_stop(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch, *, at: int = 12
+) -> tuple[Any, dict[int, float]]:
+    """Run, stop by SIGTERM in the middle of a step, go on; return the result and the losses."""
+    original = VisionLanguageModule.training_step
+
+    def training_step(self: VisionLanguageModule, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self.trainer.global_step == at - 1 and batch_idx % 2 == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(self, batch, batch_idx)
+
+    monkeypatch.setattr(VisionLanguageModule, "training_step", training_step)
+    stopped = training.run(config)
+    assert (stopped.step, stopped.stopped) == (at, True)
+    monkeypatch.undo()
+    result = training.run(config, resume=True)
+    losses = read_losses(Path(config.run_dir) / "metrics.jsonl")
+    assert list(losses) == list(range(1, config.train.max_steps + 1))
+    return result, losses
+
+
+MODES = [("tiny-qwen2.5-vl", True), ("tiny-qwen3-vl", False)]
+if os.environ.get("ENERGON_LONG_TESTS"):
+    MODES = [(preset, packed) for preset in PRESETS for packed in (True, False)]
+
+
+@pytest.mark.parametrize(("preset", "packed"), MODES)
+def test_each_family_trains_on_conversations_with_several_images(
+    preset: str, packed: bool, conversations: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = [f"model.preset={preset}", f"data.path={conversations}", f"run_dir={tmp_path / 'run'}"]
+    if preset == "tiny-llava":
+        own += ["data.min_pixels=null", "data.max_pixels=null", "data.chat_template=llava", "model.image_size=16"]
+        own += ["model.freeze=[model.vision_tower]"]
+    if not packed:
+        own += ["data.packing_buffer_size=null", "data.micro_batch_size=4", "data.global_batch_size=8"]
+        own += ["validation.generate=true", "validation.max_new_tokens=4"]
+    config = recipe("tiny/qwen2.5_vl_instruct", *own)
+    result, losses = train_with_a_stop(config, monkeypatch)
+    assert losses[30] < 0.5 * losses[1]
+    assert result.step == 30
+    if not packed:
+        predictions = read_predictions(tmp_path / "run" / "predictions.jsonl")
+        assert {p.key: p.expected for p in predictions} == {f"val-{n:03d}": turns_of(n)[0][1] for n in range(6)}
+        assert result.read is not None
+
+
+def test_the_instruct_twin_trains_on_the_real_mix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mix = instruct_mix(tmp_path / "data")
+    config = recipe("tiny/llava15_instruct", f"data.path={mix}", f"run_dir={tmp_path / 'run'}")
+    _, losses = train_with_a_stop(config, monkeypatch)
+    assert losses[30] < 0.5 * losses[1]
+
+
+def test_data_without_validation_is_refused_before_training_unless_none_is_wanted(tmp_path: Path) -> None:
+    lines = [{"messages": [{"role": "user", "content": "color?"}, {"role": "assistant", "content": "red"}]}] * 20
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    mix = tmp_path / "mix.yaml"
+    mix.write_text("__class__: MetadatasetV2\nsplits: {train: {path: ./text.jsonl}}\n")
+    frozen = "model.freeze=[model.vision_tower, model.language_model, lm_head]"
+    own = [f"data.path={mix}", f"run_dir={tmp_path / 'run'}", "data.num_lanes=1", "train.max_steps=2", frozen]
+    with pytest.raises(UnknownSplitError, match="val"):
+        training.run(recipe("tiny/llava15_instruct", *own))
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+    own += ["validation.limit_batches=0", "validation.generate=true"]
+    result = training.run(recipe("tiny/llava15_instruct", *own), overwrite=True)
+    assert (result.step, result.read, result.validation_loss) == (2, None, None)
+    # Nothing that is trained sees a text: the loss stays where it was, to the last bit.
+    losses = read_losses(tmp_path / "run" / "metrics.jsonl")
+    assert losses[1] == losses[2] > 0
+
+
+def tiny_start(data: Path, folder: Path) -> Path:
+    """Write what the pretraining twin begins with: a language model that knows the captions, and a new projector."""
+    from transformers import CLIPVisionModel, LlamaForCausalLM
+
+    sizes = ["hidden_size=32", "num_layers=1", "num_heads=2", "image_size=16", "patch_size=8", "vocab_size=300"]
+    own = [f"data.path={data}", f"run_dir={folder / 'first'}", "optimizer.lr=2e-2", "validation.interval=0"]
+    own += ["model.name_or_path=null", "model.init=random", "model.freeze=[]", *(f"model.{size}" for size in sizes)]
+    training.run(recipe("tiny/llava15_pretrain", *own))
+    exported = load_model(str(folder / "first" / "export"), init="pretrained")
+    language = LlamaForCausalLM(exported.model.config.text_config)
+    language.model.load_state_dict(exported.model.model.language_model.state_dict())
+    language.lm_head.load_state_dict(exported.model.lm_head.state_dict())
+    tower = CLIPVisionModel(exported.model.config.vision_config)
+    tower.load_state_dict(exported.model.model.vision_tower.state_dict())
+    for part, name in ((language, "language"), (exported.tokenizer, "language"), (tower, "tower")):
+        part.save_pretrained(folder / name)
+    exported.image_processor.save_pretrained(folder / "tower")
+    torch.manual_seed(1)
+    assemble_llava(str(folder / "language"), str(folder / "tower"), folder / "start", vision_feature_layer=-1)
+    return folder / "start"
+
+
+def test_the_pretraining_twin_trains_the_projector_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = captions_dataset(tmp_path / "captions")
+    start = tiny_start(data, tmp_path)
+    own = [f"data.path={data}", f"model.name_or_path={start}", f"run_dir={tmp_path / 'run'}"]
+    _, losses = train_with_a_stop(recipe("tiny/llava15_pretrain", *own), monkeypatch)
+    assert losses[30] < 0.5 * losses[1]
+    before, after = (
+        load_model(str(folder), init="pretrained").model.state_dict() for folder in (start, tmp_path / "run" / "export")
+    )
+    changed = {name for name, value in before.items() if not torch.equal(value, after[name])}
+    assert changed == {name for name in before if name.startswith("model.multi_modal_projector.")}

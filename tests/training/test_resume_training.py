@@ -1,0 +1,169 @@
+"""Training that is killed goes on as if nothing had happened, on as many processes as there are then."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from forked import become_rank, free_port, run_forked, start_forked
+from paths import CONFIGS, REPOSITORY
+
+pytest.importorskip("lightning.pytorch")
+pytest.importorskip("transformers")
+
+from run_outputs import read_losses
+
+from energon_bridge.testing import create_captioning_test_dataset
+from energon_bridge.training import run as training
+from energon_bridge.training.checkpoints import list_checkpoints
+from energon_bridge.training.config import RunConfig
+from energon_bridge.training.config_file import load_config
+from energon_bridge.training.module import VisionLanguageModule
+
+MAX_STEPS = 40
+NUM_TRAIN = 60  # 15 steps of 4 are an epoch
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*")
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return create_captioning_test_dataset(tmp_path_factory.mktemp("captioning"), num_train=NUM_TRAIN, num_val=3)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
+    """Return the losses of a run that nobody disturbs, as hex, by step."""
+    config = configuration(dataset, tmp_path_factory.mktemp("uninterrupted"))
+    training.run(config)
+    return hexes(config)
+
+
+def configuration(dataset: Path, run_dir: Path, *overrides: str) -> RunConfig:
+    settings = [f"data.path={dataset}", f"run_dir={run_dir}", f"train.max_steps={MAX_STEPS}", "train.log_interval=1"]
+    settings += ["checkpoint.interval=5", "validation.generate=false"]
+    return load_config(CONFIGS / "smoke.yaml", [*settings, *overrides])
+
+
+def hexes(config: RunConfig) -> dict[int, str]:
+    return {step: loss.hex() for step, loss in read_losses(Path(config.run_dir) / "metrics.jsonl").items()}
+
+
+def steps_done(config: RunConfig) -> int:
+    path = Path(config.run_dir) / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def slow_down() -> None:
+    """Let steps take a while, so that a kill from outside hits the one it is meant for, or a neighbour."""
+    original = VisionLanguageModule.training_step
+
+    def training_step(self: VisionLanguageModule, batch: Any, batch_idx: int) -> torch.Tensor:
+        time.sleep(0.002)
+        return original(self, batch, batch_idx)
+
+    VisionLanguageModule.training_step = training_step  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("seed", range(3))
+def test_losses_after_a_kill_are_those_of_the_uninterrupted_run(
+    dataset: Path, tmp_path: Path, uninterrupted: dict[int, str], num_workers: int, seed: int
+) -> None:
+    config = configuration(dataset, tmp_path / "run", f"data.num_workers={num_workers}")
+    kill_at = random.Random(seed).randrange(6, MAX_STEPS - 6)
+
+    def train() -> None:
+        slow_down()
+        training.run(config)
+
+    child = start_forked(train)
+    while steps_done(config) < kill_at:
+        time.sleep(0.001)
+    child.kill()
+    assert child.result() == (False, f"no result, exit status {-signal.SIGKILL}")
+    killed_after = steps_done(config)
+    assert kill_at <= killed_after < MAX_STEPS
+    resumed_from = int(list_checkpoints(tmp_path / "run" / "checkpoints")[-1].stem[5:])
+    assert 5 <= resumed_from <= killed_after
+    assert training.run(config, resume=True).step == MAX_STEPS
+    assert hexes(config) == uninterrupted
+
+
+def test_the_script_goes_on_after_a_kill(dataset: Path, tmp_path: Path, uninterrupted: dict[int, str]) -> None:
+    config = configuration(dataset, tmp_path / "run")
+    training.write_config(config, tmp_path / "config.yaml")
+    command = [sys.executable, str(REPOSITORY / "scripts" / "pretrain_vlm.py"), f"--config={tmp_path / 'config.yaml'}"]
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    with subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL) as process:
+        while steps_done(config) < 7 and process.poll() is None:
+            time.sleep(0.001)
+        process.kill()
+    subprocess.run([*command, "--resume"], env=environment, check=True, capture_output=True, timeout=120)
+    assert hexes(config) == uninterrupted
+
+
+# Several processes ---------------------------------------------------------------------------------------------------
+
+
+def record_keys(folder: Path, stop_at: int | None) -> None:
+    """Let every microbatch be written down with its step; die at one, all ranks together."""
+    original = VisionLanguageModule.training_step
+
+    def training_step(self: VisionLanguageModule, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self.trainer.global_step == stop_at:
+            os._exit(9)
+        assert batch.__valid__ is None or bool(batch.__valid__.all())
+        with (folder / f"rank{self.global_rank}.txt").open("a") as file:
+            file.write(f"{self.trainer.global_step} {','.join(batch.__key__)}\n")
+        return original(self, batch, batch_idx)
+
+    VisionLanguageModule.training_step = training_step  # type: ignore[method-assign]
+
+
+def train_on(ranks: int, config: RunConfig, folder: Path, *, resume: bool = False, stop_at: int | None = None) -> Any:
+    """Train on some ranks and return, by step, the set of microbatches that all of them together trained on."""
+    folder.mkdir()
+    port = free_port()
+
+    def train(rank: int) -> None:
+        if ranks > 1:
+            become_rank(rank, ranks, port)
+        record_keys(folder, stop_at)
+        training.run(config, resume=resume)
+
+    if stop_at is None:
+        run_forked(ranks, train)
+    else:
+        with pytest.raises(AssertionError, match="exit status 9"):
+            run_forked(ranks, train)
+    steps: dict[int, set[str]] = {}
+    for path in folder.glob("rank*.txt"):
+        for line in path.read_text().splitlines():
+            step, keys = line.split()
+            assert keys not in steps.setdefault(int(step), set())
+            steps[int(step)].add(keys)
+    return steps
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 1), (1, 2)])
+def test_ddp_stopped_in_an_epoch_goes_on_exactly(dataset: Path, tmp_path: Path, before: int, after: int) -> None:
+    overrides = ["train.max_steps=20", "data.global_batch_size=4", "checkpoint.interval=5", "data.num_workers=1"]
+    whole = train_on(1, configuration(dataset, tmp_path / "whole", *overrides), tmp_path / "keys of the whole")
+    assert {len(microbatches) for microbatches in whole.values()} == {2}
+    config = configuration(dataset, tmp_path / "run", *overrides)
+    first = train_on(before, config, tmp_path / "keys before", stop_at=8)
+    assert first == {step: whole[step] for step in range(8)}
+    second = train_on(after, config, tmp_path / "keys after", resume=True)
+    assert second == {step: whole[step] for step in range(5, 20)}
+    losses = read_losses(Path(config.run_dir) / "metrics.jsonl")
+    expected = read_losses(tmp_path / "whole" / "metrics.jsonl")
+    assert losses == pytest.approx(expected, rel=1e-4)

@@ -1,0 +1,51 @@
+"""The training script under a real torchrun; everything else about several processes is tested with forked ones."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from paths import REPOSITORY
+
+pytest.importorskip("lightning.pytorch")
+pytest.importorskip("transformers")
+
+from run_outputs import read_losses, read_predictions
+
+from energon_bridge.testing import create_captioning_test_dataset
+
+
+@pytest.mark.slow
+def test_two_processes_of_torchrun_train_and_validate_as_one(tmp_path: Path) -> None:
+    dataset = create_captioning_test_dataset(tmp_path / "data", num_train=12, num_val=5)
+    script = ["-m", "energon_bridge.training", "--config", "configs/smoke.yaml"]  # the package's
+    script += [f"data.path={dataset}", "train.max_steps=3", "data.num_workers=1"]
+    commands = {
+        "one": [sys.executable, *script],
+        "two": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *script],
+    }
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    runs = {
+        name: subprocess.run(
+            [*command, f"run_dir={tmp_path / name}"],
+            capture_output=True,
+            text=True,
+            env=environment,
+            cwd=tmp_path,
+            timeout=200,
+            check=False,
+        )
+        for name, command in commands.items()
+    }
+    for run in runs.values():
+        assert run.returncode == 0, run.stderr
+    assert runs["two"].stdout == runs["one"].stdout
+    assert runs["two"].stdout.startswith("validation samples read: ")
+    losses = {name: read_losses(tmp_path / name / "metrics.jsonl") for name in runs}
+    assert list(losses["two"]) == [1, 2, 3]
+    assert losses["two"] == pytest.approx(losses["one"], rel=1e-4)
+    keys = [[p.key for p in read_predictions(tmp_path / name / "predictions.jsonl")] for name in runs]
+    assert keys[0] == keys[1] == [f"val-{number:05d}" for number in range(5)]

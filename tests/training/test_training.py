@@ -1,0 +1,360 @@
+"""A training run from the inside: what it writes, how it stops and goes on, what it refuses."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from paths import CONFIGS, REPOSITORY
+
+pytest.importorskip("lightning.pytorch")
+pytest.importorskip("transformers")
+
+from forked import become_rank, free_port, run_forked
+from run_outputs import read_losses, read_predictions
+
+from energon_bridge.errors import BatchSizeMismatchError, ConfigurationError, DatasetNotFoundError
+from energon_bridge.testing import create_captioning_test_dataset
+from energon_bridge.training import run as training
+from energon_bridge.training.checkpoints import AtomicCheckpointIO, Checkpointer, list_checkpoints
+from energon_bridge.training.config import RunConfig
+from energon_bridge.training.config_file import load_config
+from energon_bridge.training.generation import Prediction, exact_match, write_predictions
+from energon_bridge.training.module import VisionLanguageModule
+from energon_bridge.training.run import dataset_captions, main_rank_first
+
+NUM_VAL = 5
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*")
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return create_captioning_test_dataset(tmp_path_factory.mktemp("captioning"), num_train=12, num_val=NUM_VAL)
+
+
+@pytest.fixture
+def smoke(dataset: Path, tmp_path: Path) -> RunConfig:
+    return configuration(dataset, tmp_path / "run")
+
+
+def configuration(dataset: Path, run_dir: Path, *overrides: str) -> RunConfig:
+    return load_config(CONFIGS / "smoke.yaml", [f"data.path={dataset}", f"run_dir={run_dir}", *overrides])
+
+
+@pytest.fixture(scope="module")
+def finished(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, Any]:
+    """Return the configuration and the result of one whole run."""
+    config = configuration(dataset, tmp_path_factory.mktemp("finished") / "run")
+    return config, training.run(config)
+
+
+def hexes(run_dir: str | Path) -> dict[int, str]:
+    return {step: loss.hex() for step, loss in read_losses(Path(run_dir) / "metrics.jsonl").items()}
+
+
+# What a run leaves ---------------------------------------------------------------------------------------------------
+
+
+def test_a_run_ends_with_its_result(finished: tuple[RunConfig, Any]) -> None:
+    config, result = finished
+    assert (result.step, result.stopped, result.main_rank) == (6, False, True)
+    assert result.validation_loss > 0
+    run_dir = Path(config.run_dir)
+    assert sorted(path.name for path in run_dir.iterdir()) == [
+        "checkpoints",
+        "config.yaml",
+        "metrics.jsonl",
+        "model",
+        "predictions.jsonl",
+        "report.html",
+    ]
+    assert load_config(run_dir / "config.yaml") == config
+
+
+def test_every_step_has_its_loss(finished: tuple[RunConfig, Any]) -> None:
+    losses = read_losses(Path(finished[0].run_dir) / "metrics.jsonl")
+    assert list(losses) == [1, 2, 3, 4, 5, 6]
+    assert losses[6] < losses[1]
+
+
+def test_predictions_name_every_validation_sample_in_order(finished: tuple[RunConfig, Any]) -> None:
+    config, result = finished
+    predictions = read_predictions(Path(config.run_dir) / "predictions.jsonl")
+    assert [p.key for p in predictions] == [f"val-{i:05d}" for i in range(NUM_VAL)]
+    assert all(p.expected.startswith("a ") for p in predictions)
+    assert exact_match(predictions) == result.read
+
+
+def test_the_latest_checkpoints_stay_and_load_with_weights_only(finished: tuple[RunConfig, Any]) -> None:
+    checkpoints = list_checkpoints(Path(finished[0].run_dir) / "checkpoints")
+    assert [path.name for path in checkpoints] == ["step-0000004.ckpt", "step-0000006.ckpt"]
+    state = torch.load(checkpoints[-1], weights_only=True)
+    assert state["global_step"] == 6
+    assert state["EnergonMultiModalDataModule"]["global_step"] == 6
+    assert len(state["loops"]["fit_loop"]["state_dict"]["combined_loader"]) == 1
+
+
+def test_the_same_seed_gives_the_same_losses_and_another_one_others(
+    finished: tuple[RunConfig, Any], dataset: Path, tmp_path: Path
+) -> None:
+    losses = hexes(finished[0].run_dir)
+    for seed, same in ((0, True), (1, False)):
+        config = configuration(dataset, tmp_path / str(seed), f"seed={seed}", "validation.generate=false")
+        result = training.run(config)
+        assert result.read is None
+        assert not (tmp_path / str(seed) / "predictions.jsonl").exists()
+        assert (hexes(config.run_dir) == losses) is same
+
+
+# Stopping and going on -----------------------------------------------------------------------------------------------
+
+
+def test_a_finished_run_can_be_resumed_and_gives_the_same_result(finished: tuple[RunConfig, Any]) -> None:
+    config, result = finished
+    before = (Path(config.run_dir) / "predictions.jsonl").read_bytes()
+    assert training.run(config, resume=True) == result
+    assert (Path(config.run_dir) / "predictions.jsonl").read_bytes() == before
+
+
+def test_resume_without_a_checkpoint_starts_the_run(smoke: RunConfig) -> None:
+    config = replace(smoke, train=replace(smoke.train, max_steps=1))
+    assert training.run(config, resume=True).step == 1
+
+
+def test_a_refused_resume_leaves_the_description_of_the_run(smoke: RunConfig) -> None:
+    config = replace(smoke, train=replace(smoke.train, max_steps=2))
+    training.run(config)
+    other = replace(config, data=replace(config.data, micro_batch_size=1))
+    with pytest.raises(BatchSizeMismatchError):
+        training.run(other, resume=True)
+    assert load_config(Path(config.run_dir) / "config.yaml") == config
+
+
+def test_a_run_that_never_began_can_be_started_again(smoke: RunConfig) -> None:
+    config = replace(smoke, train=replace(smoke.train, max_steps=1))
+    wrong = replace(config, data=replace(config.data, path="/nowhere/data"))
+    with pytest.raises(DatasetNotFoundError):
+        training.run(wrong)
+    assert not Path(config.run_dir).exists()
+    wrong = replace(
+        config, validation=replace(config.validation, limit_batches=1), data=replace(config.data, num_workers=-1)
+    )
+    with pytest.raises(ConfigurationError):
+        training.run(wrong)
+    assert not Path(config.run_dir).exists()
+    assert training.run(config).step == 1
+
+
+def test_a_second_run_in_the_same_folder_is_refused_unless_told(
+    finished: tuple[RunConfig, Any], smoke: RunConfig
+) -> None:
+    with pytest.raises(ConfigurationError, match=r"already holds a run.*--resume.*--overwrite"):
+        training.run(finished[0])
+    config = replace(smoke, train=replace(smoke.train, max_steps=1))
+    training.run(config)
+    longer = replace(smoke, train=replace(smoke.train, max_steps=2))
+    assert training.run(longer, overwrite=True).step == 2
+    assert list(read_losses(Path(smoke.run_dir) / "metrics.jsonl")) == [1, 2]
+
+
+def test_sigterm_saves_and_leaves_and_the_run_goes_on(
+    finished: tuple[RunConfig, Any], smoke: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = VisionLanguageModule.training_step
+    handler = signal.getsignal(signal.SIGTERM)
+
+    def training_step(self: VisionLanguageModule, batch: Any, batch_idx: int) -> torch.Tensor:
+        # In the middle of a global batch of two microbatches: it must still be finished.
+        if self.trainer.global_step == 2 and batch_idx % 2 == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(self, batch, batch_idx)
+
+    monkeypatch.setattr(VisionLanguageModule, "training_step", training_step)
+    result = training.run(smoke)
+    assert (result.step, result.stopped, result.read) == (3, True, None)
+    assert signal.getsignal(signal.SIGTERM) == handler
+    assert [path.name for path in list_checkpoints(Path(smoke.run_dir) / "checkpoints")][-1] == "step-0000003.ckpt"
+    monkeypatch.undo()
+    assert training.run(smoke, resume=True).step == 6
+    assert hexes(smoke.run_dir) == hexes(finished[0].run_dir)
+
+
+def test_validation_in_between_changes_nothing(finished: tuple[RunConfig, Any], dataset: Path, tmp_path: Path) -> None:
+    config = configuration(dataset, tmp_path / "run", "validation.interval=2")
+    result = training.run(config)
+    assert result.read == finished[1].read
+    assert result.validation_loss == finished[1].validation_loss
+    assert hexes(config.run_dir) == hexes(finished[0].run_dir)
+
+
+def test_a_mix_has_a_validation_loss_for_each_dataset(
+    dataset: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create_captioning_test_dataset(tmp_path / "more", num_train=4, num_val=3)
+    mix = {"__class__": "MetadatasetV2", "__module__": "megatron.energon", "splits": {}}
+    for part in ("train", "val"):
+        entries = [{"path": str(path), "split_part": part} for path in (dataset, tmp_path / "more")]
+        mix["splits"][part] = {"blend_epochized": [{"repetitions": 1, **entry} for entry in entries]}
+    (tmp_path / "mix.yaml").write_text(json.dumps(mix))
+    modules = []
+    step_end = VisionLanguageModule.on_validation_epoch_end
+    monkeypatch.setattr(
+        VisionLanguageModule, "on_validation_epoch_end", lambda module: (step_end(module), modules.append(module))
+    )
+    config = configuration(tmp_path / "mix.yaml", tmp_path / "run", "validation.each_dataset=true", "train.max_steps=2")
+    with caplog.at_level(logging.INFO):
+        result = training.run(config)
+    first, second = modules[-1].validation_losses
+    assert first != second
+    assert min(first, second) < result.validation_loss < max(first, second)
+    assert f"{dataset.name} {first:.4f}, more {second:.4f}" in caplog.text
+    predictions = read_predictions(tmp_path / "run" / "predictions.jsonl")
+    assert [p.key for p in predictions] == [f"val-{i:05d}" for i in (0, 1, 2, 3, 4, 0, 1, 2)]
+
+
+def test_a_checkpoint_is_whole_or_not_there(tmp_path: Path) -> None:
+    target = tmp_path / "checkpoints" / "step-0000001.ckpt"
+    AtomicCheckpointIO().save_checkpoint({"a": 1}, target)
+    (target.parent / ".step-0000002.ckpt.part").write_bytes(b"half")
+
+    class Unwritable:
+        def __reduce__(self) -> Any:
+            raise RuntimeError("cannot be written")
+
+    with pytest.raises(RuntimeError, match="cannot be written"):
+        AtomicCheckpointIO().save_checkpoint({"a": Unwritable()}, target)
+    assert list_checkpoints(target.parent) == [target]
+    assert torch.load(target, weights_only=True) == {"a": 1}
+    AtomicCheckpointIO().save_checkpoint({"a": 2}, target)
+    assert [path.name for path in target.parent.iterdir()] == [target.name]
+
+
+def test_all_checkpoints_stay_if_asked_for(dataset: Path, tmp_path: Path) -> None:
+    config = configuration(dataset, tmp_path / "run", "checkpoint.keep=0", "validation.generate=false")
+    training.run(config)
+    assert [p.name[5:12] for p in list_checkpoints(tmp_path / "run" / "checkpoints")] == [
+        "0000002",
+        "0000004",
+        "0000006",
+    ]
+
+
+# Log, dry run, presets -----------------------------------------------------------------------------------------------
+
+
+def test_an_interval_is_one_line(smoke: RunConfig, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="energon_bridge.training"):
+        training.run(smoke)
+    lines = [record.message for record in caplog.records if record.message.startswith("step ")]
+    assert [line.split()[1] for line in lines] == ["2/6", "4/6", "6/6"]
+    for word in ("loss ", "samples/s", "waiting for data "):
+        assert all(word in line for line in lines), word
+
+
+def test_a_dry_run_describes_and_leaves_nothing(smoke: RunConfig) -> None:
+    text = training.dry_run(smoke)
+    assert "model: LlavaForConditionalGeneration" in text
+    assert re.search(r"microbatch:\n  tokens:\n  - 2\n", text)
+    assert not Path(smoke.run_dir).exists()
+
+
+def test_a_dry_run_says_what_is_missing_and_how_it_is_made(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging, "basicConfig", lambda **_: None)
+    monkeypatch.syspath_prepend(str(REPOSITORY / "scripts"))
+    main = importlib.import_module("pretrain_vlm").main
+    arguments = ["data.path=/nowhere/data", "model.name_or_path=/nowhere/model", "--dry-run"]
+    assert main(["--config", str(CONFIGS / "llava15_pretrain.yaml"), *arguments]) == 2
+    out, error = capsys.readouterr()
+    assert "path: /nowhere/data" in out
+    assert "data: /nowhere/data: no such folder" in error
+    assert "model: model.name_or_path='/nowhere/model': no such folder" in error
+    assert "#   energon convert blip_laion_cc_sbu_558k.json" in error
+
+
+@pytest.mark.parametrize("path", sorted((CONFIGS).rglob("*.yaml")), ids=lambda path: path.name)
+def test_a_configuration_says_where_its_data_and_model_come_from(path: Path) -> None:
+    head = re.match(r"(#.*\n)+", path.read_text()).group()  # type: ignore[union-attr]
+    if path.parent.name == "data":
+        assert "docs/how-to/recipes.md" in head
+        return
+    assert "\n# Data" in head
+    assert re.search(r"(Model|Data and model): ", head)
+
+
+def test_captions_are_those_of_the_split(dataset: Path) -> None:
+    assert len(list(dataset_captions(str(dataset), limit=1000))) == 12
+    assert len(list(dataset_captions(str(dataset), limit=1000, split_part="val"))) == NUM_VAL
+
+
+@pytest.mark.parametrize(("texts", "share"), [([], 0.0), ([("a", "a")], 1.0), ([("a", " a\n"), ("a", "b")], 0.5)])
+def test_exact_match_is_the_share_of_right_answers(texts: list[tuple[str, str]], share: float, tmp_path: Path) -> None:
+    predictions = [Prediction(key=str(i), expected=e, generated=g) for i, (e, g) in enumerate(texts)]
+    assert exact_match(predictions) == share
+    write_predictions(predictions, tmp_path / "predictions.jsonl")
+    assert read_predictions(tmp_path / "predictions.jsonl") == predictions
+
+
+# The script ----------------------------------------------------------------------------------------------------------
+
+
+def script(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(REPOSITORY / "scripts" / "pretrain_vlm.py"), *arguments]
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
+
+
+def test_the_script_ends_with_the_share_that_was_read(dataset: Path, tmp_path: Path) -> None:
+    arguments = [
+        "--config",
+        str(CONFIGS / "smoke.yaml"),
+        f"data.path={dataset}",
+        f"run_dir={tmp_path / 'run'}",
+    ]
+    result = script(*arguments, "train.max_steps=1", "validation.name=pictures")
+    assert result.returncode == 0, result.stderr
+    rows = [json.loads(line) for line in (tmp_path / "run" / "predictions.jsonl").read_text().splitlines()]
+    share = sum(row["expected"] == row["generated"] for row in rows) / NUM_VAL
+    assert result.stdout.splitlines()[-1] == f"validation pictures read: {100 * share:.1f} %"
+
+
+def test_the_script_explains_a_mistake_in_one_line(tmp_path: Path) -> None:
+    result = script("--config", str(CONFIGS / "smoke.yaml"), "data.paht=x")
+    assert result.returncode == 2
+    assert "Did you mean 'data.path'?" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_the_checkpointer_asks_for_nothing_it_was_not_told(tmp_path: Path) -> None:
+    assert Checkpointer(tmp_path, RunConfig().checkpoint).stopped is False
+
+
+def test_a_refusal_of_the_main_rank_reaches_the_ranks_that_wait() -> None:
+    port = free_port()
+
+    def refused(rank: int) -> str:
+        become_rank(rank, 2, port)
+        torch.distributed.init_process_group("gloo")
+
+        def prepare() -> None:
+            raise ConfigurationError("the folder holds a run")
+
+        with pytest.raises(ConfigurationError) as error:
+            main_rank_first(prepare, rank == 0)
+        torch.distributed.destroy_process_group()
+        return str(error.value)
+
+    assert run_forked(2, refused) == ["the folder holds a run"] * 2

@@ -1,0 +1,145 @@
+"""Sound: every sample is the one that decoding the whole file gives; WAV files are read as libsndfile reads them."""
+
+from __future__ import annotations
+
+import random
+import wave
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+import pytest
+import torch
+from clips import all_samples, tone, write_sound
+
+from energon_bridge.av import AVDecoder, get_clips_uniform
+from energon_bridge.errors import ConfigurationError, DecodeError
+
+KINDS: dict[str, dict[str, Any]] = {
+    "16.wav": {"codec": "pcm_s16le"},
+    "24.wav": {"codec": "pcm_s24le", "rate": 44100},
+    "float.wav": {"codec": "pcm_f32le", "rate": 8000},
+    "flac.flac": {"codec": "flac"},
+    "mp3.mp3": {"codec": "libmp3lame", "rate": 44100},
+    "opus.ogg": {"codec": "libopus"},
+    "aac.m4a": {"codec": "aac", "aac_pns": "0"},
+    "aac.mka": {"codec": "aac", "aac_pns": "0"},
+    "mp3.mka": {"codec": "libmp3lame"},
+    "pcm.mka": {"codec": "pcm_s16le"},
+    "flac.mka": {"codec": "flac"},
+    "opus.webm": {"codec": "libopus"},
+}
+TOLERANCE = {"aac": 1e-3, "opu": 1e-3}  # decoders that come from elsewhere settle, but not to the last bit
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("sounds")
+    for name, settings in KINDS.items():
+        write_sound(made / name, **settings)
+    return made
+
+
+def write_wav(path: Path, content: bytes, *, channels: int = 1, width: int = 2, rate: int = 8000) -> Path:
+    with wave.open(str(path), "wb") as file:
+        file.setnchannels(channels)
+        file.setsampwidth(width)
+        file.setframerate(rate)
+        file.writeframes(content)
+    return path
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_samples_are_those_of_the_whole_file(name: str, folder: Path) -> None:
+    expected = all_samples(folder / name)
+    total, choose = expected.shape[1], random.Random(name)
+    decoder = AVDecoder((folder / name).read_bytes())
+    tolerance = TOLERANCE.get(name[:3], 0)
+    starts = [0, total - 500, *(choose.randrange(total - 1) for _ in range(12))]
+    ranges = [(first, min(total, first + choose.randrange(1, 9000))) for first in starts]
+    clips, times = decoder.get_audio_clips(ranges, "samples")
+    for (first, last), clip, (begin, end) in zip(ranges, clips, times, strict=True):
+        assert clip.dtype == torch.float32
+        assert clip.shape == (2, last - first)
+        np.testing.assert_allclose(clip.numpy(), expected[:, first:last], atol=tolerance)
+        rate = decoder.get_audio_samples_per_second()
+        assert end - begin == pytest.approx((last - first) / rate)
+        (again,), _ = decoder.get_audio_clips([(begin, end)])  # the same by its seconds
+        np.testing.assert_allclose(again.numpy(), clip.numpy(), atol=tolerance)
+    assert decoder.get_audio().audio_clips[0].shape == expected.shape
+    assert decoder.get_metadata(get_audio_num_samples=True).audio_num_samples == total
+    assert not decoder.has_video_stream()
+    found = decoder.get_frames(video_decode_audio=True)
+    assert (found.video_clips, len(found.audio_clips)) == ([], 1)
+
+
+@pytest.mark.parametrize(("width", "channels"), [(1, 1), (2, 2), (2, 1), (3, 2), (4, 2)])
+def test_wav_files_are_read_as_libsndfile_reads_them(width: int, channels: int, tmp_path: Path) -> None:
+    soundfile = pytest.importorskip("soundfile")
+    path, count, rate = tmp_path / "a.wav", 30000, 16000
+    content = np.random.default_rng(width).integers(0, 256, count * channels * width, dtype=np.uint8).tobytes()
+    write_wav(path, content, channels=channels, width=width, rate=rate)
+    decoder = AVDecoder.open(path)
+    for begin, end in [(0, 0.25), (0.3333, 1.2), (1.5, 1.8751)]:
+        (clip,), ((start, stop),) = decoder.get_audio_clips([(begin, end)])
+        expected, _ = soundfile.read(
+            path, start=round(begin * rate), stop=min(count, round(end * rate)), dtype="float32", always_2d=True
+        )
+        np.testing.assert_array_equal(clip.numpy(), expected.T)
+        assert (start, stop) == pytest.approx((begin, min(end, count / rate)), abs=1 / rate)
+
+
+def test_of_a_long_file_little_is_read(tmp_path: Path) -> None:
+    path = write_wav(tmp_path / "long.wav", bytes(120 * 2 * 48000), rate=48000)
+    decoder = AVDecoder.open(path)
+    decoder.get_audio_clips([(100.0, 101.0)])
+    assert decoder.bytes_read < 0.1 * path.stat().st_size
+
+
+def test_native_samples_and_other_rates(folder: Path) -> None:
+    decoder = AVDecoder.open(folder / "16.wav", audio_format="native")
+    assert decoder.get_audio().audio_clips[0].dtype == torch.int16
+    (clip,), ((begin, end),) = AVDecoder.open(folder / "16.wav").get_audio_clips([(1.0, 2.0)], audio_sample_rate=16000)
+    assert (begin, end) == (1.0, 2.0)
+    assert clip.shape == (2, 16000)
+    np.testing.assert_allclose(clip.numpy()[:, 50:-50], tone(16000, 16000, 16000)[:, 50:-50], atol=2e-3)
+    with pytest.raises(ConfigurationError, match="leave out audio_format='native'"):
+        decoder.get_audio_clips([(1.0, 2.0)], audio_sample_rate=16000)
+    with pytest.raises(ConfigurationError, match="no audio_format 'int16'"):
+        AVDecoder(b"", audio_format="int16")  # type: ignore[arg-type]
+
+
+def test_uniform_clips_of_sound(folder: Path) -> None:
+    clips = get_clips_uniform(AVDecoder.open(folder / "mp3.mp3"), 0.5, 4, request_audio=True)
+    assert [clip.shape for clip in clips.audio_clips] == [(2, 22050)] * 4
+    assert clips.audio_timestamps[-1][1] == pytest.approx(5.0, abs=0.05)
+
+
+def test_what_cannot_be_had_is_refused_with_a_remedy(folder: Path, tmp_path: Path) -> None:
+    decoder = AVDecoder.open(folder / "16.wav")
+    with pytest.raises(DecodeError, match=r"16\.wav: .*begins at second 5\.5, and the sound ends before that"):
+        decoder.get_audio_clips([(5.5, 6.0)])
+    with pytest.raises(DecodeError, match=r"16\.wav has no video stream, only audio"):
+        decoder.get_video()
+    assert decoder.get_video_duration() == (None, None)
+    with pytest.raises(DecodeError, match="without a single sample"):
+        AVDecoder.open(write_wav(tmp_path / "empty.wav", b"")).get_audio()
+
+
+def mp3(path: Path, channels: int) -> bytes:
+    """Return an MP3 of nothing but its packets."""
+    layout = {1: "mono", 2: "stereo"}[channels]
+    with av.open(str(path), "w", options={"write_xing": "0", "id3v2_version": "0"}) as out:
+        stream: Any = out.add_stream("libmp3lame", rate=48000, layout=layout)
+        frame = av.AudioFrame.from_ndarray(np.zeros((channels, 24_000), np.int16), format="s16p", layout=layout)
+        frame.sample_rate = 48000
+        out.mux(stream.encode(frame))
+        out.mux(stream.encode(None))
+    return path.read_bytes()
+
+
+def test_sound_whose_channels_change_is_refused(tmp_path: Path) -> None:
+    data = mp3(tmp_path / "two.mp3", 2) + mp3(tmp_path / "one.mp3", 1)
+    with pytest.raises(DecodeError, match=r"a\.mp3.? has sound whose number of channels changes"):
+        AVDecoder(data, name="a.mp3").get_audio()
