@@ -7,10 +7,9 @@ Consecutive microbatches are global batches; where the stream that was read is t
 
 For each mix, number of ranks and of microbatches that each runs: the largest cost of a rank over the mean (`step`) and
 the sum of the largest costs of the rounds over the mean (`round`: FSDP and pipelines wait in every round), as they come
-and balanced, means of some global batches; `bound`, below which no assignment can bring the step: the cost of the
-largest microbatch over the mean of the ranks, or 1; the step in windows of four global batches; the steps of Karmarkar
-and Karp's differencing with equal counts, as verl and slime have it, and of longest first with equal counts; and the
-processor time to assign a global batch.
+and balanced, means of some global batches, each with the least that an assignment of equally many can have; the step in
+windows of four global batches; the steps of Karmarkar and Karp's differencing with equal counts, as verl and slime have
+it, and of longest first with equal counts; and the processor time to assign a global batch.
 
 `--run 4` trains instead, on so many processes: each microbatch sleeps for as long as it costs, ranks wait for each
 other after every step, and the time of a step is measured, without balance, with exchange and with own shares, beside
@@ -47,7 +46,7 @@ from energon_bridge import (
 )
 from energon_bridge.loader.run_plan import RunPlan
 from energon_bridge.loader.shares import GlobalBatches, Sharing
-from energon_bridge.plan.balance import assign_microbatches, cut_window, imbalance
+from energon_bridge.plan.balance import Imbalance, assign_microbatches, cut_window, imbalance
 from energon_bridge.plan.leaf import DEFAULT_PARALLEL_SHARD_ITERS, LeafOrder, slice_length
 from energon_bridge.prepare import parse_patterns, prepare_dataset, render_dataset_yaml
 from energon_bridge.prepare.columns import add_column
@@ -197,10 +196,11 @@ class Figures:
 
     step_before: float
     step: float
-    bound: float
+    least_step: float
     window: float
     round_before: float
     round: float
+    least_round: float
     differencing: float
     longest_first: float
     milliseconds: float
@@ -226,11 +226,25 @@ def simulated(costs: Costs, ranks: int, rounds: int) -> Figures:
         before = imbalance(line, np.arange(size).reshape(-1, ranks))
         after = imbalance(line, assignment)
         others = [imbalance(line, np.array(deal(line, ranks)).T).step for deal in (differencing, longest_first)]
-        bound = max(1.0, float(line.max() * ranks / line.sum()))
+        least = least_of(line, ranks)
         windows = step_in_windows(costs, rng, number, ranks, rounds)
-        rows.append((before.step, after.step, bound, windows, before.round, after.round, *others, 1e3 * seconds))
+        steps = (before.step, after.step, least.step, windows)
+        rows.append((*steps, before.round, after.round, least.round, *others, 1e3 * seconds))
     means = np.mean(rows, 0).tolist()
     return Figures(**dict(zip(Figures.__slots__, means, strict=True)))
+
+
+def least_of(costs: Costs, ranks: int) -> Imbalance:
+    """Return what no assignment of equally many microbatches to ranks can be below.
+
+    Of the (k - 1) R + 1 largest microbatches one rank runs k, and the others that it runs are no smaller than the
+    smallest there are. And the largest of a round are least where sorted neighbours are a round.
+    """
+    line = np.sort(costs)[::-1]
+    rounds, mean = len(line) // ranks, float(line.sum()) / ranks
+    tops = [(k - 1) * ranks + 1 for k in range(1, rounds + 1)]
+    steps = [line[top - k : top].sum() + line[len(line) - rounds + k :].sum() for k, top in enumerate(tops, 1)]
+    return Imbalance(step=max(1.0, float(max(steps)) / mean), round=float(line[::ranks].sum()) / mean)
 
 
 def step_in_windows(costs: Costs, rng: np.random.Generator, number: int, ranks: int, rounds: int) -> float:
@@ -251,8 +265,11 @@ def run(samples: int, ranks: tuple[int, ...], rounds: tuple[int, ...]) -> list[t
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "texts"
         write(folder, samples)
-        print("| microbatches | ranks | rounds | step | balanced | bound | windows | round | balanced | KK | LF | ms |")
-        print("|---" * 12 + "|")
+        print(
+            "| microbatches | ranks | rounds | step | balanced | least | windows | round | balanced | least | KK | LF "
+            "| ms |"
+        )
+        print("|---" * 13 + "|")
         for mix, draw in MIXES.items():
             sizes = draw(np.random.default_rng(7), samples)
             for packed in (True, False):
@@ -264,7 +281,8 @@ def run(samples: int, ranks: tuple[int, ...], rounds: tuple[int, ...]) -> list[t
                         found.append((label, size, accumulation, f))
                         print(
                             f"| {label} | {size} | {accumulation} | {f.step_before:.3f} | {f.step:.3f} | "
-                            f"{f.bound:.3f} | {f.window:.3f} | {f.round_before:.3f} | {f.round:.3f} | "
+                            f"{f.least_step:.3f} | {f.window:.3f} | {f.round_before:.3f} | {f.round:.3f} | "
+                            f"{f.least_round:.3f} | "
                             f"{f.differencing:.3f} | {f.longest_first:.3f} | {f.milliseconds:.2f} |",
                             flush=True,
                         )
@@ -296,7 +314,7 @@ def with_columns(folder: Path, sizes: Sizes) -> None:
     add_column(folder, None, of_sample)
 
 
-def trained(rank: int, ranks: int, rendezvous: Path, folder: Path, sizes: Sizes, answers: Any) -> None:
+def trained(rank: int, ranks: int, rendezvous: Path, folder: Path, sizes: Sizes, unit: float, answers: Any) -> None:
     """Train without balance, with exchange and with own shares; give seconds per step, and what the costs predict."""
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks)
     config = WorkerConfig(num_workers=0, num_lanes=4 * ranks, microbatches_per_global_batch=ranks * RUN_ROUNDS)
@@ -306,7 +324,6 @@ def trained(rank: int, ranks: int, rendezvous: Path, folder: Path, sizes: Sizes,
             folder, task_encoder=Tensors(sizes), worker_config=config, batch_size=ROWS_PER_BATCH
         )
         loader = EnergonDataloader(get_savable_loader(dataset), balance=balance)
-        unit = SECONDS / 2_000
         predicted = start = 0.0
         for step in range(WARMUP + STEPS):
             if step == WARMUP:
@@ -326,7 +343,7 @@ def trained(rank: int, ranks: int, rendezvous: Path, folder: Path, sizes: Sizes,
     dist.destroy_process_group()
 
 
-def run_ranks(ranks: int, samples: int) -> list[tuple[float, float]]:
+def run_ranks(ranks: int, samples: int, seconds_of_2000: float = SECONDS) -> list[tuple[float, float]]:
     """Print and return seconds per step and their prediction: without balance, with exchange, and with own shares."""
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as name:
@@ -334,7 +351,7 @@ def run_ranks(ranks: int, samples: int) -> list[tuple[float, float]]:
         sizes = image_mix(np.random.default_rng(7), samples)
         with_columns(Path(name) / "texts", sizes)
         answers = context.Queue()
-        arguments = ranks, Path(name) / "rendezvous", Path(name) / "texts", sizes, answers
+        arguments = ranks, Path(name) / "rendezvous", Path(name) / "texts", sizes, seconds_of_2000 / 2_000, answers
         processes = [context.Process(target=trained, args=(rank, *arguments)) for rank in range(ranks)]
         for process in processes:
             process.start()
@@ -402,13 +419,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samples", type=int, default=SAMPLES, help="samples of each mix")
     parser.add_argument("--run", type=int, metavar="RANKS", help="train on so many processes instead")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="with --run: of a microbatch of 2,000 tokens")
     parser.add_argument("--plan", type=int, metavar="RANKS", help="measure planning for so many ranks instead")
     arguments = parser.parse_args()
     if arguments.plan:
         plan_ranks(arguments.plan, 100 * arguments.samples)
         return
     if arguments.run:
-        run_ranks(arguments.run, arguments.samples)
+        run_ranks(arguments.run, arguments.samples, arguments.seconds)
         return
     found = run(arguments.samples, RANKS, ROUNDS)
     label, ranks, rounds, worst = max(found, key=lambda row: row[3].worse)

@@ -62,7 +62,6 @@ from .task_encoder import (
     AugmentTaskEncoder as AugmentTaskEncoder,
     BatchCost as BatchCost,
     ColumnCost as ColumnCost,
-    Conversation as Conversation,
     ConversationTemplateConfig as ConversationTemplateConfig,
     Cooker as Cooker,
     DefaultTaskEncoder as DefaultTaskEncoder,

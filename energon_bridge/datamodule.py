@@ -95,14 +95,14 @@ class EnergonMultiModalDataModule(_Base):
             does not divide `num_lanes`: allow them only if the loss weighs by the mask; see `EnergonDataloader`.
         on_mismatch: `refuse` (the default) a state of another mix, or `adapt` to it; see `get_savable_loader`.
         replica_loading: Who loads if several ranks train on the same batches: `every_rank` by itself, or `one_rank` of
-            the replica, which broadcasts to the others. Then all processes must ask for the data alike.
-        validate_each_dataset: Let `val_dataloader` return a list with an iterator for each dataset of the mix, whose
-            names are `validation_names`: for a loss per dataset.
+            the replica, which broadcasts to the others. All processes must then ask for the data in the same order.
+        validate_each_dataset: Make `val_dataloader` return a list with an iterator per dataset of the mix, named by
+            `validation_names`: for a loss per dataset.
         balance: `global_batch`: the data-parallel ranks share each global batch of training out, so that all have the
-            same work; its samples stay the same. It needs `global_batch_size`, all processes must ask for the data
-            alike, and there is a state after whole global batches only. `none`: each runs what it loads.
+            same work (see `make_balance`). It needs `global_batch_size`; all processes must ask for the data in the
+            same order; states exist after whole global batches only. `none`: each rank runs what it loads.
         balance_cost: A function of a batch, default `BatchCost()`, its tokens; or a `ColumnCost`: see `make_balance`.
-        balance_window: Global batches whose microbatches are regrouped by cost (`make_balance`); 1: none.
+        balance_window: Global batches that are cut anew together, by cost (`make_balance`); 1: none is.
         stage_keys: With `one_rank`: the fields of a batch that each pipeline stage gets; None: all fields.
         cache_pool: Caches files that cookers and hooks need later, for training and validation.
         **kwargs: Further arguments of `get_train_dataset`, checked by name.
@@ -197,8 +197,7 @@ class EnergonMultiModalDataModule(_Base):
         self.decode_threads = decode_threads
         self.masked_microbatches = masked_microbatches
         self.on_mismatch = on_mismatch
-        self.replica_loading = replica_loading
-        self.balance = balance
+        self.replica_loading, self.balance = replica_loading, balance
         self.balance_cost, self.balance_window = balance_cost or BatchCost(), balance_window
         self.stage_keys = stage_keys
         self.validate_each_dataset = validate_each_dataset

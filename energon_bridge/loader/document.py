@@ -25,6 +25,9 @@ A rank's state holds that rank's lanes and its own counts. The states of several
 the same microbatch; their counts add up. The lanes tell which ranks a state covers; a finite stream has no lanes, so
 its states name the ranks. *Parked* leaves were once in the mix and were removed on a resume; their positions are kept.
 
+With windows of balance (`shares.py`) the settings have `balance_window`, and the lanes stand at the beginning of the
+window in which microbatch m0 lies.
+
 The checksum is a hash of the rest, written as JSON with sorted keys.
 
 All states enter through `read`, which checks everything: the checksum, the presence, types, lengths and ranges of all

@@ -50,13 +50,13 @@ class Position:
 
     Attributes:
         plan: The data, cut into lanes.
-        ownership: Which lanes are this rank's.
-        microbatches: Delivered by the whole run; of a finite stream, in this pass.
-        epoch: Passes that are done, of a finite stream.
-        epoch_steps: Steps delivered of the virtual epoch.
-        lanes: State of each lane after its last delivered microbatch; of a run that is divided before it is loaded,
-            of all its lanes at the beginning of the window.
-        sharing: How the run is divided before it is loaded; None: each rank loads its own lanes.
+        ownership: Says which lanes belong to this rank.
+        microbatches: Microbatches delivered by the whole run; for a finite stream, in this pass.
+        epoch: Completed passes of a finite stream.
+        epoch_steps: Delivered steps of the virtual epoch.
+        lanes: The state of each lane after its last delivered microbatch; in a run that is shared out before it is
+            loaded, of all its lanes at the beginning of the window.
+        sharing: How the run is shared out before it is loaded; None: each rank loads its own lanes.
     """
 
     def __init__(self, data: Description, config: WorkerConfig) -> None:

@@ -14,7 +14,6 @@ has the lanes as they were at its beginning, and the number of microbatches deli
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -40,8 +39,6 @@ from energon_bridge.stream.watchdog import WatchdogSettings
 from energon_bridge.task_encoder.costs import ColumnCost
 from energon_bridge.task_encoder.packing import SAMPLES, Packer
 from energon_bridge.topology import WorkerConfig
-
-logger = logging.getLogger(__name__)
 
 _RESOLUTION = 2.0**30
 _ONE_OF_ONE = ("encode_sample", "preencode_sample", "pack_selected_samples", "batch", "encode_batch")

@@ -7,8 +7,10 @@ the costs within a round, since they wait after every microbatch with FSDP and p
 The microbatches are sorted by cost, and R neighbours make a round: no other rounds have a smaller sum of largest costs,
 the time of a step whose rounds synchronise. Within the rounds they are dealt by Karmarkar and Karp's differencing: the
 two blocks of the widest spread are joined, the largest of one with the smallest of the other, until one block is left.
-Exchanges within a round then lower the cost of the most loaded rank. If longest-first over all rounds, or no change at
-all, gives a lower step, that is used, unless its rounds are worse than those of the unchanged order.
+Exchanges within a round then lower the cost of the most loaded rank. Where dealing longest first over all rounds, or
+no change at all, has a lower step, that is taken, unless its rounds were worse than as the microbatches came. If the
+step is still not even, microbatches of any rounds are exchanged, until it is, or no exchange helps; under the same
+condition. That costs some of the evenness of the rounds, whose least sum is that of sorted neighbours.
 
 All arithmetic is on integers (costs as multiples of 2^-40 of the largest), because sums of floats depend on the
 processor and all ranks must get the same result.
@@ -30,9 +32,11 @@ Floats = npt.NDArray[np.float64]
 
 _RESOLUTION = 2.0**40
 _GAIN = 200
-"""A step lower by at least one part in this many justifies less even rounds."""
-_EXCHANGES = 64
-"""The most exchanges that are tried; each looks at all microbatches."""
+"""A step that is lower by one part in this many is worth less even rounds."""
+_EXCHANGES, _FREE_EXCHANGES = 64, 256
+"""Most exchanges within rounds that are tried, and of any microbatches; each looks at all of them."""
+_MOST_PAIRS = 1 << 20
+"""Pairs of microbatches that are looked at for one exchange; where there are more, steps are even without."""
 
 
 def assign_microbatches(costs: npt.ArrayLike, ranks: int) -> Integers:
@@ -121,7 +125,8 @@ def _best(costs: Integers, came: Integers) -> Integers:
     greedy = _sorted(costs, _longest_first(costs, order, ranks))
     if _step(costs, greedy) * (_GAIN + 1) < _step(costs, best) * _GAIN and _rounds(costs, greedy) <= rounds:
         best = greedy
-    return best
+    free = _sorted(costs, _freely_exchanged(costs, best))
+    return free if _rounds(costs, free) <= rounds else best
 
 
 def _step(costs: Integers, assignment: Integers) -> int:
@@ -176,6 +181,35 @@ def _exchanged(costs: Integers, assignment: Integers) -> Integers:
         change = moved[row, other]
         for grid in (assignment, table):
             grid[row, [rank, other]] = grid[row, [other, rank]]
+        sums[rank] -= change
+        sums[other] += change
+    return assignment
+
+
+def _freely_exchanged(costs: Integers, assignment: Integers) -> Integers:
+    """Lower the cost of the most loaded rank by exchanges of any microbatches with those of other ranks."""
+    rounds, ranks = assignment.shape
+    if rounds * assignment.size > _MOST_PAIRS:
+        return assignment
+    assignment = assignment.copy()
+    table = costs[assignment]
+    sums = table.sum(0)
+    mean = _mean(costs, ranks)
+    for _ in range(_FREE_EXCHANGES):
+        rank = int(sums.argmax())
+        largest = int(sums[rank])
+        if largest * _GAIN <= mean * (_GAIN + 1):
+            break
+        # By giving away its microbatch i for microbatch (j, k) both ranks get at least `after[i, j, k]`.
+        moved = table[:, rank, None, None] - table
+        after = np.maximum(largest - moved, sums + moved)
+        after[:, :, rank] = largest
+        own, row, other = (int(place) for place in np.unravel_index(int(after.argmin()), after.shape))
+        if after[own, row, other] >= largest:
+            break
+        change = moved[own, row, other]
+        for grid in (assignment, table):
+            grid[own, rank], grid[row, other] = grid[row, other], grid[own, rank]
         sums[rank] -= change
         sums[other] += change
     return assignment

@@ -237,8 +237,8 @@ class LaneBatch:
         counts: Increments of the counters.
         reports: Failures on the way to it.
         seconds: Time that its process spent on it: in all, waiting for samples to be read and decoded, and in `batch`
-            and `encode_batch`; and then, if it asked servers, what it asked (`network.REQUESTS`).
-        end: What ends a share; else None.
+            and `encode_batch`; then, if servers were asked, the counters of `network.REQUESTS`.
+        end: The end of a rank's share of a global batch, if it was shared out before it was loaded; else None.
     """
 
     batch: Any
@@ -259,7 +259,7 @@ class LaneBatch:
 
     @classmethod
     def of_plain(cls, values: tuple[Any, ...]) -> LaneBatch:
-        """Rebuild from `plain()`."""
+        """Rebuild what `plain` wrote."""
         batch, rows, state, counts, reports, seconds, *ends = values
         end = None
         if ends:

@@ -176,10 +176,13 @@ class BatchCost:
 class ColumnCost:
     """What a microbatch costs, from columns of its samples: known before anything is read.
 
-        cost = ColumnCost(tokens="tokens", patches="width * height / 196", weights=BatchCost(tokens=1.0, patches=0.1))
+    Every rank then works out what all microbatches cost, and loads only those that it runs (`make_balance`). If that
+    cannot be, the cost of a batch is what `weights` gives.
 
-    Every rank then works out what all microbatches cost, and loads only those that it runs (`replica.own_share`). Where
-    that cannot be, it is the cost of a batch as `weights` gives it.
+    Examples:
+        >>> cost = ColumnCost(tokens="tokens", patches="width * height / 196", weights=BatchCost(patches=0.1))
+        >>> cost({"tokens": torch.zeros(2, 100)})
+        200.0
 
     Args:
         tokens: The tokens of a sample: a column, or an expression of columns in the grammar of filters.

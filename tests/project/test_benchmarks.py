@@ -195,7 +195,9 @@ def test_how_even_balance_makes_the_ranks(capsys):
     assert len(found) == len(balance.MIXES) * 2 * 6
     for _, _, rounds, figures in found:
         assert figures.worse <= 1.01
+        assert figures.least_step <= figures.step * (1 + 1e-9)
         assert figures.step <= figures.step_before
+        assert figures.least_round <= figures.round * (1 + 1e-9)
         assert figures.round <= figures.round_before
         assert rounds > 1 or figures.step == figures.step_before
     assert capsys.readouterr().out.count("image mix, packs") == 6
