@@ -9,8 +9,6 @@ import json
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from typing import Any
 import pytest
 import sources
 from click.testing import CliRunner
+from forked import run_program
 from previews import mix_of
 from recipes import captions_dataset, crude_conversations
 from test_readme import REPOSITORY, name_of, write_raw_dataset
@@ -170,8 +169,7 @@ def run_training(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def run_python(words: list[str]) -> None:
-    words = [sys.executable, *words[words.index("-m") :]] if "-m" in words else [sys.executable, *words[1:]]
-    result = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    result = run_program(words[words.index("-m") :] if "-m" in words else words[1:], Path.cwd())
     assert result.returncode == 0, f"{shlex.join(words)}\n{result.stdout}{result.stderr}"
 
 
