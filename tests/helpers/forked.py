@@ -152,6 +152,12 @@ class Program:
         os.close(writing)
         self.output: IO[str] = os.fdopen(reading)
 
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        assert self._process.pid is not None
+        return self._process.pid
+
     def kill(self) -> None:
         """Kill it, as `kill -9` does."""
         self._process.kill()
