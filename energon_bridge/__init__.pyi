@@ -3,12 +3,6 @@
 __all__: list[str]
 __version__: str
 
-from .av import (
-    AVData as AVData,
-    AVDecoder as AVDecoder,
-    get_clips_uniform as get_clips_uniform,
-    get_single_frames_uniform as get_single_frames_uniform,
-)
 from .dataloader import EnergonDataloader as EnergonDataloader, cyclic_iter as cyclic_iter
 from .datamodule import EnergonMultiModalDataModule as EnergonMultiModalDataModule
 from .datasets import (
@@ -19,73 +13,14 @@ from .datasets import (
     get_val_datasets as get_val_datasets,
 )
 from .errors import (
-    BalanceError as BalanceError,
-    BatchSizeMismatchError as BatchSizeMismatchError,
-    BroadcastError as BroadcastError,
-    ConfigurationError as ConfigurationError,
-    CorruptShardError as CorruptShardError,
-    DataParallelError as DataParallelError,
-    DatasetError as DatasetError,
-    DatasetMismatchError as DatasetMismatchError,
-    DatasetNotFoundError as DatasetNotFoundError,
-    DecodeError as DecodeError,
-    DuplicateKeyError as DuplicateKeyError,
-    EmptyDatasetError as EmptyDatasetError,
     EnergonError as EnergonError,
-    ErrorRateError as ErrorRateError,
-    FatalSampleError as FatalSampleError,
-    FieldAccessError as FieldAccessError,
-    FieldMapError as FieldMapError,
-    FileNotInStoreError as FileNotInStoreError,
-    ForkedLoaderError as ForkedLoaderError,
-    HookTimeoutError as HookTimeoutError,
-    KeyIndexError as KeyIndexError,
-    LoaderError as LoaderError,
-    MaskedMicrobatchesError as MaskedMicrobatchesError,
-    MediaMetadataError as MediaMetadataError,
-    MetadataError as MetadataError,
-    MissingRankError as MissingRankError,
-    NoCookerError as NoCookerError,
-    NoShardsError as NoShardsError,
-    NotPreparedError as NotPreparedError,
-    NotProvidedError as NotProvidedError,
-    OrderVersionError as OrderVersionError,
-    OverLongSampleError as OverLongSampleError,
-    QuarantinedSampleError as QuarantinedSampleError,
-    ResumeMismatchError as ResumeMismatchError,
-    SampleError as SampleError,
-    SeedMismatchError as SeedMismatchError,
-    SettingMismatchError as SettingMismatchError,
-    ShardMissingError as ShardMissingError,
-    ShortReadError as ShortReadError,
     SkipSample as SkipSample,
-    SliceSizeMismatchError as SliceSizeMismatchError,
-    SourceError as SourceError,
-    SplitMismatchError as SplitMismatchError,
-    StateError as StateError,
-    StateFormatError as StateFormatError,
-    StateVersionError as StateVersionError,
-    StepMismatchError as StepMismatchError,
-    StorageError as StorageError,
-    TooManyRanksError as TooManyRanksError,
-    UnfitSampleError as UnfitSampleError,
-    UnknownArgumentError as UnknownArgumentError,
-    UnknownSplitError as UnknownSplitError,
-    UnmatchedKeyError as UnmatchedKeyError,
-    UnsupportedShardError as UnsupportedShardError,
-    UntrustedCodeError as UntrustedCodeError,
-    WorkerDiedError as WorkerDiedError,
-    WrongUseError as WrongUseError,
 )
-from .format.media import AVMetadata as AVMetadata, ImageMetadata as ImageMetadata
 from .loader.bans import load_keys as load_keys
 from .loader.savable import SavableDataLoader as SavableDataLoader
 from .mix import Blender as Blender, WeightSchedule as WeightSchedule, register_joiner as register_joiner
 from .prepare.shard_writer import ShardWriter as ShardWriter, finish_shards as finish_shards
 from .replica import (
-    Balance as Balance,
-    Replica as Replica,
-    StageKeys as StageKeys,
     make_balance as make_balance,
     make_replica as make_replica,
 )
@@ -99,15 +34,12 @@ from .samples import (
     MultiChoiceVQASample as MultiChoiceVQASample,
     OCRSample as OCRSample,
     Sample as Sample,
-    Segment as Segment,
     SimilarityInterleavedSample as SimilarityInterleavedSample,
     SourceInfo as SourceInfo,
     TextSample as TextSample,
     VidQASample as VidQASample,
-    VQAOCRSample as VQAOCRSample,
     VQASample as VQASample,
     edataclass as edataclass,
-    segments_of as segments_of,
 )
 from .samples.devices import normalise_on_device as normalise_on_device
 from .storage.node_cache import use_node_cache as use_node_cache
@@ -116,15 +48,12 @@ from .stores import (
     DecodeFileStore as DecodeFileStore,
     FileStore as FileStore,
     FileStoreCachePool as FileStoreCachePool,
-    JsonlFileStore as JsonlFileStore,
     Lazy as Lazy,
     NoCachePool as NoCachePool,
     PrimaryFileStore as PrimaryFileStore,
     SystemFileStore as SystemFileStore,
-    WebdatasetFileStore as WebdatasetFileStore,
 )
 from .stream.failure_log import (
-    QuarantinedSample as QuarantinedSample,
     quarantine_excludes as quarantine_excludes,
     read_quarantine as read_quarantine,
 )
@@ -132,50 +61,32 @@ from .stream.policy import ErrorPolicy as ErrorPolicy
 from .task_encoder import (
     AugmentTaskEncoder as AugmentTaskEncoder,
     BatchCost as BatchCost,
-    Conversation as Conversation,
     ConversationTemplateConfig as ConversationTemplateConfig,
     Cooker as Cooker,
     DefaultTaskEncoder as DefaultTaskEncoder,
-    DeferredImage as DeferredImage,
-    Document as Document,
     ImageToken as ImageToken,
     LengthGrouper as LengthGrouper,
     MultiModalSampleConfig as MultiModalSampleConfig,
     MultiModalTaskEncoder as MultiModalTaskEncoder,
     OverLong as OverLong,
     Packer as Packer,
-    Piece as Piece,
     SampleDecoder as SampleDecoder,
     TaskEncoder as TaskEncoder,
-    Turn as Turn,
-    TurnLayout as TurnLayout,
-    attention_pairs as attention_pairs,
     basic_sample_keys as basic_sample_keys,
     batch_list as batch_list,
-    batch_packs as batch_packs,
     batch_pad_stack as batch_pad_stack,
     batch_stack as batch_stack,
-    chatml_template as chatml_template,
     concat_pad as concat_pad,
     cooker as cooker,
     generic_batch as generic_batch,
     generic_concat as generic_concat,
     homogeneous_concat_mix as homogeneous_concat_mix,
-    llava_template as llava_template,
-    num_tokens as num_tokens,
     pack_sequences as pack_sequences,
-    packed_seq_params as packed_seq_params,
     stateless as stateless,
-    unpack_batch as unpack_batch,
-    vision_patches as vision_patches,
 )
 from .task_encoder.families import (
     ChatConfig as ChatConfig,
-    ChatSample as ChatSample,
     ChatTemplateTaskEncoder as ChatTemplateTaskEncoder,
-    FixedTokenFamily as FixedTokenFamily,
-    QwenFamily as QwenFamily,
-    VideoFrames as VideoFrames,
 )
 from .topology import WorkerConfig as WorkerConfig
-from .verify import ResumeReport as ResumeReport, verify_resume as verify_resume
+from .verify import verify_resume as verify_resume

@@ -1,22 +1,22 @@
 """The iterator that training loops hold: a savable loader behind `next()`.
 
-Two kinds of loop use it. Megatron-LM calls `next()` and nothing else, for training as for validation, and never expects
-an end. Lightning calls `iter()` at the start of every epoch and every validation. So:
+Two kinds of loop use it. Megatron-LM only calls `next()`, for training and validation, and never expects an end.
+Lightning calls `iter()` at the start of every epoch and every validation. So:
 
-- Over an endless (training) loader `iter()` returns the object itself: there is one stream, and nobody can start a
-  second one beside it by asking again.
-- Over a finite (validation) loader `iter()` starts one pass from the beginning and `next()` cycles through passes.
+- Over an endless (training) loader, `iter()` returns the object itself: there is one stream, and asking again does not
+  start a second one.
+- Over a finite (validation) loader, `iter()` starts one pass from the beginning, and `next()` cycles through passes.
   A loader has one stream at a time, so starting a pass ends the cycle: the `next()` after it starts over.
-- With `cycle=True`, `iter()` of a finite loader cycles, too: loops of Megatron-Bridge take an iterator once, or twice,
-  and call `next()` on it for the whole run. Each iterator keeps its own position: when another one has used the loader
-  in between, the loader is moved back to it. `one_pass()` is then what goes through the data once.
+- With `cycle=True`, `iter()` of a finite loader cycles, too: loops of Megatron-Bridge take an iterator once or twice
+  and call `next()` on it for the whole run. Each iterator keeps its own position; if another one has used the loader in
+  between, the loader is moved back. `one_pass()` then reads the data once.
 
-Where the number of ranks R does not divide the number of lanes L, some steps of some ranks deliver a microbatch that
-does not exist: real rows, with `__valid__` all false and `loss_mask` zero. A loss that is averaged over microbatches
-without looking at them would be wrong in silence, so such an R is refused unless the caller says that the loss weighs.
+If the number of ranks R does not divide the number of lanes L, some ranks get in some steps a microbatch that does not
+exist: real rows, with `__valid__` all false and `loss_mask` zero. A loss averaged over microbatches without regard to
+the mask would be silently wrong, so such an R raises an error unless the caller says that the loss weighs by the mask.
 
-*Delivered* is what `next()` returned. Nothing is fetched ahead here, so the state is always that of the batches the
-training step has seen. Lightning fetches ahead of a loader without a length; that is what `length` is for.
+*Delivered* means returned by `next()`. Nothing is fetched ahead here, so the state is always that of the batches the
+training step has seen. Lightning fetches ahead of a loader without a length, which is why there is `length`.
 """
 
 from __future__ import annotations
@@ -39,6 +39,11 @@ MaskedMicrobatches = Literal["refuse", "allow"]
 def cyclic_iter(iterable: Iterable[Any]) -> Iterator[Any]:
     """Go through an iterable again and again.
 
+    Examples:
+        >>> from itertools import islice
+        >>> list(islice(cyclic_iter("abc"), 5))
+        ['a', 'b', 'c', 'a', 'b']
+
     Raises:
         EmptyDatasetError: A pass yields nothing; going on would never end.
     """
@@ -57,36 +62,42 @@ def cyclic_iter(iterable: Iterable[Any]) -> Iterator[Any]:
 class EnergonDataloader:
     """An iterator over a savable loader, with the state methods that Megatron-LM and Lightning look for.
 
+    Examples:
+        >>> loader = get_savable_loader(get_train_dataset("data/captions", batch_size=4))
+        >>> train = EnergonDataloader(loader)
+        >>> batch = next(train)
+        >>> state = train.save_state()  # as Megatron-LM asks for it
+
     Args:
         loader: What `get_savable_loader` returns, or a function that returns it. Any iterable will do where no state is
             asked for.
-        length: For an endless loader: batches that `len()` reports, the length of a virtual epoch. The stream itself
-            goes on. None leaves the object without a length, as Megatron-LM wants it.
+        length: For an endless loader: the batches that `len()` reports, the length of a virtual epoch. The stream
+            itself goes on. None leaves the object without a length, as Megatron-LM expects.
         masked_microbatches: Whether a training loader may deliver microbatches that do not exist, on a number of ranks
             that does not divide `num_lanes`. `refuse`, the default, raises at once, also after a restore (a state may
             bring another `num_lanes`). `allow` is for loops whose loss is a mean over the real microbatches, or tokens,
             of all ranks: by `__valid__`, or by `loss_mask` and its sum over the ranks, as Megatron-LM does with
             `--calculate-per-token-loss`.
-        cycle: Let `iter()` of a finite loader begin again at its end, for loops that only ever call `next()`.
-        repeat_epoch: Let every `iter()` of an endless loader begin again at the beginning of the run, so that all
-            epochs have the same batches (Lightning's `overfit_batches`). The first one after a restore goes on.
-        on_delivery: Called with every batch; what it returns is delivered. Waiting does not count its time.
+        cycle: Let `iter()` of a finite loader start over at its end, for loops that only ever call `next()`.
+        repeat_epoch: Let every `iter()` of an endless loader start over at the beginning of the run, so that all epochs
+            have the same batches (Lightning's `overfit_batches`). The first one after a restore continues.
+        on_delivery: Called with every batch; its return value is delivered. Its time does not count as waiting.
         replica: From `make_replica`: one rank of the replica loads and broadcasts every batch to the others, which may
-            give None as loader. Give a function that opens the loader, so that an error while opening reaches all.
-            Every rank of the replica must then make the same calls; only `save_state` and `len` ask nobody.
+            pass None as loader. Pass a function that opens the loader, so that an error while opening reaches all.
+            Every rank of the replica must then make the same calls; only `save_state` and `len` need no communication.
             None, the default: every rank loads by itself.
-        balance: From `make_balance`: the data-parallel ranks share the microbatches of each global batch out by their
-            costs. There is a state after whole global batches then. None, the default: each rank runs what it loads.
+        balance: From `make_balance`: the data-parallel ranks divide the microbatches of each global batch by cost. A
+            state can then be saved after whole global batches only. None, the default: each rank runs what it loads.
 
     Attributes:
         loader: The loader.
-        length: What `len()` reports of an endless loader, or None.
+        length: The `len()` of an endless loader, or None.
         wait_seconds: Time spent inside `next()`, all batches together.
-        batches: How many there were.
+        batches: Batches delivered.
 
     Raises:
-        ConfigurationError: There is no loader, or a length that no loop can use.
-        MaskedMicrobatchesError: There would be masked microbatches, which are not allowed.
+        ConfigurationError: There is no loader, or the length is invalid.
+        MaskedMicrobatchesError: There would be masked microbatches, but they are not allowed.
     """
 
     def __init__(
@@ -144,7 +155,7 @@ class EnergonDataloader:
     def __next__(self) -> Any:
         """Return the next batch; a finite loader starts again at its end.
 
-        After an error the next call goes on behind the last batch that was delivered (a validation pass begins anew).
+        After an error, the next call continues behind the last delivered batch (a validation pass starts over).
 
         Raises:
             EmptyDatasetError: The loader yields nothing at all.
@@ -155,7 +166,7 @@ class EnergonDataloader:
         return self._next_of(self._stream)
 
     def one_pass(self) -> Iterator[Any]:
-        """Return an iterator that goes through a finite loader once, from the beginning.
+        """Return an iterator over one pass of a finite loader, from the beginning.
 
         Raises:
             WrongUseError: The loader is endless.
@@ -193,16 +204,16 @@ class EnergonDataloader:
     def save_state(self) -> Any:
         """Return the state of this data-parallel rank (what Megatron-LM writes, one file per rank)."""
         state = self.loader.save_state_rank()
-        # Ranks of a replica may write the same file at the same time, so equal states must become equal bytes. A pickle
-        # also depends on which of its strings are one object; what JSON reads depends on the values alone.
+        # Ranks of a replica may write the same file at the same time, so equal states must give equal bytes. A pickle
+        # also depends on which of its strings are the same object; values read from JSON do not.
         return json.loads(json.dumps(state)) if isinstance(state, dict) and state.get("format") == FORMAT else state
 
     def restore_state(self, state: Any) -> None:
         """Continue from a state of `save_state`; the next batch is the one that followed it.
 
         Args:
-            state: The state, a list of the states of several ranks, or a function that returns one of these; where one
-                rank of a replica loads, only that rank calls it, and its errors reach all.
+            state: The state, a list of the states of several ranks, or a function that returns one of these; if one
+                rank of a replica loads, only that rank calls it, and its errors reach all ranks.
         """
         self.loader.restore_state_rank(
             state() if callable(state) and not isinstance(self.loader, BroadcastLoader) else state
@@ -248,7 +259,7 @@ class EnergonDataloader:
         return {"batches": self.batches, "wait_seconds": self.wait_seconds} | found
 
     def close(self) -> None:
-        """Stop the worker processes, where the loader has any."""
+        """Stop the worker processes, if the loader has any."""
         self._stream = None
         self._turns.give(None)
         close = getattr(self.loader, "close", None)
@@ -256,7 +267,7 @@ class EnergonDataloader:
             close()
 
     def _moved(self) -> None:
-        """Forget where the iterators stood: the loader itself stands elsewhere now."""
+        """Forget the positions of the iterators, since the loader itself was moved."""
         self._stream = None
         self._turns.bans.clear()
         self._began = self.batches
@@ -274,8 +285,8 @@ class EnergonDataloader:
         return batch if self.on_delivery is None else self.on_delivery(batch)
 
     def _refuse_masked(self) -> None:
-        """Raise where a training loader would deliver masked microbatches and they are not allowed."""
-        # Validation pads its last step on any number of ranks; loops for it have to look at the mask anyway.
+        """Raise if a training loader would deliver masked microbatches and they are not allowed."""
+        # Validation pads its last step on any number of ranks, so its loops must use the mask anyway.
         ownership = getattr(self.loader, "ownership", None)
         if self.masked_microbatches == "allow" or ownership is None or ownership.even or not self.endless:
             return
@@ -299,18 +310,18 @@ class EnergonDataloader:
 
 
 class _Turns:
-    """Which of the iterators over one loader uses it; the loader can be in one place at a time."""
+    """Tracks which of several iterators uses a loader, which can be at one position at a time."""
 
     def __init__(self) -> None:
         self.holder: Callable[[], _Cycle | None] = _nobody
-        self.bans: list[Callable[[], int]] = []  # given since the loader was restored: the places of others have none
+        self.bans: list[Callable[[], int]] = []  # given since the loader was restored; older positions are void
 
     def give(self, cycle: _Cycle | None) -> None:
-        """Let an iterator have the loader; the one that had it keeps its place."""
+        """Give the loader to an iterator; the one that had it keeps its position."""
         holder = self.holder()
         if holder is not None:
             holder.leave()
-        # Weak, or a loader that nobody uses would wait for the garbage collector, with its workers.
+        # Weak, or an unused loader and its workers would wait for the garbage collector.
         self.holder = _nobody if cycle is None else weakref.ref(cycle)
 
 
@@ -319,7 +330,7 @@ def _nobody() -> None:
 
 
 class _Cycle:
-    """Goes through a loader again and again, and keeps its place while other iterators use the loader."""
+    """Cycles through a loader, and keeps its position while other iterators use the loader."""
 
     __slots__ = ("__weakref__", "_loader", "_state", "_stream", "_turns")
 
@@ -343,22 +354,22 @@ class _Cycle:
         try:
             return next(self._stream)
         except BaseException:
-            self._stream = None  # a generator that raised has ended, the data has not
+            self._stream = None  # a generator that raised has ended, but the data has not
             raise
 
     def leave(self) -> None:
-        """Note the place, since the loader is about to be used by another; with other iterables each has its own."""
+        """Save the position, since another iterator will use the loader; plain iterables need none."""
         save = getattr(self._loader, "save_state_rank", None)
         if save is not None and self._stream is not None:
             self._state, self._stream = save(), None
 
     def forget(self) -> None:
-        """Go on where the loader stands by then."""
+        """Forget the saved position: continue wherever the loader is."""
         self._state = self._stream = None
 
 
 class _Counted:
-    """What `iter()` of a dataloader returns that cycles: its batches and waiting time are the dataloader's."""
+    """The iterator of a cycling dataloader; its batches and waiting time count for the dataloader."""
 
     __slots__ = ("_cycle", "_dataloader")
 

@@ -1,11 +1,11 @@
-"""`EnergonMultiModalDataModule`: training and validation data for Lightning, Megatron-LM or a loop of one's own.
+"""`EnergonMultiModalDataModule`: training and validation data for Lightning, Megatron-LM or your own loop.
 
-The module works out which part of the data this process loads: rank and size of the *pure* data-parallel group, so that
+The module finds out which part of the data this process loads, from rank and size of the *pure* data-parallel group:
 the tensor-, context- and pipeline-parallel ranks of a replica load the same batches.
 
-On a Lightning trainer, validation and test data end with each pass. Elsewhere validation begins again at its end.
-Lightning's checkpoints have the state of the data twice, as the loader's and as this module's: either can be missing
-(another trainer, another class name), and loading one after the other changes nothing.
+With a Lightning trainer, validation and test data end after each pass; elsewhere validation starts over at its end.
+Lightning's checkpoints hold the state of the data twice, as the loader's and as this module's. Either may be missing,
+and loading both has the same effect as loading one.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 def _lightning_base() -> type:
-    """Return LightningDataModule, of whichever package the program uses, or `object` where there is none."""
+    """Return LightningDataModule from the package that the program uses; `object` if there is none."""
     if "lightning.pytorch" not in sys.modules and "pytorch_lightning" in sys.modules:
         base: type = sys.modules["pytorch_lightning"].LightningDataModule
         return base
@@ -53,36 +53,39 @@ ReplicaLoading = Literal["every_rank", "one_rank"]
 """Which ranks of a replica load."""
 
 BalanceMode = Literal["none", "global_batch"]
-"""Within what the data-parallel ranks exchange microbatches."""
+"""The span within which the data-parallel ranks exchange microbatches."""
 
 _Base: Any = _lightning_base()
 
 _TRAINING_ONLY = frozenset({"batch_drop_last"})
-"""Settings meant for training that would change what is validated."""
+"""Training settings that would change the validation data."""
 
 
 class EnergonMultiModalDataModule(_Base):
     """Multimodal training and validation data.
 
+    Examples:
+        >>> data = EnergonMultiModalDataModule("data/captions", None, num_workers=0, task_encoder=DefaultTaskEncoder())
+        >>> batch = next(data.train_dataloader())  # or Trainer().fit(model, data)
+
     Args:
         path: A prepared dataset.
-        tokenizer: For the default task encoder; may be None with a `task_encoder` of your own.
-        image_processor: The same; without one the default task encoder takes samples without images only. Arguments
-            after it are best given by keyword: Megatron-Bridge has no `image_processor` from version 0.6 on.
+        tokenizer: For the default task encoder; may be None with your own `task_encoder`.
+        image_processor: The same; without one, the default task encoder takes only samples without images. Pass later
+            arguments by keyword: Megatron-Bridge has no `image_processor` from version 0.6 on.
         seq_length: Longest token sequence.
         micro_batch_size: Samples per batch that the loader yields.
         global_batch_size: Samples per optimizer step, all ranks together; a multiple of `micro_batch_size` times the
-            data-parallel size. It makes the order of the run fit every legal number of ranks. 1, the default, stands
-            for "not given".
+            data-parallel size. It makes the order fit every legal number of ranks. 1, the default, means "not given".
         num_workers: Worker processes for training; 0 loads in this process.
         num_val_workers: The same for validation; default: `num_workers`.
-        pin_memory: Copy batches to pinned memory where there is a GPU.
+        pin_memory: Copy batches to pinned memory if there is a GPU.
         shuffle_buffer_size: Samples among which the order is shuffled.
         max_samples_per_sequence: The most samples in a slice, the unit of shuffled reading; None: no cap.
         multimodal_sample_config: For the default task encoder.
         task_encoder: Encodes samples; default: `MultiModalTaskEncoder(tokenizer, image_processor, …)`.
-        decoder_seq_length: Longest sequence of the decoder of an encoder-decoder model; where given, it takes the place
-            of `seq_length` in the default task encoder, whose tokens the decoder reads.
+        decoder_seq_length: Longest sequence of the decoder of an encoder-decoder model; it replaces `seq_length` in the
+            default task encoder, whose tokens the decoder reads.
         packing_buffer_size: Encoded samples from which the task encoder selects packs; None: nothing is packed.
         validation_task_encoder: Encodes the validation samples; default: `task_encoder`.
         pg_collection: megatron-core's `ProcessGroupCollection`; its `dp` group says which data to load.
@@ -90,31 +93,29 @@ class EnergonMultiModalDataModule(_Base):
         num_lanes: Logical streams of the run; see `WorkerConfig`.
         prefetch_factor: Microbatches made ahead, per worker.
         decode_threads: Threads that read and decode, per process.
-        masked_microbatches: `refuse` (the default) or `allow` microbatches that do not exist, where the number of ranks
-            does not divide `num_lanes`: allow them only if the loss weighs by them; see `EnergonDataloader`.
+        masked_microbatches: `refuse` (the default) or `allow` microbatches that do not exist, if the number of ranks
+            does not divide `num_lanes`: allow them only if the loss weighs by the mask; see `EnergonDataloader`.
         on_mismatch: `refuse` (the default) a state of another mix, or `adapt` to it; see `get_savable_loader`.
         replica_loading: Who loads if several ranks train on the same batches: `every_rank` by itself, or `one_rank` of
-            the replica, which broadcasts to the others. Then all processes must ask for the data alike.
-        validate_each_dataset: Let `val_dataloader` return a list with an iterator for each dataset of the mix, whose
-            names are `validation_names`: for a loss per dataset.
+            the replica, which broadcasts to the others. All processes must then ask for the data in the same order.
+        validate_each_dataset: Make `val_dataloader` return a list with an iterator per dataset of the mix, named by
+            `validation_names`: for a loss per dataset.
         balance: `global_batch`: the data-parallel ranks exchange the microbatches of each global batch of training, so
-            that all have the same work; its samples stay the same. It needs `global_batch_size`, all processes must ask
-            for the data alike, and there is a state after whole global batches only. `none`: each runs what it loads.
-        balance_cost: What a batch costs, for `balance`: a function of the batch; default: `BatchCost()`, its tokens.
+            that all have the same work; its samples stay the same. It needs `global_batch_size`; all processes must ask
+            for the data in the same order; states exist after whole global batches only. `none`: no exchange.
+        balance_cost: The cost of a batch for `balance`: a function of the batch; default: `BatchCost()`, its tokens.
         stage_keys: With `one_rank`: the fields of a batch that each pipeline stage gets; None: all fields.
-        cache_pool: Keeps files near that cookers and hooks need later, of training and of validation.
+        cache_pool: Caches files that cookers and hooks need later, for training and validation.
         **kwargs: Further arguments of `get_train_dataset`, checked by name.
 
     Attributes:
-        init_global_step: Optimizer steps that the restored state had seen; 0 in a new run.
-        train_dataloader_object: What `train_dataloader()` returned, or None before.
-        val_dataloader_object: The same for validation.
-        test_dataloader_object: The same for the test split.
-        validation_names: Short names of the datasets, in the order of the validation iterators, once there are any.
+        init_global_step: Optimizer steps before the restored state; 0 in a new run.
+        train_dataloader_object, val_dataloader_object, test_dataloader_object: The iterators, None before they exist.
+        validation_names: Short names of the datasets, in the order of the validation iterators.
 
     Raises:
         UnknownArgumentError: A keyword that neither this module nor `get_train_dataset` has.
-        ConfigurationError: Values that do not fit together.
+        ConfigurationError: Values that contradict each other.
     """
 
     def __init__(
@@ -217,7 +218,7 @@ class EnergonMultiModalDataModule(_Base):
         self.test_dataloader_object: EnergonDataloader | None = None
         self._replica: Replica | None = None
         self._balance: Balance | None = None
-        self._restored: dict[str, Any] | None = None  # what the training data began from; None: the beginning
+        self._restored: dict[str, Any] | None = None  # the state that training data began from; None: the beginning
         self._opened_sizes: dict[str, int] = {}
 
     def __repr__(self) -> str:
@@ -232,11 +233,11 @@ class EnergonMultiModalDataModule(_Base):
             ],
         )
 
-    # Lightning's own text goes through the loaders, and takes batches from them.
+    # Lightning's own text would iterate the loaders, and take batches from them.
     __str__ = __repr__
 
     def _build_worker_config(self, num_workers: int, split: Literal["train", "val", "test"] = "train") -> WorkerConfig:
-        """Return the worker configuration of this process, whose rank and size are the pure data-parallel ones."""
+        """Return the worker configuration of this process; rank and size are those of the pure data-parallel group."""
         config = WorkerConfig(
             num_workers=num_workers,
             data_parallel_group=self._mesh_group() or data_parallel_group(self.pg_collection),
@@ -269,7 +270,7 @@ class EnergonMultiModalDataModule(_Base):
         """Return the dataset of a split: endless and shuffled for `train`, finite and in order for `val`.
 
         Raises:
-            ConfigurationError: Another split is asked for.
+            ConfigurationError: There is no such split.
         """
         if split == "train":
             return get_train_dataset(
@@ -304,10 +305,10 @@ class EnergonMultiModalDataModule(_Base):
         return self.train_dataloader(), self.val_dataloader()
 
     def train_dataloader(self) -> EnergonDataloader:
-        """Return the training iterator: one object, however often it is asked for.
+        """Return the training iterator: the same object on every call.
 
-        It is made anew where `micro_batch_size` was changed before the first step, as Lightning's `scale_batch_size`
-        does. Under `overfit_batches` every epoch has the same batches.
+        It is made again if `micro_batch_size` was changed before the first step, as Lightning's `scale_batch_size`
+        does. With `overfit_batches` every epoch has the same batches.
 
         Raises:
             ConfigurationError: `micro_batch_size` was changed after the first step.
@@ -327,9 +328,9 @@ class EnergonMultiModalDataModule(_Base):
         return self.train_dataloader_object
 
     def val_dataloader(self) -> Any:
-        """Return the validation iterator, or the list of them: the same objects, with the same passes.
+        """Return the validation iterator, or the list of them: the same objects on every call.
 
-        Without a Lightning trainer what `iter()` makes of them begins again at its end; `one_pass()` does not.
+        Without a Lightning trainer, `iter()` of them starts over at its end; `one_pass()` does not.
         """
         if self.val_dataloader_object is not None and self._size_changed("val"):
             self._forget("val")
@@ -342,7 +343,7 @@ class EnergonMultiModalDataModule(_Base):
         return found
 
     def val_dataloaders(self) -> list[EnergonDataloader]:
-        """Return a new validation iterator for each dataset of the mix, in its order: for a loss per dataset."""
+        """Return a new validation iterator for each dataset of the mix, in order: for a loss per dataset."""
         found: list[DatasetSpec] = []
 
         def opened() -> list[str]:
@@ -363,7 +364,7 @@ class EnergonMultiModalDataModule(_Base):
         """Return an iterator over the `test` split for Lightning's `test`: one finite pass, in order.
 
         Returns:
-            None without a Lightning trainer: loops of Megatron take a third iterator for data to evaluate on.
+            None without a Lightning trainer: Megatron's loops would evaluate on a third iterator.
 
         Raises:
             EnergonError: The dataset has no test split.
@@ -382,13 +383,13 @@ class EnergonMultiModalDataModule(_Base):
         return self.test_dataloader()
 
     def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
-        """Move the tensors of a batch to where Lightning wants them, nothing else; make floats of bytes there."""
+        """Move the tensors of a batch to Lightning's device, and normalise byte pixels there."""
         return normalise_on_device(batch if str(device) == "cpu" else to_device(batch, device))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the training data of the whole run; all data-parallel ranks must call this.
 
-        Before there is a training iterator it is what was restored or, in a new run, the beginning.
+        Before there is a training iterator, it is the restored state or, in a new run, the beginning.
 
         Raises:
             ConfigurationError: `micro_batch_size` was changed after the first step.
@@ -405,7 +406,7 @@ class EnergonMultiModalDataModule(_Base):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a state of `state_dict`; before or after `train_dataloader()`, once or twice.
 
-        A state from before the first batch takes the run back to its beginning.
+        A state from before the first batch moves the run back to its beginning.
         """
         if not state_dict:
             return
@@ -435,13 +436,13 @@ class EnergonMultiModalDataModule(_Base):
 
     @property
     def replica(self) -> Replica | None:
-        """The ranks around this one that get the same batches from one loader; None where every rank loads."""
+        """The ranks around this one that get the same batches from one loader; None if every rank loads."""
         if self._replica is None and self.replica_loading == "one_rank":
             self._replica = make_replica(pg_collection=self.pg_collection, stage_keys=self.stage_keys)
         return self._replica
 
     def _balancing(self) -> Balance | None:
-        """Return how the data-parallel ranks balance their microbatches; None where they do not."""
+        """Return how the data-parallel ranks balance their microbatches; None if they do not."""
         if self._balance is None and self.balance == "global_batch":
             self._balance = make_balance(
                 self.balance_cost,
@@ -453,7 +454,7 @@ class EnergonMultiModalDataModule(_Base):
 
     @property
     def consumed_samples(self) -> int:
-        """Rows (packs, where samples are packed) that all data-parallel ranks have trained on, masked ones left out."""
+        """Rows (packs, if samples are packed) that all data-parallel ranks have trained on, without masked ones."""
         state = self._restored
         if self.train_dataloader_object is not None:
             state = self.train_dataloader_object.save_state()
@@ -461,7 +462,7 @@ class EnergonMultiModalDataModule(_Base):
         return size * int(state["microbatches"]) if state else 0
 
     def _lightning(self) -> Any:
-        """Return the Lightning trainer that this module hangs on, or None."""
+        """Return the Lightning trainer that this module is attached to, or None."""
         return getattr(self, "trainer", None)
 
     def _size_changed(self, split: str) -> bool:
@@ -482,7 +483,7 @@ class EnergonMultiModalDataModule(_Base):
             )
 
     def _forget(self, split: str) -> None:
-        """Close the iterators of a split, which are then made anew when they are asked for."""
+        """Close the iterators of a split; they are made again on demand."""
         self._close(split)
         setattr(self, f"{split}_dataloader_object", None)
 
@@ -493,7 +494,7 @@ class EnergonMultiModalDataModule(_Base):
                 dataloader.close()
 
     def _mesh_group(self) -> Any:
-        """Return the data-parallel group of Lightning's `ModelParallelStrategy`, None where there is no such mesh."""
+        """Return the data-parallel group of Lightning's `ModelParallelStrategy`; None without such a mesh."""
         if self.pg_collection is not None:
             return None
         try:
@@ -516,14 +517,14 @@ class EnergonMultiModalDataModule(_Base):
         return get_savable_loader(dataset, worker_config=worker_config, **options)
 
     def _finite(self, split: Literal["val", "test"]) -> EnergonDataloader:
-        """Return an iterator over a split that is evaluated on."""
+        """Return an iterator over an evaluation split."""
         return EnergonDataloader(open_loader(lambda: self._load(split, self.num_val_workers), self.replica))
 
     def _epoch_length(self, loader: Any) -> int | None:
-        """Return the length of an epoch where a Lightning trainer is attached.
+        """Return the length of an epoch if a Lightning trainer is attached.
 
-        Without a length Lightning fetches one batch ahead, and the state it saves is one batch too late. It also ends
-        the accumulation of gradients with the epoch, so an epoch holds whole optimizer steps.
+        Without a length, Lightning fetches one batch ahead, and its saved state is one batch too late. It also ends
+        gradient accumulation with the epoch, so an epoch consists of whole optimizer steps.
         """
         trainer = self._lightning()
         if trainer is None:
@@ -550,7 +551,7 @@ _OWN_NAMES = frozenset({"path", "split_part", "worker_config", "batch_size", "ta
 
 
 def _check_names(kwargs: dict[str, Any]) -> None:
-    """Refuse keywords that would be lost, or that this module sets itself."""
+    """Raise for keywords that would be ignored, or that this module sets itself."""
     parameters = inspect.signature(get_train_dataset).parameters.values()
     own = set(inspect.signature(EnergonMultiModalDataModule.__init__).parameters) - {"self", "kwargs"}
     known = {p.name for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD} - _OWN_NAMES - own
@@ -565,10 +566,10 @@ def _unknown_name(name: str, known: list[str]) -> str:
 
 
 def _tried_out() -> bool:
-    """Whether a tuner of Lightning asks, whose steps are trials and none of the run.
+    """Whether a tuner of Lightning is calling, whose steps are trials and not part of the run.
 
-    Only the call stack shows that: while a tuner tries (Lightning 2.6), `trainer.state` is that of `fit`, and the
-    trainer's callbacks, that which tunes among them, are taken off.
+    Only the call stack shows that: while a tuner works (Lightning 2.6), `trainer.state` is that of `fit`, and the
+    trainer's callbacks, the tuner's included, are removed.
     """
     frame = inspect.currentframe()
     while frame is not None:
@@ -579,7 +580,7 @@ def _tried_out() -> bool:
 
 
 def _check_image_processor(image_processor: Any) -> None:
-    """Refuse what stands in the place of the image processor where arguments are given by position, without it."""
+    """Raise if a value that is no image processor was passed in its position."""
     if isinstance(image_processor, int | float | str):
         raise ConfigurationError(
             f"EnergonMultiModalDataModule: image_processor={image_processor!r} is a {type(image_processor).__name__}; "

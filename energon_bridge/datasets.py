@@ -67,6 +67,12 @@ def get_train_dataset(
 ) -> DatasetSpec:
     """Open a prepared dataset for training: an endless, shuffled stream of microbatches.
 
+    Examples:
+        >>> dataset = get_train_dataset("data/captions", batch_size=4)
+        >>> batch = next(iter(get_savable_loader(dataset)))
+        >>> batch.image.shape, len(batch.caption)
+        (torch.Size([4, 3, 16, 16]), 4)
+
     Args:
         path: Folder of a dataset prepared by `energon prepare`, or its URL; a `.jsonl` file; or a mix: a metadataset
             file, the same as a dict, a `Blender`, a list of (path, weight) pairs, or Megatron's `(prefixes, weights)`.
@@ -166,6 +172,11 @@ def get_val_dataset(
 ) -> DatasetSpec:
     """Open a prepared dataset for validation: every sample once, in order, the same batches on any topology.
 
+    Examples:
+        >>> loader = get_savable_loader(get_val_dataset("data/captions", batch_size=4))
+        >>> [int(batch.__valid__.sum()) for batch in loader]  # 10 samples
+        [4, 4, 2]
+
     Args:
         limit: Steps after which a pass ends, on every rank.
         batch_drop_last: Leave out a last microbatch that is not full.
@@ -204,6 +215,12 @@ def get_val_dataset(
 def get_val_datasets(path: MixSource, **kwargs: Any) -> list[tuple[DatasetSpec, OpenLeaf]]:
     """Open the leaves of a mix for validation, each as a dataset of its own: for a loss per dataset.
 
+    Examples:
+        >>> mix = Blender([("data/captions", 1)])
+        >>> for dataset, leaf in get_val_datasets(mix, batch_size=4):
+        ...     print(leaf.dataset.num_samples, len(get_savable_loader(dataset)))
+        10 3
+
     Arguments are those of `get_val_dataset`.
     """
     whole = get_val_dataset(path, **kwargs)
@@ -229,6 +246,15 @@ def get_savable_loader(
     **kwargs: Any,
 ) -> SavableDataLoader:
     """Return a loader over a dataset, whose position can be saved and restored.
+
+    Examples:
+        >>> loader = get_savable_loader(get_train_dataset("data/captions", batch_size=4))
+        >>> batch = next(iter(loader))
+        >>> state = loader.save_state_rank()
+        >>> expected = next(iter(loader)).__key__
+        >>> loader.restore_state_rank(state)  # or a new loader, in another process, with other workers
+        >>> next(iter(loader)).__key__ == expected
+        True
 
     Args:
         dataset: From `get_train_dataset` or `get_val_dataset`; or what these take, which is then read for training,
@@ -280,6 +306,11 @@ def get_loader(
     **kwargs: Any,
 ) -> SavableDataLoader:
     """Return a loader over a dataset, the same as `get_savable_loader` does; megatron-energon has two.
+
+    Examples:
+        >>> loader = get_loader(get_val_dataset("data/captions", batch_size=None))
+        >>> sum(1 for sample in loader)
+        10
 
     Args:
         dataset: From `get_train_dataset` or `get_val_dataset`.

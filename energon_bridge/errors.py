@@ -67,7 +67,15 @@ from collections.abc import Collection
 
 
 class EnergonError(Exception):
-    """Base of all errors that this package raises on purpose."""
+    """Base of all errors that this package raises on purpose.
+
+    Examples:
+        >>> try:
+        ...     get_train_dataset("data/nowhere", batch_size=4)
+        ... except EnergonError as error:
+        ...     print(type(error).__name__)
+        DatasetNotFoundError
+    """
 
 
 class ConfigurationError(EnergonError, ValueError):
@@ -83,7 +91,7 @@ class DataParallelError(ConfigurationError):
 
 
 class MaskedMicrobatchesError(ConfigurationError):
-    """The ranks do not divide the lanes, and nobody said that the loss weighs by the mask."""
+    """The ranks do not divide the lanes, and the caller did not say that the loss weighs by the mask."""
 
 
 class NoCookerError(ConfigurationError):
@@ -91,11 +99,11 @@ class NoCookerError(ConfigurationError):
 
 
 class WrongUseError(ConfigurationError, TypeError):
-    """An object is used as something that it is not, such as a dataset as an iterator; says what to use instead."""
+    """An object is used as something it is not, such as a dataset as an iterator; the message says what to use."""
 
 
 class NotProvidedError(ConfigurationError, NotImplementedError):
-    """A part of megatron-energon that has no counterpart here; says what takes its place."""
+    """A part of megatron-energon has no counterpart here; the message says what to use instead."""
 
 
 class DatasetError(EnergonError):
@@ -159,7 +167,7 @@ class MediaMetadataError(DatasetError):
 
 
 class SourceError(DatasetError, ValueError):
-    """A sample cannot be converted or written as it is; names where it stands."""
+    """A sample cannot be converted or written as it is; the message says where it is."""
 
 
 class UntrustedCodeError(DatasetError):
@@ -183,7 +191,7 @@ class DecodeError(SampleError, ValueError):
 
 
 class QuarantinedSampleError(SampleError):
-    """A sample killed or hung its worker several times in a row, and is not tried again."""
+    """A sample killed or hung its worker several times in a row and is not tried again."""
 
 
 class FieldAccessError(SampleError, KeyError):
@@ -193,7 +201,7 @@ class FieldAccessError(SampleError, KeyError):
 
 
 class UnfitSampleError(SampleError, ConfigurationError):
-    """Samples do not fit each other or a setting: which of the two is wrong shows only with more of them."""
+    """Samples do not fit each other or a setting; a single failure cannot show which of the two is wrong."""
 
 
 class FileNotInStoreError(SampleError, KeyError):
@@ -207,7 +215,7 @@ class FatalSampleError(EnergonError):
 
 
 class OverLongSampleError(FatalSampleError):
-    """A sample exceeds a limit of its pack by itself, and the policy is not to leave it out."""
+    """A sample alone exceeds a limit of its pack, and the policy does not leave it out."""
 
 
 class ErrorRateError(FatalSampleError):
@@ -295,7 +303,15 @@ class ResumeMismatchError(EnergonError):
 
 
 class SkipSample(Exception):  # noqa: N818 - the name that energon users know
-    """Raise it in a hook to leave the current sample out; it is counted, and the batch still fills."""
+    """Raise it in a hook to leave the current sample out; it is counted, and the batch still fills.
+
+    Examples:
+        >>> class Short(DefaultTaskEncoder):
+        ...     def encode_sample(self, sample):
+        ...         if len(sample.caption) > 15:
+        ...             raise SkipSample
+        ...         return sample
+    """
 
 
 def did_you_mean(name: object, known: Collection[str], *, cutoff: float = 0.6) -> str:

@@ -5,10 +5,10 @@ for a run that stands at microbatch m0 on R ranks, which rank and which worker o
 each step. They are pure integers: nothing in a lane depends on them, so changing R or the number of workers W changes
 who delivers a microbatch and nothing else.
 
-Ownership, fixed when a loader starts: where R divides L, lane l belongs to rank `(l - m0) mod R`, so that rank 0 is
-always the next to deliver; elsewhere to rank `l mod R`. A step delivers the next R microbatches of the global sequence.
-Where R does not divide L it stops at the end of each round of L, and ranks without a microbatch deliver a masked one.
-Of the lanes of a rank, in ascending order, number j belongs to worker `j mod W`.
+Ownership is fixed when a loader starts. If R divides L, lane l belongs to rank `(l - m0) mod R`, so that rank 0 is
+always the next to deliver; otherwise to rank `l mod R`. A step delivers the next R microbatches of the global sequence.
+If R does not divide L, it stops at the end of each round of L, and ranks without a microbatch deliver a masked one.
+Of the lanes of a rank, in ascending order, lane j belongs to worker `j mod W`.
 """
 
 from __future__ import annotations
@@ -34,6 +34,10 @@ _FEWEST_LANES, _MANY_LANES = 48, 1024
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class WorkerConfig:
     """How one data-parallel rank loads its share of the data.
+
+    Examples:
+        >>> config = WorkerConfig(rank=0, world_size=1, num_workers=0, seed=42)
+        >>> dataset = get_train_dataset("data/captions", batch_size=4, worker_config=config)
 
     Args:
         rank: *Data-parallel* rank; tensor-, context- and pipeline-parallel ranks of one replica share it. Default: the

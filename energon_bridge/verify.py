@@ -2,8 +2,8 @@
 
 Resuming is exact only if the encoder depends on nothing but the sample and the seeded global generators. A counter, a
 generator of the encoder's own or the clock breaks it silently; `verify_resume` finds this before a long run does. It
-cannot see differences that show only in another process or on another machine, such as the order of a set of strings,
-which depends on PYTHONHASHSEED.
+cannot find differences that appear only in another process or on another machine, such as the order of a set of
+strings, which depends on PYTHONHASHSEED.
 
 From each save point p with state s(p) two chains of fresh loaders run to the end:
 
@@ -49,7 +49,7 @@ _RESTORED_SAMPLES = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumeReport:
-    """What `verify_resume` compared, and found equal.
+    """What `verify_resume` compared and found equal.
 
     Attributes:
         steps: Microbatches of the uninterrupted run.
@@ -58,7 +58,7 @@ class ResumeReport:
         compared: Microbatches compared, over all resumed loaders.
         restored_samples: Microbatches that `restore_sample` rebuilt; 0 if batches carry no restore key.
         fields: Names of the compared fields.
-        not_compared: Fields, or parts of them, that cannot be compared, each with the types of what is in it.
+        not_compared: Fields, or parts of them, that cannot be compared, each with the types of its values.
         state_bytes: Size of the largest state as JSON.
     """
 
@@ -74,7 +74,7 @@ class ResumeReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Delivered:
-    """What is kept of a microbatch."""
+    """What is kept of a microbatch for comparison."""
 
     fields: dict[str, Field]
     keys: Any
@@ -91,6 +91,13 @@ def verify_resume(
     topologies: Sequence[tuple[int, int]] = (),
 ) -> ResumeReport:
     """Check that resumed loaders deliver, bit for bit, what an uninterrupted one does.
+
+    Examples:
+        >>> def make_loader():
+        ...     return get_savable_loader(get_train_dataset("data/captions", batch_size=4))
+        >>> report = verify_resume(make_loader, steps=6)
+        >>> report.steps, report.save_points
+        (6, (1, 3, 5))
 
     Args:
         make_loader: Builds a fresh loader over the data, encoder included: `get_savable_loader(…)`, also inside an
@@ -236,7 +243,7 @@ class _Check:
                         f"has at least {len(self.expected)}"
                     )
                 found = _delivered(batch)
-                # Several ranks have masked microbatches that a single rank does not have.
+                # With several ranks there are masked microbatches that a single rank does not have.
                 extra = found.masked and len(loaders) > 1 and number < last and not self.expected[number].masked
                 if number == last or extra:
                     continue
@@ -356,7 +363,7 @@ def _through_files(state: State, step: int) -> State:
 def _delivered(batch: Any) -> _Delivered:
     valid = _meta(batch, "__valid__")
     masked = isinstance(valid, torch.Tensor) and not bool(valid.any())
-    # The rows of a masked microbatch only give it its shape; which rows they are may change.
+    # The rows of a masked microbatch only give it a shape; which rows they are may differ.
     fields = fields_of({"__valid__": "masked"} if masked else batch)
     return _Delivered(
         fields=fields, keys=_meta(batch, "__key__"), restore_key=_meta(batch, "__restore_key__"), masked=masked
@@ -384,7 +391,7 @@ class Field:
 
     Attributes:
         digest: Hash of its value, without the opaque parts.
-        shown: What an error message says of the value.
+        shown: The value as error messages show it.
         opaque: Types of the parts that are not compared.
     """
 

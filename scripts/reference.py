@@ -19,6 +19,7 @@ from typing import Any, get_type_hints
 import click
 
 import energon_bridge
+import energon_bridge.errors
 from energon_bridge.cli.main import main as energon
 from energon_bridge.training.config import RunConfig
 
@@ -39,6 +40,38 @@ API = {
     "stores": ("Stores and caches", ("stores", "storage.node_cache")),
     "preparing": ("Writing datasets", ("prepare.shard_writer",)),
     "errors": ("Errors and policies", ("stream.policy", "stream.failure_log", "errors")),
+}
+# Public names that are imported from their layer, `from energon_bridge.av import AVDecoder`.
+IN_LAYERS = {
+    "av": ("AVData", "AVDecoder", "get_clips_uniform", "get_single_frames_uniform"),
+    "errors": tuple(
+        name
+        for name, value in vars(energon_bridge.errors).items()
+        if isinstance(value, type) and issubclass(value, Exception) and name not in ("EnergonError", "SkipSample")
+    ),
+    "format.media": ("AVMetadata", "ImageMetadata"),
+    "replica": ("Balance", "Replica", "StageKeys"),
+    "samples": ("Segment", "VQAOCRSample", "segments_of"),
+    "stores": ("JsonlFileStore", "WebdatasetFileStore"),
+    "stream.failure_log": ("QuarantinedSample",),
+    "task_encoder": (
+        "Conversation",
+        "DeferredImage",
+        "Document",
+        "Piece",
+        "Turn",
+        "TurnLayout",
+        "attention_pairs",
+        "batch_packs",
+        "chatml_template",
+        "llava_template",
+        "num_tokens",
+        "packed_seq_params",
+        "unpack_batch",
+        "vision_patches",
+    ),
+    "task_encoder.families": ("ChatSample", "FixedTokenFamily", "QwenFamily", "VideoFrames"),
+    "verify": ("ResumeReport",),
 }
 COMPLETION = """
 ## Shell completion
@@ -146,10 +179,12 @@ def public_names() -> dict[str, list[str]]:
 
 def api_pages() -> dict[str, str]:
     """Return the pages of the API by name, the overview among them."""
-    overview = ["# Python API", "", NOTE, "", "`from energon_bridge import NAME` imports each of these names.", ""]
+    overview = ["# Python API", "", NOTE, ""]
+    overview += ["`from energon_bridge import NAME` imports a name; from its module, if one is given.", ""]
     pages, exports = {}, public_names()
     for name, (title, modules) in API.items():
-        exported = [public for module in modules for public in exports[module]]
+        exported = [public for module in modules for public in exports.get(module, ())]
+        exported += [f"{module}.{public}" for module in modules for public in IN_LAYERS.get(module, ())]
         overview += [f"## [{title}]({name}.md)", "", ", ".join(f"`{public}`" for public in exported), ""]
         lines = [f"# {title}", "", NOTE, ""]
         for public in exported:

@@ -244,7 +244,7 @@ AV_DECODE_AVAILABLE = find_spec("av") is not None
 
 
 class AVDecoder(av.AVDecoder):
-    """A video, or sound, to take clips from; the arguments are those of `energon_bridge.AVDecoder`.
+    """A video, or sound, to take clips from; the arguments are those of `energon_bridge.av.AVDecoder`.
 
     A range that begins beyond the end gives no clip, so that there are fewer clips than ranges.
     """

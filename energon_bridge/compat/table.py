@@ -36,12 +36,24 @@ class Entry:
 _ELSEWHERE = {
     "BasicDataLoader": "energon_bridge:SavableDataLoader",
     "DirectLazy": "energon_bridge.stores.cache:DirectLazy",
-    "DuplicateSampleKeyError": "energon_bridge:DuplicateKeyError",
+    "DuplicateSampleKeyError": "energon_bridge.errors:DuplicateKeyError",
     "FileStoreDecoder": "energon_bridge.stores.base:Decoder",
     "MediaMetadataBase": "energon_bridge.format.media:MediaMetadata",
     "add_source_info": "energon_bridge.samples:add_source_info",
     "collapse": "energon_bridge.format.nvmeta:collapse_braces",
     "main": "energon_bridge.cli.main:main",
+    "AVData": "energon_bridge.av:AVData",
+    "AVDecoder": "energon_bridge.av:AVDecoder",
+    "AVMetadata": "energon_bridge.format.media:AVMetadata",
+    "EmptyDatasetError": "energon_bridge.errors:EmptyDatasetError",
+    "FatalSampleError": "energon_bridge.errors:FatalSampleError",
+    "FieldAccessError": "energon_bridge.errors:FieldAccessError",
+    "ImageMetadata": "energon_bridge.format.media:ImageMetadata",
+    "JsonlFileStore": "energon_bridge.stores:JsonlFileStore",
+    "VQAOCRSample": "energon_bridge.samples:VQAOCRSample",
+    "WebdatasetFileStore": "energon_bridge.stores:WebdatasetFileStore",
+    "get_clips_uniform": "energon_bridge.av:get_clips_uniform",
+    "get_single_frames_uniform": "energon_bridge.av:get_single_frames_uniform",
 }
 
 _ADAPTERS = {

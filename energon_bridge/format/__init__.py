@@ -1,7 +1,7 @@
-"""What is on disk: tar members, `.tar.idx`, the files of `.nv-meta`, the field map, JSONL files, the index of a join.
+"""The formats on disk: tar members, `.tar.idx`, the files of `.nv-meta`, the field map, JSONL files, join indexes.
 
-Reading needs the index only, never a walk of a tar. The formats are those of Megatron Energon 7.4, read and written so
-that both packages can share a dataset.
+Training reads by index and never walks a tar. The formats are those of Megatron Energon 7.4, so both packages can share
+a dataset.
 """
 
 from __future__ import annotations

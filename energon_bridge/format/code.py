@@ -1,7 +1,7 @@
 """Functions that come with a dataset: `sample_loader.py:function`, run only when the caller trusts the dataset.
 
-Invariant: no line of such a file runs without `trust_remote_code=True`. A loaded function travels to other processes as
-its source text, because its file is no importable module.
+Invariant: no line of such a file runs without `trust_remote_code=True`. A loaded function is sent to other processes as
+source text, because its file is not an importable module.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class DatasetFunction:
         module = ModuleType("energon_dataset_code")
         module.__file__ = where
         try:
-            exec(compile(source, where, "exec"), module.__dict__)  # only for a caller who trusts the dataset
+            exec(compile(source, where, "exec"), module.__dict__)  # the caller trusts the dataset
             self._function: Callable[..., Any] = getattr(module, name)
         except Exception as error:
             raise MetadataError(f"{where}: cannot load the function `{name}`: {error!r}") from error
@@ -71,14 +71,14 @@ def import_class(module: str, name: str, *, root: str, where: str, trust: bool) 
 
 
 def untrusted(root: str, what: str) -> UntrustedCodeError:
-    """Build the refusal to run code that a dataset brings or names."""
+    """Build the error for code that a dataset contains or names and that the caller does not trust."""
     return UntrustedCodeError(
         f"{root}: {what} is code that this dataset wants to run. If you trust it, pass trust_remote_code=True."
     )
 
 
 def fields_of(made: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a sample loader made, without the fields that the reader sets; loaders hand them on, or not."""
+    """Return the fields made by a sample loader, without those that the reader sets (some loaders return them, too)."""
     return {name: value for name, value in made.items() if name not in _SET_BY_READER}
 
 

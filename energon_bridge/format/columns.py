@@ -1,11 +1,11 @@
-"""Columns: a number or a text for each sample of a dataset, beside its indexes, so that none of them need be read.
+"""Columns: a number or text per sample of a dataset, stored beside its indexes, so that no sample must be read for it.
 
     .nv-meta/columns/index.json    {"format": 1, "columns": {name: {"made_of": text, "shards": [[name, samples, bytes]],
                                     "values": [text] (of texts only)}}}
     .nv-meta/columns/<name>.npy    an entry per sample of these shards, in their order: int64, float64 or bool; of
                                    texts int64 numbers of their values
 
-Invariant: a column is used for shards of the size and number of samples that it was made of, and for no others.
+Invariant: a column is only used with shards of the sizes and numbers of samples that it was made from.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """What is known of a column.
+    """An entry in the list of columns.
 
     Attributes:
-        made_of: What made it, for people.
-        shards: Name, number of samples and bytes of each shard it has entries of.
+        made_of: What it was computed by, as a text for people.
+        shards: Name, number of samples and bytes of each shard that it covers.
         values: The texts that its numbers stand for; None: it holds numbers.
     """
 
@@ -49,7 +49,7 @@ class Column:
 
 
 def column_path(name: str) -> str:
-    """Return where a column lies in a dataset; raises MetadataError for a name that no expression could use."""
+    """Return the path of a column in a dataset; raises MetadataError for a name that no expression could use."""
     if not _NAME.fullmatch(name):
         raise MetadataError(f"column {name!r}: names are letters, digits and _, and do not begin with a digit.")
     return meta_path(f"columns/{name}.npy")
@@ -70,7 +70,7 @@ def read_columns(store: Store) -> dict[str, Column]:
 
 
 def encode_columns(columns: Mapping[str, Column]) -> bytes:
-    """Write the list of columns as `read_columns` reads it."""
+    """Encode the list of columns, as `read_columns` reads it."""
     plain = {
         name: {"made_of": column.made_of, "shards": column.shards}
         | ({} if column.values is None else {"values": column.values})
@@ -80,7 +80,7 @@ def encode_columns(columns: Mapping[str, Column]) -> bytes:
 
 
 def read_numbers(store: Store, name: str, column: Column) -> np.ndarray:
-    """Return the numbers of a column, shape (its samples,), mapped into memory where the dataset is a local folder."""
+    """Return the numbers of a column, shape (its samples,), memory-mapped if the dataset is a local folder."""
     path = column_path(name)
     where = store.url(path)
     try:
@@ -101,7 +101,7 @@ def read_numbers(store: Store, name: str, column: Column) -> np.ndarray:
 def column_of(dataset: PreparedDataset, name: str, columns: Mapping[str, Column]) -> np.ndarray:
     """Return a column for the samples of one split part, in its order: shape (dataset.num_samples,).
 
-    Raises MetadataError if the column was made of other shards.
+    Raises MetadataError if the column was made from other shards.
     """
     column = columns[name]
     numbers = read_numbers(dataset.store, name, column)

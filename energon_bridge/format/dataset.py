@@ -1,10 +1,10 @@
-"""Opening a prepared dataset: everything that training needs to know before it reads the first sample.
+"""Opens a prepared dataset: everything that training needs before it reads the first sample.
 
-Opening reads `.info.json`, the split file and `dataset.yaml`, and asks for the sizes of the shards; it touches no tar,
-no `.tar.idx` and no sqlite index. Energon's order of shards is kept: the order of the split file.
+Opening reads `.info.json`, the split file and `dataset.yaml`, and looks up the sizes of the shards; it reads no tar, no
+`.tar.idx` and no sqlite index. The shards keep energon's order, that of the split file.
 
-The fingerprint (design section 5) hashes shard names, counts and sizes in split order, the excluded samples and the
-content of dataset.yaml. It does not see a tar that was edited without changing its size.
+The fingerprint hashes shard names, counts and sizes in split order, the excluded samples and the content of
+dataset.yaml. It does not change if a tar is edited without changing its size.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from energon_bridge.storage import LocalStore, Store, as_far, open_store
 
 FINGERPRINT_VERSION = 1
 _MOST_CHECKED = 1000
-"""Shards of a dataset whose indexes are compared with `.info.json` when it is opened: a look at each file."""
+"""Shards of a dataset whose index sizes are checked against `.info.json` when it is opened, one stat each."""
 _ENCODER = json.JSONEncoder(separators=(",", ":"))
 
 
@@ -44,8 +44,8 @@ _ENCODER = json.JSONEncoder(separators=(",", ":"))
 class PreparedDataset:
     """One split part of a prepared dataset; arrays have one entry per shard of `shard_names`.
 
-    `source_path` is what the `SourceInfo` of its samples name it by; None: its path. `key_format` makes the key of a
-    sample of its number, in datasets whose samples have no other.
+    `source_path` is its path in the `SourceInfo` of its samples; None: its own path. `key_format` makes keys from the
+    numbers of samples, for datasets whose samples have no keys.
     """
 
     key_format: ClassVar[str | None] = None
@@ -68,7 +68,7 @@ class PreparedDataset:
 
     @property
     def index_remedy(self) -> str:
-        """What to do about a wrong index of a shard."""
+        """Return what to do about a wrong index of a shard."""
         return "Rebuild it with `energon prepare --tar-index-only`."
 
 
@@ -94,7 +94,7 @@ def open_dataset(
 def read_prepared(
     store: Store, configs: DatasetConfigs, *, split_part: str, dataset_config: str, split_config: str
 ) -> tuple[PreparedDataset, DatasetConfig]:
-    """Read one split part of the dataset in a store, and return what its dataset.yaml says as well.
+    """Read one split part of the dataset in a store; return it with the content of its dataset.yaml.
 
     Errors are those of `open_dataset`.
     """
@@ -136,7 +136,7 @@ def prepared(
     excluded: frozenset[tuple[str, str]],
     fingerprint: str,
 ) -> PreparedDataset:
-    """Put together what is known of a dataset; `counts` and `sizes` have an entry per shard."""
+    """Build a dataset from its parts; `counts` and `sizes` have an entry per shard."""
     return PreparedDataset(
         path=store.root,
         store=store,
@@ -171,10 +171,10 @@ def read_index(dataset: PreparedDataset, shard: int, *, cut_off: bool = False) -
 
 
 def check_counts(dataset: PreparedDataset) -> None:
-    """Refuse a local dataset of which `.info.json` counts fewer samples than an index has: they would never be read.
+    """Raise MetadataError if `.info.json` counts fewer samples than an index has: they would silently never be read.
 
-    (An index with fewer is found when it is read.) Of a dataset of many shards only those are looked at that count
-    nothing, since nothing else will look at them. Raises MetadataError.
+    (An index with fewer samples is found when it is read.) In a dataset of many shards, only shards with a count of 0
+    are checked, since nothing else will ever read their indexes.
     """
     if not isinstance(dataset.store, LocalStore):
         return
@@ -185,7 +185,7 @@ def check_counts(dataset: PreparedDataset) -> None:
         try:
             indexed = dataset.store.size(index_name(name)) // 8 - 1
         except DatasetError:
-            continue  # reading it says so
+            continue  # reading it will raise
         if indexed > count:
             raise MetadataError(
                 f"{dataset.store.url(meta_path(INFO_JSON))}: counts {count} samples in {name!r}, but its index has "
@@ -209,7 +209,7 @@ def _count(store: Store, info: DatasetInfo, shard: str, *, where: str, split_par
 def _sizes(store: Store, shards: Sequence[str], *, where: str, split_part: str) -> list[int]:
     far = as_far(store)
     if far is not None:
-        with contextlib.suppress(ShardMissingError):  # which one, is found out below
+        with contextlib.suppress(ShardMissingError):  # the loop below finds out which one
             return list(far.sizes(shards))
     return [_size(store, shard, where=where, split_part=split_part) for shard in shards]
 

@@ -1,4 +1,4 @@
-"""`dataset.yaml`: which sample type a dataset has and how its parts become fields.
+"""`dataset.yaml`: the sample type of a dataset, and how its parts become fields.
 
 Form A names a `sample_type: {__module__, __class__}`, form B a dataset class of energon by `__module__` and `__class__`
 (`CrudeWebdataset`, `StandardWebdatasetFactory`, the old `CaptioningWebdataset` and its like). Both take exactly one of
@@ -43,9 +43,9 @@ OWN_PACKAGES = ("megatron.energon", "energon_bridge")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleForm:
-    """How the parts of a sample become a sample: all that a dataset.yaml says but the subflavors.
+    """How the parts of a sample become a sample: everything in a dataset.yaml but the subflavors.
 
-    `has_code` tells that it came from the dataset's own code, or from a package other than ours.
+    `has_code`: it came from the dataset's own code, or from another package than this one.
     """
 
     sample_type: type
@@ -57,9 +57,9 @@ class SampleForm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatasetConfig:
-    """What a dataset.yaml says; `text` is its content as JSON, `canonical` the same with sorted keys, for the hash.
+    """The content of a dataset.yaml; `text` is it as JSON, `canonical` the same with sorted keys, for the hash.
 
-    `split_config` is the split file that it names, None if it names none.
+    `split_config` is the split file that it names, if any.
     """
 
     form: SampleForm
@@ -70,7 +70,7 @@ class DatasetConfig:
 
 
 class DatasetConfigs:
-    """Reads the dataset.yaml of many datasets; what they have in common is read and kept once.
+    """Reads the dataset.yaml of many datasets; equal parts are parsed and kept once.
 
     A thousand datasets of a mix often have the same, or one that differs in its subflavors.
     """
@@ -151,9 +151,9 @@ def _read_form(document: dict[str, Any], *, store: Store, where: str, trust: boo
 
 
 def _class_code(document: dict[str, Any], *, store: Store, where: str, trust: bool) -> Any:
-    """Return what runs of a dataset class with code of its own, None for any other dataset.
+    """Return the code of a dataset class that has its own; None for any other dataset.
 
-    Only classes made for `megatron.energon` as this package provides it (`compat`) say it themselves.
+    Only classes written for `megatron.energon` as this package provides it (`compat`) have such code.
     """
     module, name = document.get("__module__"), document.get("__class__")
     if not isinstance(module, str) or not isinstance(name, str) or _is_own(module):
@@ -216,7 +216,7 @@ def _resolve(named: dict[str, Any], *, store: Store, where: str, field: str, tru
     if name in _CHATML and module.startswith(_BRIDGE) and not trust:
         return ChatMLSample
     imported = import_class(module, name, root=store.root, where=where, trust=trust)
-    # Dataset classes written for energon say which samples they have; a class of samples is named as it is.
+    # Dataset classes written for energon name their sample type; a sample class stands for itself.
     imported = getattr(imported, "__sample_type__", imported)
     if not isinstance(imported, type) or not (is_dataclass(imported) or issubclass(imported, CrudeSample)):
         raise MetadataError(f"{where}, field `{dot}__class__`: {module}.{name} is no sample type.")

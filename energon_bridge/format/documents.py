@@ -1,9 +1,9 @@
 """YAML and JSON files of `.nv-meta`: parsing to plain values, and the checks that every reader of them needs.
 
-Invariant: what comes out is a tree of dict (string keys), list, str, int, float, bool and None, without shared parts
-and of bounded size, whatever the file holds; nothing is imported or called.
+Invariant: the result is a tree of dict (string keys), list, str, int, float, bool and None, without shared parts and of
+bounded size, whatever the file contains; nothing is imported or called.
 
-The YAML dialect is the one of energon's files where it is documented (reference section 1.16): keys are strings,
+The YAML dialect is that of energon's files: keys are strings,
 `true/yes/false/no` are booleans, `on` is a string, `010` is ten, `1e5` is a number, dates are strings. Anchors, aliases
 and merge keys work, an empty value is None.
 """
@@ -22,7 +22,7 @@ from energon_bridge.storage import Store
 
 _MAX_DEPTH = 100
 _MAX_NODES = 20_000_000
-_COPIES, _COPIES_BY_CHARACTER = 200_000, 10  # aliases of aliases multiply: a short file may not take long
+_COPIES, _COPIES_BY_CHARACTER = 200_000, 10  # aliases of aliases multiply: a short file must not take long
 
 
 _INTEGER = re.compile(r"^[-+]?[0-9]+(_[0-9]+)*$")
@@ -41,7 +41,7 @@ _SCALARS: dict[str, Callable[[str], Any]] = {
 
 
 class _Parser(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc] # which base, the installation says
-    """PyYAML's parser, from whose events values are made at once: its tree of nodes takes ten times their memory."""
+    """PyYAML's parser; values are built directly from its events, since its node tree takes ten times their memory."""
 
     yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}
 
@@ -54,13 +54,13 @@ _Parser.add_implicit_resolver(f"{_TAG}merge", re.compile(r"^<<$"), ["<"])
 
 
 class _Builder:
-    """Makes plain values of the events of a parser; an alias is a copy of what its anchor stands for."""
+    """Builds plain values from the events of a parser; an alias is a copy of its anchor's value."""
 
     def __init__(self, parser: Any, size: int) -> None:
         self._parser = parser
         self._copies = _COPIES + _COPIES_BY_CHARACTER * size
         self._anchors: dict[str, Any] = {}
-        self._words: dict[str, str] = {}  # scalars as they are written, by anchor: an alias may be a key
+        self._words: dict[str, str] = {}  # scalars as written, by anchor: an alias may be a key
         self._budget = _MAX_NODES
 
     def document(self) -> Any:
@@ -102,7 +102,7 @@ class _Builder:
             yield self._value(event, depth + 1)
 
     def _mapping(self, depth: int) -> dict[str, Any]:
-        """Build a dict with string keys; merged keys come first, and own ones win."""
+        """Build a dict with string keys; merged keys come first, and its own keys win."""
         own: dict[str, Any] = {}
         merged: list[dict[str, Any]] | None = None
         while not isinstance(event := self._parser.get_event(), yaml.MappingEndEvent):
@@ -119,7 +119,7 @@ class _Builder:
         if merged is None:
             return own
         result: dict[str, Any] = {}
-        for one in (*reversed(merged), own):  # of what is merged, the first one wins
+        for one in (*reversed(merged), own):  # among merged keys, the first one wins
             result |= one
         return result
 

@@ -34,11 +34,11 @@ class FieldMap:
         self._getters = tuple((field, _compile(field, options)) for field, options in alternatives.items())
 
     def __call__(self, parts: Mapping[str, Any]) -> dict[str, Any]:
-        """Return {field: value}; raises FieldAccessError naming the field, its access and the parts that there are."""
+        """Return {field: value}; raises FieldAccessError naming the field, its access and the parts of the sample."""
         return {field: getter(parts) for field, getter in self._getters}
 
     def missing(self, parts: Mapping[str, Any], there: Iterable[str]) -> FieldAccessError | None:
-        """Return the error for the first field that is not in `parts`, naming all parts that are `there`."""
+        """Return the error for the first field missing from `parts`; it names all parts in `there`."""
         for field, getter in self._getters:
             try:
                 getter(parts)
@@ -76,7 +76,7 @@ def parse_access(access: str, *, where: str, field: str) -> tuple[Alternative, .
 
 
 def check_fields(field_map: FieldMap, sample_type: type, *, where: str) -> None:
-    """Check that a field map names fields of the sample type only, all that it requires, and parts that fit them.
+    """Check that a field map names only fields of the sample type, all required ones, and parts that fit them.
 
     Raises FieldMapError.
     """
@@ -108,7 +108,7 @@ def _fields_of(sample_type: type) -> dict[str, dataclasses.Field[Any]]:
 
 
 def check_kinds(field_map: FieldMap, sample_type: type, *, where: str) -> None:
-    """Check that no part's name says that it holds something else than what its field is declared as.
+    """Check that no part's extension contradicts the declared type of its field.
 
     Raises FieldMapError.
     """
@@ -135,14 +135,14 @@ def check_kinds(field_map: FieldMap, sample_type: type, *, where: str) -> None:
 
 
 def _kind_of_part(part: str) -> str:
-    """Return what a part is decoded to by its extension: a key of _DECODED, or "" where that is not known."""
+    """Return what a part is decoded to by its extension: a key of _DECODED, or "" if unknown."""
     name = part.removesuffix(".gz")
     extension = name.rpartition(".")[2]
     return _KINDS.get(extension) or kind_by_name(name) or ""
 
 
 def _refused(declared: Any) -> frozenset[str]:
-    """Return the kinds of parts that are certainly not what a field is declared as; none where that is not known."""
+    """Return the kinds of parts that certainly do not fit the declared type of a field; none if that is unknown."""
     text = declared if isinstance(declared, str) else getattr(declared, "__name__", "")
     refused = [
         _NOT_FOR.get(option.partition("[")[0].strip().rpartition(".")[2], frozenset())
@@ -153,7 +153,7 @@ def _refused(declared: Any) -> frozenset[str]:
 
 
 def _outside_brackets(text: str) -> list[str]:
-    """Split an annotation at each `|` that stands in no brackets."""
+    """Split an annotation at each `|` outside brackets."""
     options, depth = [""], 0
     for letter in text:
         depth += (letter == "[") - (letter == "]")
@@ -176,7 +176,7 @@ _KINDS = {
     **dict.fromkeys(("cls", "cls2", "id", "index", "inx"), "int"),
     **dict.fromkeys(("npy", "npz", "pth", "ten", "tb"), "array"),
 }
-# Only what cannot be meant: a text for a list, say, may be what an encoder expects.
+# Only what cannot be intended: an encoder may expect a text for a list, say.
 _NUMBER = frozenset({"image", "av", "array"})
 _NOT_FOR = {
     "Tensor": frozenset({"text", "int"}),

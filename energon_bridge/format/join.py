@@ -1,8 +1,8 @@
-"""Prepared datasets joined by sample key: one dataset of rows, how its rows are found, the file that keeps them.
+"""Datasets joined by sample key: the joined dataset, finding its rows, and the file that keeps them.
 
 The rows are the samples of the primary (the first dataset) in the order of its split, without excluded ones and
-without those that a `nonmatch: skip` drops. `rows[r, p]` is the place of the sample that dataset p gives to row r on
-the line of its split (its shards laid end to end), -1 where it has none.
+without those that a `nonmatch: skip` drops. `rows[r, p]` is the sample of dataset p in row r, as its place on the line
+of its split (its shards laid end to end); -1 if it has none.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class JoinedDataset:
 
     @property
     def is_crude(self) -> bool:
-        """Whether a sample of one of its datasets has no type, so that what the joiner makes may have none."""
+        """Whether one of its datasets is crude, so that the joiner's result may be crude."""
         return any(issubclass(part.dataset.sample_type, CrudeSample) for part in self.parts)
 
     @property
@@ -83,7 +83,7 @@ class JoinedDataset:
 
     @property
     def names(self) -> tuple[str, ...] | None:
-        """The names under which the joiner takes its samples; None if it takes them by position."""
+        """The names by which the joiner takes its samples; None if it takes them by position."""
         names = tuple(part.name for part in self.parts if part.name is not None)
         return names or None
 
@@ -115,31 +115,31 @@ def joined_dataset(
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Finding the rows of a join: the samples of a primary, with what the other datasets have under the same keys.
+# Finding the rows of a join: the samples of the primary, with the samples of the same keys in the other datasets.
 #
-# The shards of the primary are shared out in runs, to any number of processes; only arrays of whole numbers leave them.
+# The shards of the primary are divided among processes in runs; only arrays of integers come back.
 # Excluded samples and shards outside of the split part give no row in the primary, and count as missing in the others.
 # Rows that a `nonmatch: skip` drops are dropped before a `nonmatch: error` looks at the rest.
 
 
 _NAMED_KEYS = 5
 _RUN_SAMPLES = 1 << 18
-"""Samples of the primary in a piece of work: what a result takes, against what it costs to send out the work."""
+"""Samples of the primary per task, a balance between the memory of a result and the cost of a task."""
 
 Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Line:
-    """Where the samples of one dataset lie on the line of its split part.
+    """The places of one dataset's samples on the line of its split part.
 
     Attributes:
         index: Its key index.
-        nonmatch: What becomes of rows that it has no sample for.
-        numbers: For each shard of the line its number in `.info.json`, which is that of the key index.
-        firsts: For each shard of the line its place on it.
-        starts: For each shard of `.info.json` its place on the line, -1 if it is not in the split part.
-        counts: For each shard of `.info.json` its number of samples.
+        nonmatch: What to do with rows that it has no sample for.
+        numbers: For each shard of the line: its number in `.info.json` and in the key index.
+        firsts: For each shard of the line: its place.
+        starts: For each shard of `.info.json`: its place on the line, -1 if it is not in the split part.
+        counts: For each shard of `.info.json`: its number of samples.
         excluded: Places of the excluded samples, sorted.
     """
 
@@ -152,7 +152,7 @@ class _Line:
     excluded: IntArray
 
     def places(self, shards: IntArray, locals_: IntArray) -> IntArray:
-        """Return the places of samples, -1 for those that are not there (-1, -1), excluded or in another part."""
+        """Return the places of samples; -1 for those that are missing (-1, -1), excluded or in another split part."""
         if shards.size and (shards.max() >= self.counts.size or (locals_ >= self.counts[shards]).any()):
             raise _stale(self.index)
         found = np.where((shards >= 0) & (self.starts[shards] >= 0), self.starts[shards] + locals_, -1)
@@ -161,7 +161,7 @@ class _Line:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Found:
-    """The rows of some shards of the primary, and for each dataset how many keys it lacks, with some of them."""
+    """The rows of some shards of the primary; for each dataset, how many keys it lacks, and some of them."""
 
     rows: IntArray
     missing: list[int]
@@ -173,7 +173,7 @@ def find_rows(
 ) -> Iterator[IntArray]:
     """Yield the rows of a join, in order, shape (some rows, datasets) each.
 
-    `progress` gets the numbers of shards of the primary that are done and in all.
+    `progress` is called with the number of finished shards of the primary, and of all.
 
     Raises:
         KeyIndexError: A key index is damaged or older than its dataset.
@@ -289,7 +289,7 @@ def _stale(index: KeyIndex) -> KeyIndexError:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The file that keeps the rows of a join, so that they are looked up once.
+# The file that keeps the rows of a join, so that they are found once.
 #
 # Format, little-endian: a header of 64 bytes (magic `EBJOIN01`, the 32 bytes of the key, then as int64 the number of
 # datasets, the number of rows and the CRC-32 of what follows), then the rows, int64, shape (rows, datasets): what
@@ -297,9 +297,9 @@ def _stale(index: KeyIndex) -> KeyIndexError:
 # (content, split part and key index of each dataset in turn, and its nonmatch). So a join in another split, or of
 # data that changed, has a file of its own.
 #
-# Invariant: a file has its final name only when it is whole, and it is checked before it is used; one that is damaged
-# is written again. Processes that need the same one wait for the first where the file system has locks, and otherwise
-# do the work twice. It is mapped, not read: the processes of a machine share its pages.
+# Invariant: a file gets its final name only when it is complete, and it is checked before it is used; a damaged one is
+# written again. Processes that need the same file wait for the first one if the file system has locks, and otherwise do
+# the work twice. The file is memory-mapped: the processes of a machine share its pages.
 
 
 _MAGIC = b"EBJOIN01"
@@ -332,7 +332,7 @@ def open_index(
     num_workers: int = 1,
     progress: Progress = lambda done, total: None,
 ) -> JoinIndex:
-    """Return the rows of a join, from a file in one of the folders, or looked up and written to the first that can be.
+    """Return the rows of a join: from a file in one of the folders, or found now and written to the first writable one.
 
     Raises:
         EmptyDatasetError: No row is left.
@@ -378,7 +378,7 @@ def open_index(
 
 
 def remove_others(folder: str, keep: set[str]) -> list[str]:
-    """Remove the files of joins in a folder but those to `keep`, and what killed processes left; return their names."""
+    """Remove a folder's join files except those in `keep`, and leftovers of killed processes; return their names."""
     if not os.path.isdir(folder):
         return []
     kept = {os.path.basename(path) for path in keep}
@@ -423,7 +423,7 @@ def _append(file: BinaryIO, data: bytes) -> None:
 
 
 def _load(path: str, key: bytes, parts: Sequence[JoinPart]) -> JoinIndex | None:
-    """Return the rows in a file, None if it is not there or damaged."""
+    """Return the rows in a file; None if it is missing or damaged."""
     try:
         with open(path, "rb") as file:
             found = _mapped(file, key, parts, path=path)
@@ -462,7 +462,7 @@ def _mapped(file: BinaryIO, key: bytes, parts: Sequence[JoinPart], *, path: str 
 
 @contextlib.contextmanager
 def _locked(path: str) -> Iterator[None]:
-    """Hold a lock on a file of its own; where the file system has none, hold nothing."""
+    """Hold a lock on a lock file; without locks in the file system, hold nothing."""
     with open(path, "wb") as file:
         with contextlib.suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -473,7 +473,7 @@ def _locked(path: str) -> Iterator[None]:
 
 
 def _is_old(path: str) -> bool:
-    """Tell whether nobody can be writing a file any more."""
+    """Return whether a file is too old for anybody to be still writing it."""
     try:
         return time.time() - os.stat(path).st_mtime > _OLD_SECONDS
     except OSError:

@@ -1,11 +1,11 @@
 """JSONL files: a JSON object per line, each line a crude sample with the part `json`.
 
-Beside `x.jsonl` lies its index `x.jsonl.idx`, in the format of a `.tar.idx`: the offset of each sample, and the size of
+Beside `x.jsonl` is its index `x.jsonl.idx`, in the format of a `.tar.idx`: the offset of each sample, and the size of
 the file. Blank lines belong to the sample before them, those at the start to the first. There is no `.nv-meta` and no
-split; the key of a sample is its number. Source: reference section 1.11.
+split; the key of a sample is its number.
 
-A file without an index gets one when it is opened. One that no longer fits its index is refused: which sample is which
-would have changed under a run. The fingerprint hashes name, number of samples and size.
+A file without an index gets one when it is opened. A file that no longer fits its index raises an error, since samples
+might have changed their numbers during a run. The fingerprint hashes name, number of samples and size.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class JsonlDataset(PreparedDataset):
 
     @property
     def index_remedy(self) -> str:
-        """What to do about a wrong index."""
+        """Return what to do about a wrong index."""
         return f"Write it again with `energon prepare {self.path}`."
 
 
 def is_jsonl(path: str | os.PathLike[str]) -> bool:
-    """Tell whether a path names a JSONL file, by its name alone."""
+    """Return whether a path names a JSONL file, by its name alone."""
     return os.fspath(path).endswith(".jsonl")
 
 
@@ -117,7 +117,7 @@ def _locate(path: str | os.PathLike[str], files: OpenFiles | None = None) -> tup
 
 
 def _check_index(store: Store, name: str, *, size: int) -> int:
-    """Return the number of samples that the index has, if it is one of this file."""
+    """Return the number of samples in the index, after checking that it belongs to this file."""
     rel = index_name(name)
     length = store.size(rel)
     found = None

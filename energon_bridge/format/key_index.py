@@ -1,4 +1,4 @@
-"""`index.sqlite`: where the sample of a key is. Written when a dataset is prepared; training does not need it.
+"""`index.sqlite`: finds a sample by its key. Written when a dataset is prepared; training does not need it.
 
 Tables `samples(tar_file_id, sample_key UNIQUE, sample_index, byte_offset, byte_size)` and `sample_parts(tar_file_id,
 sample_index, part_name, content_byte_offset, content_byte_size)` with three indexes; a tar_file_id is the position of
@@ -30,18 +30,17 @@ from energon_bridge.rng import IntArray
 from energon_bridge.storage import LocalStore, Store
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Reading key indexes: which samples of one dataset have the keys of another's.
+# Reading key indexes, and matching the keys of one dataset with those of another.
 #
-# Invariant: a key index is opened read-only and as immutable, by one connection for each piece of work, so any number
-# of processes can share it and nothing is left open. One behind a URL is copied to a local file first. Format:
-# `key_index`.
+# Invariant: a key index is opened read-only and as immutable, with one connection per task, so any number of processes
+# can share it and nothing stays open. One behind a URL is copied to a local file first.
 
 
 _COPY_BYTES = 64 << 20
 _STEPS = 1_000_000
-"""Steps of sqlite's machine between two looks at the clock; a lookup takes some dozens."""
+"""Steps of sqlite's virtual machine between two checks of the time limit; a lookup takes a few dozen."""
 _PIECE_SECONDS = 3600.0
-"""Time for one piece of work, such as matching the keys of a shard."""
+"""Seconds allowed for one task, such as matching the keys of a shard."""
 
 _MATCHES = """
     SELECT own.sample_index, COALESCE(other.tar_file_id, -1), COALESCE(other.sample_index, -1)
@@ -51,7 +50,7 @@ _MATCHES = """
 
 
 def key_index_version(store: Store) -> list[str | int]:
-    """Return what changes when the key index of a dataset is written again: its `index.uuid` and its size in bytes.
+    """Return the version of a key index, which changes when it is rewritten: its `index.uuid` and its size in bytes.
 
     Raises:
         KeyIndexError: The dataset has no key index.
@@ -69,14 +68,14 @@ def key_index_version(store: Store) -> list[str | int]:
 
 
 class KeyIndex(NamedTuple):
-    """A key index as a local file, and the dataset that it belongs to."""
+    """A key index as a local file, with its dataset."""
 
     path: str
     dataset: str
 
 
 def local_key_index(store: Store, scratch: str) -> KeyIndex:
-    """Return the key index of a dataset, copied to the file `scratch` if it lies behind a URL.
+    """Return the key index of a dataset, copied to the file `scratch` if it is behind a URL.
 
     Raises:
         KeyIndexError: It is damaged, or of an old release that did not check that keys are unique.
@@ -94,7 +93,7 @@ def local_key_index(store: Store, scratch: str) -> KeyIndex:
 
 
 def copy_key_index(store: Store, path: str) -> None:
-    """Copy the key index of a dataset to a local file, a bounded part at a time."""
+    """Copy the key index of a dataset to a local file, in pieces of bounded size."""
     rel = meta_path(INDEX_SQLITE)
     size = store.size(rel)
     with open(path, "wb") as file:
@@ -122,7 +121,7 @@ def matches(own: KeyIndex, other: KeyIndex, shard: int) -> IntArray:
 
 
 def find_keys(index: KeyIndex, keys: Sequence[str]) -> list[tuple[int, int] | None]:
-    """Return (shard number, number in the shard) of each key, None for one that is not there."""
+    """Return (shard number, number in the shard) of each key; None for a missing key."""
     query = "SELECT tar_file_id, sample_index FROM samples WHERE sample_key = ?"
     with _connected(index) as connection:
         return [connection.execute(query, (key,)).fetchone() for key in keys]
@@ -144,7 +143,7 @@ def keys_of_shard(index: KeyIndex, shard: int) -> list[str]:
 
 @contextmanager
 def _connected(own: KeyIndex, other: KeyIndex | None = None) -> Iterator[sqlite3.Connection]:
-    """Open a key index, with another attached as `other`; what goes wrong inside is a KeyIndexError."""
+    """Open a key index, with another one attached as `other`; errors inside the block become KeyIndexErrors."""
     try:
         with closing(sqlite3.connect(sqlite_uri(own.path), uri=True)) as connection:
             limit_time(connection, _PIECE_SECONDS)
@@ -162,7 +161,7 @@ def _connected(own: KeyIndex, other: KeyIndex | None = None) -> Iterator[sqlite3
 
 
 def check_table(connection: sqlite3.Connection, schema: str, name: str) -> None:
-    """Raise sqlite3.DatabaseError unless a name is that of a table of stored values: a view may never end."""
+    """Raise sqlite3.DatabaseError unless a name is that of a plain table: querying a view might never end."""
     query = f"SELECT sql FROM {schema}.sqlite_master WHERE type = 'table' AND name = ?"
     row = connection.execute(query, (name,)).fetchone()
     if row is None or not re.match(r"CREATE TABLE\b", str(row[0]), re.IGNORECASE):
@@ -172,7 +171,7 @@ def check_table(connection: sqlite3.Connection, schema: str, name: str) -> None:
 
 
 def limit_time(connection: sqlite3.Connection, seconds: float) -> None:
-    """Let what a connection runs from now on end in sqlite3.OperationalError ("interrupted") after some time."""
+    """Make queries of a connection raise sqlite3.OperationalError ("interrupted") after some time."""
     deadline = time.monotonic() + seconds
     connection.set_progress_handler(lambda: time.monotonic() > deadline, _STEPS)
 
@@ -183,7 +182,7 @@ def sqlite_uri(path: str) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# `index.sqlite`: which shard and bytes a sample key has, for looking samples up by key. Training does not need it.
+# Writing `index.sqlite`.
 
 
 _TABLES = (
@@ -237,13 +236,13 @@ class KeyIndexWriter:
                 self._connection.execute(statement)
 
     def take_over(self, old: str, shards: Sequence[str], kept: Collection[str], *, media: bool) -> None:
-        """Take over the rows of some shards from an earlier key index, before anything is added.
+        """Copy the rows of some shards from an earlier key index, before anything is added.
 
         Args:
             old: Path of that index, which stays as it is.
             shards: Its shards, in their order.
             kept: Names of those that have not changed.
-            media: Whether the media metadata may come along; else there is none afterwards.
+            media: Copy the media metadata, too; otherwise the new index has none.
         """
         if list(self._shards[: len(shards)]) == list(shards) and len(kept) == len(shards):
             self._connection.close()
@@ -284,9 +283,9 @@ class KeyIndexWriter:
                 raise self._duplicate(shard, scan) from error
 
     def keep_media_tables(self, old: str | os.PathLike[str]) -> None:
-        """Take over the media metadata of the key index that this one replaces, as preparing again does not make it."""
+        """Copy the media metadata of the index that this one replaces, since preparing again does not make it."""
         if self._continued:
-            return  # they are in the copy
+            return  # they were copied with it
         query = "SELECT name, sql FROM old.sqlite_master WHERE type = 'table' AND name IN (?, ?)"
         with self._reading(os.fspath(old)):
             for name, create in self._connection.execute(query, _MEDIA_TABLES).fetchall():
@@ -295,9 +294,9 @@ class KeyIndexWriter:
                 self._connection.execute(f"INSERT INTO main.{name} SELECT * FROM old.{name}")
 
     def add_media(self, rows: Iterable[Sequence[str]]) -> None:
-        """Add media metadata as rows of (key, type, JSON); `energon prepare-media` would note the time, this does not.
+        """Add media metadata as rows of (key, type, JSON).
 
-        The same rows then give the same file.
+        Unlike `energon prepare-media`, this records no time, so that the same rows give the same file.
         """
         with self._writing():
             create_media_tables(self._connection)
@@ -323,7 +322,7 @@ class KeyIndexWriter:
 
     @contextmanager
     def _writing(self, doing: str = "") -> Iterator[None]:
-        """Turn what sqlite complains of into a StorageError."""
+        """Turn errors of sqlite into a StorageError."""
         try:
             yield
         except (sqlite3.Error, UnicodeDecodeError, OSError) as error:  # names in a damaged file need not be text

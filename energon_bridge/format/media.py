@@ -1,9 +1,9 @@
-"""Which files are media, and what is known of them without decoding: sizes of images, lengths of videos and sound.
+"""Media metadata: which files are media, and their sizes and lengths, known without decoding them.
 
-They stand in `index.sqlite`, in the table `media_metadata(entry_key PRIMARY KEY, metadata_type, metadata_json)`: the
-key is `<sample key>.<part>` in a dataset and the path in a folder of files, the type `image` or `av`, and the JSON is
-compact and leaves out what is not known. `media_filters(filter_id, strategy, patterns, created_at_utc)` says by which
-filters the files were chosen. Source: reference sections 1.5, 1.9 and 1.10.
+It is stored in `index.sqlite`, in the table `media_metadata(entry_key PRIMARY KEY, metadata_type, metadata_json)`. The
+key is `<sample key>.<part>` in a dataset and the path in a folder of files, the type is `image` or `av`, and the JSON
+is compact and omits unknown values. `media_filters(filter_id, strategy, patterns, created_at_utc)` has the filters by
+which the files were chosen.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class ImageMetadata:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AVMetadata:
-    """Video and sound of one file; durations in seconds, None what it does not have or say."""
+    """Video and sound of one file; durations in seconds, None for what it lacks or does not record."""
 
     video_duration: float | None = None
     video_num_frames: int | None = None
@@ -71,7 +71,7 @@ def read_metadata(kind: str, text: str, *, where: str) -> MediaMetadata:
     try:
         values = json.loads(text)
         names = {field.name for field in fields(cls)}
-        # Newer releases may know more; what this one does not know is left.
+        # Newer releases may have more fields, which are ignored here.
         return cls(**{name: value for name, value in values.items() if name in names})
     except (ValueError, TypeError, AttributeError) as error:
         raise MediaMetadataError(f"{where}: cannot be read: {error}. Run `energon prepare-media` again.") from error
@@ -86,13 +86,13 @@ def metadata_row(metadata: MediaMetadata) -> tuple[str, str]:
 
 
 def create_media_tables(connection: sqlite3.Connection) -> None:
-    """Create the two tables where they are not there yet."""
+    """Create the two tables if they do not exist yet."""
     for statement in _TABLES:
         connection.execute(statement)
 
 
 def write_media(connection: sqlite3.Connection, rows: Iterable[tuple[str, MediaMetadata]]) -> None:
-    """Write the metadata of some files by their keys, over what is known of them."""
+    """Write the metadata of some files by key, replacing earlier entries."""
     write_media_rows(connection, ((key, *metadata_row(found)) for key, found in rows))
 
 
@@ -104,7 +104,7 @@ def write_media_rows(connection: sqlite3.Connection, rows: Iterable[Sequence[str
 def note_filter(
     connection: sqlite3.Connection, strategy: str, patterns: str, *, created_at_utc: str | None = None
 ) -> None:
-    """Note that files were chosen by a filter; once, however often it was used. The time is now, if none is given."""
+    """Record a filter by which files were chosen, once, however often it was used; the default time is now."""
     connection.execute(
         "INSERT OR IGNORE INTO media_filters (strategy, patterns, created_at_utc) "
         "VALUES (?, ?, COALESCE(?, CURRENT_TIMESTAMP))",
@@ -122,7 +122,7 @@ MediaKind = Literal["image", "av"]
 Strategy = Literal["EXTENSION", "HEADER", "GLOB"]
 
 HEAD_BYTES = 64
-"""As many first bytes tell the kind of a file."""
+"""The first bytes of a file needed to find out its kind."""
 
 _IMAGES = frozenset(["bmp", "gif", "ico", "j2k", "jp2", "jpx", "jpeg", "jpg", "png", "tif", "tiff", "webp"])
 _AV = frozenset(["aac", "avi", "flac", "m4a", "m4v", "mkv", "mov", "mp3", "mp4", "ogg", "wav", "webm"])
@@ -154,9 +154,9 @@ _AUDIO_FRAMES = (0xF1, 0xF2, 0xF3, 0xF9, 0xFA, 0xFB)  # the second byte, after 0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediaFilter:
-    """Says which files are media: `EXTENSION`, `HEADER`, or `GLOB` with patterns separated by commas.
+    """Selects media files: by `EXTENSION`, by `HEADER`, or by `GLOB` with patterns separated by commas.
 
-    Raises ConfigurationError for another strategy, and patterns that are missing or not of use.
+    Raises ConfigurationError for another strategy, and for patterns that are missing or have no effect.
     """
 
     strategy: Strategy
@@ -171,7 +171,7 @@ class MediaFilter:
 
     @property
     def reads_files(self) -> bool:
-        """Whether names alone do not tell."""
+        """Whether the strategy needs the first bytes of files."""
         return self.strategy == "HEADER"
 
     def may_pass(self, name: str) -> bool:
@@ -183,7 +183,7 @@ class MediaFilter:
         return self.reads_files or kind_by_name(name) is not None
 
     def kind_of(self, name: str, head: bytes) -> MediaKind | None:
-        """Return the kind of a file that may pass, None if it is no media; `head` are its first HEAD_BYTES."""
+        """Return the kind of a file that may pass; None if it is no media. `head` are its first HEAD_BYTES."""
         by_name, by_head = kind_by_name(name), kind_by_head(head)
         return by_head or by_name if self.reads_files else by_name or by_head
 
@@ -192,13 +192,13 @@ class MediaFilter:
 
 
 def kind_by_name(name: str) -> MediaKind | None:
-    """Return the kind that the extension of a name tells."""
+    """Return the kind of a file by the extension of its name."""
     extension = name.rpartition(".")[2].lower()
     return "image" if extension in _IMAGES else "av" if extension in _AV else None
 
 
 def kind_by_head(head: bytes) -> MediaKind | None:
-    """Return the kind that the first bytes of a file tell."""
+    """Return the kind of a file by its first bytes."""
     for offset, magic, kind in _MAGIC:
         if head.startswith(magic, offset) and (offset != 8 or head.startswith(b"RIFF")):
             return kind
@@ -227,7 +227,7 @@ _EXTENSIONS: tuple[tuple[int, bytes, str], ...] = (
 
 
 def extension_by_head(head: bytes) -> str | None:
-    """Return the usual extension of a file that begins like this, None if it is not known."""
+    """Return the usual extension of a file by its first bytes; None if unknown."""
     for offset, magic, extension in _EXTENSIONS:
         if head.startswith(magic, offset):
             return extension

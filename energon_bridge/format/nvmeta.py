@@ -39,7 +39,7 @@ from energon_bridge.storage import Store
 _RANGE = re.compile(r"(-?[0-9]+)\.\.(-?[0-9]+)(?:\.\.(-?[0-9]+))?")
 _LETTERS = re.compile(r"([A-Za-z])\.\.([A-Za-z])(?:\.\.(-?[0-9]+))?")
 _NUMBER = re.compile(r"([0-9]+)")
-_MAX_NAMES = 2_000_000  # more shards than anyone has; a few characters can ask for any number
+_MAX_NAMES = 2_000_000  # more shards than anyone has, since a few characters can ask for any number
 _MAX_CHARACTERS = 200_000_000
 _PLAIN = re.compile(r"[^{},\\]+")
 _SPECIAL = re.compile(r"([{},\\])")
@@ -162,7 +162,7 @@ def _expression(run: list[list[str]], slot: int) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The files of `.nv-meta` that say which shards there are and how they are split: `.info.json` and `split.yaml`.
+# `.info.json` and `split.yaml`: the shards and their split.
 
 
 META_FOLDER = ".nv-meta"
@@ -177,7 +177,7 @@ DEFAULT_DATASET_CONFIG = "dataset.yaml"
 # The release of energon whose formats are written, and what wrote them; energon's readers take any text here.
 FORMAT_VERSION = f"7.4.1+energon-bridge.{__version__}"
 _MAX_COUNT = 1 << 48
-"""More samples than a shard can have: a sample takes 512 bytes at least, and sums of counts stay exact in 64 bits."""
+"""More samples than a shard can have (a sample takes at least 512 bytes); sums of counts stay exact in 64 bits."""
 _OWN_VERSION = re.compile(r"(?P<format>.+)\+energon-bridge\.(?P<version>.+)")
 
 
@@ -228,7 +228,7 @@ class Splits:
 
 
 def prepared_by(energon_version: str | None) -> str:
-    """Say for people which program wrote an `.info.json` with this `energon_version`."""
+    """Return a text that names the program that wrote an `.info.json` with this `energon_version`."""
     if energon_version is None:
         return "unknown"
     own = _OWN_VERSION.fullmatch(energon_version)
@@ -259,7 +259,7 @@ def read_info(store: Store) -> DatasetInfo:
 
 
 def not_prepared(root: str) -> NotPreparedError:
-    """Return the error for a folder without `.nv-meta`, which may hold tars or what is still to become some."""
+    """Return the error for a folder without `.nv-meta`: it may hold tars to prepare, or files to convert first."""
     return NotPreparedError(
         f"{root}: not prepared, there is no {meta_path(INFO_JSON)}. Run `energon prepare {root}` if it holds tars, or "
         f"`energon convert {root} OUT` if it holds pictures, JSON, CSV or parquet files."

@@ -1,4 +1,4 @@
-"""The same work on many shards: in processes of this machine, or by an engine; results in the order of the shards."""
+"""Runs a function over many shards, in processes of this machine or by an engine; results keep the order."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Result = TypeVar("Result")
 
 
 class Engine(Protocol):
-    """What else may work on shards than processes of this machine, such as a cluster."""
+    """Anything else that can work on shards, such as a cluster."""
 
     def map_shards(self, function: Callable[[Item], Result], items: Sequence[Item]) -> Generator[Result, None, None]:
         """Yield `function(item)` for every item, in their order; raise what it raises for the first such item."""

@@ -1,14 +1,14 @@
-"""One sample in a tar: how names become key and parts, and its parts from the bytes of its range (the hot path).
+"""Samples in tars: splits member names into key and part, and the bytes of a sample into its parts (the hot path).
 
 A tar is a row of 512-byte blocks. A member is a header block (name at 0, size in octal at 124, checksum at 148, type
 at 156, magic at 257, name prefix at 345) and its content, padded to whole blocks. GNU `L` members and PAX `x` members
 carry a long name (PAX: also the size) for the member that follows. Field meanings are those of Python's `tarfile`,
 which Megatron Energon reads with, so that both see the same names.
 
-Plain samples, which are nearly all, are split by `_tar.c` where that was compiled.
+Plain samples, which are nearly all, are split by `_tar.c` if it was compiled.
 
-Invariant: all members of a range that belong to a sample have the sample's key; anything else means that index and tar
-do not fit, and raises CorruptShardError.
+Invariant: all members in the range of a sample have the sample's key; otherwise index and tar do not belong together,
+and CorruptShardError is raised.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ from energon_bridge.errors import CorruptShardError
 from energon_bridge.storage.ranges import ByteRange
 
 # ---------------------------------------------------------------------------------------------------------------------
-# How a tar member's name becomes a sample key and a part name.
+# Splitting a member name into sample key and part name.
 #
 # The key is the folder plus the base name up to its first dot, the part is the rest: `a/b.c/x.seg.png` has key
 # `a/b.c/x` and part `seg.png`. Names without a dot in the base name belong to no sample, and neither do names that
-# start with a component like `__meta__`. Same rules as Megatron Energon 7.4 (reference section 1.2); its pattern is
-# the format.
+# start with a component like `__meta__`. The rules are those of Megatron Energon 7.4, whose pattern defines the format.
 
 
 _MEMBER = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")
@@ -48,7 +47,7 @@ def split_member_name(name: str) -> tuple[str, str] | None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Parts of one sample from the bytes of its range in a tar: the hot path of reading.
+# The parts of one sample, from the bytes of its range in a tar: the hot path of reading.
 
 
 try:
@@ -123,10 +122,9 @@ def parse_sample(
 def next_member(view: memoryview, position: int, *, where: str, base: int = 0, verify: bool = True) -> Member | None:
     """Read the member that starts at `position`, with the GNU and PAX headers in front of it.
 
-    Returns None at a zero block (end of the archive). `base` is the offset of `view` in the tar: positions are of the
-    view, offsets in errors of the tar. `verify=False` trusts a header with the ustar magic without adding up its
-    checksum. Raises NeedMoreBytes if headers go on behind the view, CorruptShardError for a
-    block that is no header.
+    Returns None at a zero block (end of the archive). `base` is the offset of `view` in the tar: positions count in the
+    view, offsets in errors count in the tar. `verify=False` trusts a header with the ustar magic without checking its
+    checksum. Raises NeedMoreBytes if headers continue behind the view, CorruptShardError for a block that is no header.
     """
     start = position
     long_name: str | None = None
@@ -187,7 +185,7 @@ def next_member(view: memoryview, position: int, *, where: str, base: int = 0, v
 
 
 class NeedMoreBytes(CorruptShardError):  # noqa: N818 - a request to the caller that can read on, an error to others
-    """The headers of a member go on behind the end of the view; `needed` is the length of view that they take."""
+    """The headers of a member continue behind the end of the view; `needed` is the length of view they need."""
 
     def __init__(self, message: str, *, needed: int = 0) -> None:
         super().__init__(message)
@@ -195,7 +193,7 @@ class NeedMoreBytes(CorruptShardError):  # noqa: N818 - a request to the caller 
 
 
 def check_header(header: bytes, *, where: str, offset: int) -> None:
-    """Raise CorruptShardError unless the checksum of a header block fits; old tars added up signed bytes."""
+    """Raise CorruptShardError unless the checksum of a header block is right; old tars summed signed bytes."""
     try:
         expected = int(header[148:156].partition(b"\0")[0].strip() or b"0", 8)
     except ValueError:
@@ -233,7 +231,7 @@ def _number(field: bytes, *, where: str, offset: int) -> int:
 
 
 def _pax_records(body: bytes, *, where: str, offset: int) -> dict[str, str]:
-    """Parse PAX records, each `<length> <name>=<value>` and a line end, length counting the whole record."""
+    """Parse PAX records: each is `<length> <name>=<value>` and a line end; length counts the whole record."""
     records: dict[str, str] = {}
     position = 0
     while position < len(body) and body[position]:
@@ -254,15 +252,15 @@ def _pax_size(text: str, *, where: str, offset: int) -> int:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Parts of one large sample in a tar without reading them all: headers and small parts are read, large ones are named.
+# The parts of one large sample, without reading all of them: small parts are read, large ones become ranges.
 #
-# The counterpart of `parse_sample` for samples of which most bytes may never be needed, such as videos.
+# The counterpart of `parse_sample` for samples whose bytes may mostly never be needed, such as videos.
 
 
 def open_sample(
     sample: ByteRange, *, parts: frozenset[str] | None = None, keep: Callable[[str], bool]
 ) -> tuple[str, dict[str, bytes | ByteRange]]:
-    """Return the key of a sample and its parts, in the order of the tar: bytes, or a range where `keep(name)` says so.
+    """Return key and parts of a sample, in the order of the tar: bytes, or a range for parts that `keep(name)` accepts.
 
     `parts` limits what is returned to these part names. Raises CorruptShardError if the range holds no tar members of
     one sample, StorageError.
@@ -296,7 +294,7 @@ def open_sample(
 
 
 def _member_at(sample: ByteRange, position: int) -> Member | None:
-    """Return the member whose headers begin at a position, with offsets from there; None at a zero block."""
+    """Return the member whose headers begin at a position, with offsets relative to it; None at a zero block."""
     length = BLOCK
     while True:
         length = min(length, sample.size - position)

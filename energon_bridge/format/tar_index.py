@@ -1,8 +1,7 @@
-"""The `.tar.idx` next to each tar, which says where its samples are, and the scan of all headers that makes it.
+"""The `.tar.idx` next to each tar, which has the offsets of its samples, and the header scan that makes it.
 
 Format: unsigned 64-bit little-endian integers without a header: the offset of the first header block of each sample,
 then the offset behind the last member; n samples take 8 * (n + 1) bytes. Sample i is bytes `[index[i], index[i + 1])`.
-Source: reference section 1.4.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ def index_name(shard: str) -> str:
 
 
 def encode_index(offsets: Sequence[int] | array[int] | np.ndarray) -> bytes:
-    """Write offsets (of each sample, and of the end) as the content of an index file."""
+    """Encode offsets (of each sample, and of the end) as the content of an index file."""
     return np.asarray(offsets, dtype=_OFFSET).tobytes()
 
 
@@ -51,7 +50,7 @@ def load_index(store: Store, shard: str, *, count: int, size: int, remedy: str) 
             f"{remedy}"
         )
     offsets = np.frombuffer(data, dtype=_OFFSET)
-    # Compared as they are: a difference of unsigned numbers would wrap around.
+    # Compared directly, since a difference of unsigned numbers would wrap around.
     if count and bool((offsets[1:] <= offsets[:-1]).any()):
         sample = int(np.argmax(offsets[1:] <= offsets[:-1]))
         raise CorruptShardError(
@@ -66,10 +65,10 @@ def load_index(store: Store, shard: str, *, count: int, size: int, remedy: str) 
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# A walk through all headers of a tar: what preparing needs and training never does.
+# The scan of all headers of a tar, for `energon prepare`; training never scans.
 #
-# Small members are read in large buffers, large ones are stepped over: the window grows and shrinks with the number of
-# members that it held. Every header's checksum is verified, and a defect is reported with its byte offset.
+# Small members are read in large buffers, large ones are skipped: the window grows and shrinks with the number of
+# members in it. Every header's checksum is verified, and a defect is reported with its byte offset.
 
 
 _MIN_WINDOW = 4 << 10
@@ -103,7 +102,7 @@ class ShardScan:
 def scan_tar(store: Store, rel: str) -> ShardScan:
     """Walk all headers of a tar; raises CorruptShardError naming the shard and the byte offset of the defect.
 
-    A tar without samples is an error too: nothing could be read from it.
+    A tar without samples is an error, too.
     """
     where = store.url(rel)
     size = store.size(rel)
@@ -134,8 +133,8 @@ def scan_tar(store: Store, rel: str) -> ShardScan:
 def _scan_buffer(scan: ShardScan, buffer: bytes, *, base: int, size: int, where: str) -> tuple[int, int]:
     """Take the members that start in `buffer` into `scan`.
 
-    Returns the position (relative to the buffer, possibly behind it) where the walk goes on, and the number of bytes
-    that it needs there; 0 says that the archive ends there.
+    Returns the position (relative to the buffer, possibly behind it) where the scan continues, and the number of bytes
+    it needs there; 0 means the end of the archive.
     """
     keys, offsets = scan.keys, scan.offsets
     part_samples, part_names = scan.part_samples, scan.part_names
@@ -188,14 +187,14 @@ def _scan_buffer(scan: ShardScan, buffer: bytes, *, base: int, size: int, where:
             keys.append(key)
             offsets.append(base + start)
         part_samples.append(index)
-        part_names.append(sys.intern(part))  # few names, many members: equal ones travel once
+        part_names.append(sys.intern(part))  # few names, many members: equal strings cross once
         part_offsets.append(base + content)
         part_sizes.append(content_size)
     return position, BLOCK
 
 
 def _checksum_fits(header: bytes) -> bool:
-    """Compare the checksum of a header by way of Adler-32, whose low half is one plus the sum of the bytes."""
+    """Check the checksum of a header by Adler-32, whose low half is one plus the sum of the bytes."""
     try:
         expected = int(header[148:154], 8)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Delivering: workers, prefetch, the delivered state, save and restore.
+"""Delivery: workers, prefetch, the delivered state, save and restore.
 
-Nothing is imported here: the modules that only read states (`document`, `summary`, `state_files`) need no torch.
+Nothing is imported here, so that the modules that only read states (`document`, `summary`) need no torch.
 """

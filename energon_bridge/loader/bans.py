@@ -1,4 +1,4 @@
-"""Bans of a run: the keys that a loader is given become the banned samples of its leaves, looked up once."""
+"""Bans of a run: keys given to a loader become banned samples of its leaves, looked up once."""
 
 from __future__ import annotations
 
@@ -24,23 +24,22 @@ from energon_bridge.rng import IntArray
 from energon_bridge.storage import open_store
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The samples of a dataset that have some keys: looked up in its key index, or in the headers of its shards.
+# Samples by key: looked up in the key index of a dataset, or in the headers of its shards.
 
 
 logger = logging.getLogger(__name__)
 
 _MANY = 100
-"""Shards whose search takes long enough to speak of it."""
+"""Log a message if at least this many shards have to be searched, since that takes a while."""
 
 
 def samples_by_key(dataset: PreparedDataset | JoinedDataset, keys: Collection[str]) -> dict[str, IntArray]:
-    """Return for each key that a dataset has the indices of its samples, rising; of a join, of its rows.
+    """Return for each key that a dataset has the indices of its samples (of a join: of its rows), ascending.
 
-    The key of a row of a join is that of its primary, the key of a line of a JSONL file or of a row of a
-    table its number.
+    The key of a join's row is that of its primary; the key of a JSONL line or of a table row is its number.
 
     Raises:
-        KeyIndexError: The key index cannot be read, or is not that of the dataset.
+        KeyIndexError: The key index cannot be read, or belongs to another dataset.
         CorruptShardError: There is no key index, and a shard is damaged.
     """
     if isinstance(dataset, JoinedDataset):
@@ -84,7 +83,7 @@ def _looked_up(dataset: PreparedDataset, keys: list[str], firsts: list[int]) -> 
     shards = list(read_info(dataset.store).shard_counts)
     with tempfile.TemporaryDirectory(prefix="energon-keys-") as scratch:
         found = find_keys(local_key_index(dataset.store, str(Path(scratch) / INDEX_SQLITE)), keys)
-    places: dict[str, list[int]] = {}  # a split may list a shard twice, and leave others out
+    places: dict[str, list[int]] = {}  # a split may list a shard twice and omit others
     for place, shard in enumerate(dataset.shard_names):
         places.setdefault(shard, []).append(place)
     for key, one in zip(keys, found, strict=True):
@@ -101,20 +100,28 @@ def _looked_up(dataset: PreparedDataset, keys: list[str], firsts: list[int]) -> 
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Bans of a run: the keys that a loader is given become the banned samples of its leaves, looked up once.
+# The bans.
 
 
 _NAMED = 5
 
 
 def load_keys(path: str | os.PathLike[str]) -> list[str]:
-    """Return the keys in a text file: one on each line; blank lines, and lines that begin with `#`, are left out.
+    r"""Return the keys in a text file, one per line; blank lines and lines that begin with `#` are ignored.
+
+    Examples:
+        >>> written = Path("withdrawn.txt").write_text("train-00003\n# found by the licence check\ntrain-00017\n")
+        >>> load_keys("withdrawn.txt")
+        ['train-00003', 'train-00017']
+        >>> loader = get_savable_loader(get_train_dataset("data/captions", batch_size=4))
+        >>> loader.ban(load_keys("withdrawn.txt"))
+        0
 
     Args:
-        path: Of the file, or its URL.
+        path: Path or URL of the file.
 
     Raises:
-        StorageError: It cannot be read, or is not UTF-8.
+        StorageError: The file cannot be read, or is not UTF-8.
     """
     where = os.fspath(path)
     folder, _, name = (where if "://" in where else os.path.abspath(os.path.expanduser(where))).rpartition("/")
@@ -131,10 +138,10 @@ Found = dict[str, IntArray]
 
 
 def leaves_of_path(leaves: Sequence[OpenLeaf], path: str) -> list[OpenLeaf]:
-    """Return the leaves of a mix that are of the dataset with a path; without one, all.
+    """Return the leaves of the dataset at a path; all leaves if no path is given.
 
     Raises:
-        ConfigurationError: There is none.
+        ConfigurationError: The mix has no such dataset.
     """
     found = [leaf for leaf in leaves if path in ("", leaf.dataset.path)]
     if not found:
@@ -145,7 +152,7 @@ def leaves_of_path(leaves: Sequence[OpenLeaf], path: str) -> list[OpenLeaf]:
 
 
 def look_up(leaves: Sequence[OpenLeaf], keys: Sequence[str]) -> list[Found]:
-    """Return the samples by key of the dataset of each leaf; keys that it does not have are left out."""
+    """Return the samples by key of each leaf's dataset; keys that a dataset does not have are left out."""
     known: dict[tuple[str, str, str], Found] = {}
     found = []
     for leaf in leaves:
@@ -160,7 +167,7 @@ def look_up(leaves: Sequence[OpenLeaf], keys: Sequence[str]) -> list[Found]:
 def with_found(
     banned: Mapping[str, LeafBans], leaves: Sequence[OpenLeaf], found: Sequence[Found], start: int
 ) -> dict[str, LeafBans]:
-    """Return what is banned, by identity, with the samples found in some leaves, from a global draw on."""
+    """Return the banned samples by identity, with those found in some leaves added from a global draw on."""
     more = dict(banned)
     for leaf, of_leaf in zip(leaves, found, strict=True):
         samples = np.concatenate([np.empty(0, dtype=np.int64), *of_leaf.values()])
@@ -171,10 +178,10 @@ def with_found(
 
 
 def check_left(banned: Mapping[str, LeafBans], leaves: Sequence[OpenLeaf]) -> None:
-    """Refuse bans that leave nothing of a mix.
+    """Check that bans leave something of a mix.
 
     Raises:
-        EmptyDatasetError: They do.
+        EmptyDatasetError: They leave nothing.
     """
     if all(leaf.identity in banned and banned[leaf.identity].samples.size == leaf.num_samples for leaf in leaves):
         total = sum(leaf.num_samples for leaf in leaves)
@@ -182,9 +189,9 @@ def check_left(banned: Mapping[str, LeafBans], leaves: Sequence[OpenLeaf]) -> No
 
 
 def banned_of(saved: SavedRun, bans: Sequence[Ban], leaves: Sequence[OpenLeaf]) -> dict[str, LeafBans]:
-    """Return what is banned of the leaves of a mix that goes on from a state, by identity.
+    """Return the banned samples of a mix that continues from a state, by identity.
 
-    The state says it of the leaves that it has; the keys of bans are looked up in the others.
+    For leaves in the state they are known; in new leaves the banned keys are looked up.
     """
     here, there = {leaf.identity for leaf in leaves}, {row["identity"] for row in saved.leaves if not row["parked"]}
     banned = {identity: found for identity, found in saved.banned.items() if identity in here}
@@ -200,7 +207,7 @@ def _paths(leaves: Sequence[OpenLeaf]) -> str:
 
 
 def moved_bans(saved: SavedRun, leaves: Sequence[OpenLeaf]) -> tuple[Ban, ...]:
-    """Return the bans of a state, those of a single dataset under the path that it has now."""
+    """Return the bans of a state, with the present paths of datasets that have moved."""
     paths = {leaf.identity: leaf.dataset.path for leaf in leaves}
     now = {row["path"]: paths[row["identity"]] for row in saved.leaves if row["identity"] in paths}
     bans: tuple[Ban, ...] = ()
@@ -210,10 +217,10 @@ def moved_bans(saved: SavedRun, leaves: Sequence[OpenLeaf]) -> tuple[Ban, ...]:
 
 
 def checked_keys(keys: Iterable[str]) -> list[str]:
-    """Return keys as a list; refuse what is none.
+    """Return keys as a list, checked.
 
     Raises:
-        ConfigurationError: It is one string, or something in it is none, or empty.
+        ConfigurationError: It is a single string, or an entry is not a string or is empty.
     """
     if isinstance(keys, str | bytes) or not isinstance(keys, Iterable):
         raise ConfigurationError(
@@ -227,6 +234,6 @@ def checked_keys(keys: Iterable[str]) -> list[str]:
 
 
 def named_keys(keys: Sequence[str]) -> str:
-    """Name the first of some keys, and say how many there are."""
+    """Name the first few keys and how many there are."""
     shown = ", ".join(map(repr, keys[:_NAMED]))
     return shown if len(keys) <= _NAMED else f"{shown} and {len(keys) - _NAMED} more"

@@ -1,4 +1,4 @@
-"""The description of a run's data: its leaves and every setting that the order depends on, checked; nothing is open."""
+"""The description of a run's data: its leaves and all settings that the order depends on, checked; nothing is open."""
 
 from __future__ import annotations
 
@@ -27,23 +27,22 @@ from energon_bridge.topology import WorkerConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
-    """What is loaded, by whom, and how it is put together.
+    """The data of a run and the settings of its stream: frozen, checked, and without anything open.
 
     Args:
-        leaves: The opened leaves, in order of the mix.
+        leaves: The leaves, in the order of the mix.
         mix: How they are combined.
         finite: One pass at a time (validation, or training with `repeat=False`) instead of an endless stream.
-        shuffled: Whether a pass of a finite stream has an order of its own (training) or the datasets' (validation).
-        virtual_epoch_length: Steps after which an iterator over training data ends; the next one goes on.
+        shuffled: Whether a finite pass is shuffled (training) or in dataset order (validation).
+        virtual_epoch_length: Steps after which an iterator over training data ends; the next one continues.
         limit: Steps after which a pass over validation data ends.
-        cache_pool: Where files that are needed later are kept.
-        error_policy: What becomes of samples that fail.
-        as_energon: Validate, count microbatches and end passes as megatron-energon does, for programs that were written
-            for it: validation in the order of its ranks and workers (`stream.dealt`), numbers of microbatches and
-            samples by rank, and no masked rows.
-        repeats: With `as_energon`: a pass begins again until its limit, or without an end.
+        cache_pool: Where files that are needed later are cached.
+        error_policy: Decides about samples that fail.
+        as_energon: Behave as megatron-energon does, for programs written for it: validation in the order of its ranks
+            and workers (`stream.dealt`), microbatches and samples numbered by rank, and no masked rows.
+        repeats: With `as_energon`: a pass starts over until its limit, or without end.
 
-    The others are those of `get_train_dataset`.
+    The other arguments are those of `get_train_dataset`.
     """
 
     leaves: tuple[OpenLeaf, ...]
@@ -66,7 +65,7 @@ class Description:
     repeats: bool = False
 
     def __post_init__(self) -> None:
-        _ = self.grouped  # refuses hooks that cannot be
+        _ = self.grouped  # raises if hooks exclude each other
         for leaf in self.leaves:
             check_cooker(self.task_encoder, leaf.dataset, leaf.aux)
         if not (self.finite and self.shuffled):
@@ -84,13 +83,13 @@ class Description:
                 )
 
     def check_types(self) -> None:
-        """Refuse a mix of types that cannot be put into microbatches; a loader asks, a forecast need not."""
+        """Raise if the leaves' sample types cannot share microbatches; loaders check this, forecasts need not."""
         if self.rows > 1 and self.packing_buffer_size is None and not self.grouped:
             _check_types(self.leaves, self.task_encoder)
 
     @property
     def kind(self) -> str:
-        """What a state of it says: `train` (endless), `passes` (training that ends), `finite` (validation)."""
+        """The kind of its states: `train` (endless), `passes` (training that ends) or `finite` (validation)."""
         if not self.finite:
             return "train"
         return "passes" if self.shuffled else "finite"
@@ -102,7 +101,7 @@ class Description:
 
     @property
     def num_samples(self) -> int:
-        """Samples of all leaves, each once."""
+        """Samples of all leaves, each counted once."""
         return sum(leaf.num_samples for leaf in self.leaves)
 
     @cached_property
@@ -112,17 +111,17 @@ class Description:
 
     @property
     def listed(self) -> bool:
-        """Whether all ranks agree on the rows of a pass before it begins: where it is packed or grouped."""
+        """Whether all ranks agree on the rows of a pass before it begins, since it is packed or grouped."""
         return self.finite and (self.packing_buffer_size is not None or self.grouped)
 
     def end(self, num_rows: int, world_size: int, num_batches: int | None = None) -> int:
-        """Return the microbatch at which a pass ends for every rank: of so many rows, or batches, if it is grouped."""
+        """Return the microbatch at which a pass of so many rows (grouped: batches) ends for every rank."""
         end = num_microbatches(num_rows, self.rows, drop_last=self.batch_drop_last)
         end = end if num_batches is None else num_batches
         return end if self.limit is None else min(end, self.limit * world_size)
 
     def end_of(self, rank: int, num_rows: int, world_size: int, num_batches: int | None = None) -> int:
-        """Return the microbatch at which a pass ends for one rank; as drop-in, a rank stops where none is left."""
+        """Return the microbatch at which a pass ends for one rank; as a drop-in, a rank stops when it has none left."""
         if self.repeats:
             return ENDLESS if self.limit is None else self.limit * world_size
         end = self.end(num_rows, world_size, num_batches)
@@ -130,7 +129,7 @@ class Description:
 
     @cached_property
     def ordered(self) -> tuple[OpenLeaf, ...]:
-        """The leaves in the order in which counters are kept: by identity, or, for validation, as given."""
+        """The leaves in the order of the counters: by identity, or for validation as given."""
         return self.leaves if self.kind == "finite" else tuple(sorted(self.leaves, key=lambda leaf: leaf.identity))
 
     def epoch_length(self, world_size: int) -> int:
@@ -157,17 +156,17 @@ class Description:
 
     @cached_property
     def failure_log(self) -> FailureLog:
-        """What names the samples that fail, once in this process."""
+        """The log of failures; one for all loaders of this dataset in the process."""
         return FailureLog(self.error_policy)
 
 
 def _check_types(leaves: Sequence[OpenLeaf], encoder: Any) -> None:
-    """Refuse leaves whose samples would come together in microbatches that the default hooks cannot make.
+    """Raise if leaves would share microbatches although the default hooks cannot batch their types together.
 
-    Only where no code of the user's sees them on the way: hooks, cookers and joiners may make one type of all.
+    If user code sees the samples first, nothing is checked: hooks, cookers and joiners may turn all into one type.
 
     Raises:
-        ConfigurationError: Their types have different fields.
+        ConfigurationError: The types have different fields.
     """
     hooks = ("encode_sample", "preencode_sample", "postencode_sample", "batch")
     if not all(is_default(getattr(encoder, name, None)) for name in hooks if hasattr(encoder, name)):

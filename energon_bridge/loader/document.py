@@ -1,6 +1,6 @@
-"""The saved state of a run: one plain document that says nothing about ranks or workers.
+"""The saved state of a run: one plain document that is independent of ranks and workers.
 
-Built-in types only, so that it loads with `torch.load` and its defaults, as JSON, and in restricted unpicklers::
+It has built-in types only, so it loads with `torch.load` and its defaults, as JSON, and in restricted unpicklers::
 
     {"format": "energon_bridge.state", "format_version": 5, "order_version": 5,
      "kind": "train" | "passes" | "finite", "num_lanes": L, "microbatches": m0,
@@ -19,18 +19,17 @@ Built-in types only, so that it loads with `torch.load` and its defaults, as JSO
                "held": column, "held_rows": [column, ...], "held_members": [column, ...]},
      "checksum": 16 hexadecimal digits}
 
-*held* says how many rows of each lane wait to be packed or batched; the columns of their arrays follow, all lanes one
-after the other (`stream/state.py`); older states leave them out where none wait. Columns and texts are those of
-`columns.py`. The state of a rank holds the lanes of that rank; several such states merge into one as long as they stand
-at the same microbatch. Counts of a rank's state are that rank's own; they add up in a merge. Lanes tell which ranks a
-state is of; a finite stream has none, so its states say it. *Parked* leaves were in the mix
-once and were taken out on a resume; where they stood is kept.
+*held* is the number of rows of each lane that wait to be packed or batched; the columns of their arrays follow, lane
+after lane (`stream/state.py`). Older states omit them if no rows wait. Columns and texts are encoded by `columns.py`.
+A rank's state holds that rank's lanes and its own counts. The states of several ranks merge into one if they stand at
+the same microbatch; their counts add up. The lanes tell which ranks a state covers; a finite stream has no lanes, so
+its states name the ranks. *Parked* leaves were once in the mix and were removed on a resume; their positions are kept.
 
 The checksum is a hash of the rest, written as JSON with sorted keys.
 
-`read` is the only way in. It checks everything: the checksum, that all fields are there, their types, lengths and
-ranges, and that what waits names samples that exist. Nothing that a state claims is trusted before, and nothing is
-unpacked beyond what the rest of the state says it must have. What is wrong is a StateFormatError with the field's name.
+All states enter through `read`, which checks everything: the checksum, the presence, types, lengths and ranges of all
+fields, and that waiting references name samples that exist. Nothing in a state is trusted before that, and nothing is
+unpacked beyond the length that the rest of the state implies. Any fault is a StateFormatError that names the field.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ from energon_bridge.stream.state import COUNTERS, LANE_COLUMNS, LARGEST, NOTHING
 FORMAT = "energon_bridge.state"
 FORMAT_VERSION = 5
 _WITHOUT_BANS = 4
-"""The last format that had no bans, and did not count banned samples."""
+"""The last format without bans and without a count of banned samples."""
 
 State = dict[str, Any]
 
@@ -87,7 +86,7 @@ _SETTINGS = {
     "shuffle_buffer_size": (0, LARGEST),
     "parallel_shard_iters": (0, LARGEST),
 }
-"""Settings that are numbers where they are not None."""
+"""Settings that are numbers or None."""
 _MOST_COUNTED = 1 << 56
 """Bytes are counted, too."""
 _OF_THE_RUN = ("kind", "settings", "weights", *_NUMBERS)
@@ -98,17 +97,17 @@ _SUBSET = re.compile(r"(\d{1,15}):(\d{1,15})( where .{1,9000})?", re.ASCII | re.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedRun:
-    """What a state says, read and checked.
+    """The contents of a state, read and checked.
 
     Attributes:
-        changes: The weights that were changed during the run.
-        banned: What is banned of each leaf, by identity.
+        changes: The changes of weights during the run.
+        banned: The banned samples of each leaf, by identity.
         leaves: Rows with identity, path, split_part, share, subset, num_samples, block (`LeafOrder.block`), counts (a
             dict) and parked; parked ones last.
         lanes: By number.
-        ranks: Of a finite stream: how many ranks' counts these are, and how many ranks the run had; None: not known.
+        ranks: For a finite stream: the number of ranks whose counts these are, and of ranks in the run; None: unknown.
 
-    The others are those of the document.
+    The other attributes are those of the document.
     """
 
     kind: str
@@ -141,7 +140,7 @@ def _checksum(document: State) -> str:
 
 
 def write(saved: SavedRun) -> State:
-    """Return the document that says so."""
+    """Return the document of a run."""
     document = {name: getattr(saved, name) for name in _OF_THE_RUN}
     document |= {"bans": write_bans(saved.bans)}
     document["banned"] = [
@@ -174,7 +173,7 @@ def write_lanes(lanes: Mapping[int, LaneState]) -> State:
         values = [getattr(state, name) for state in states]
         entry[column.name] = encode_column(values) if any(values) else _zeros(len(values))
     entry["leaf_draws"] = encode_column([count for state in states for count in state.leaf_draws])
-    # All entries are there even if nothing waits: torch.distributed.checkpoint reads the entries that a loader has now.
+    # Write all entries even if nothing waits: torch.distributed.checkpoint reads the entries that a loader has now.
     entry |= {"held": _zeros(len(states)), "held_rows": [_zeros(0)] * 3, "held_members": [_zeros(0)] * 4}
     if any(len(state.held.rows) for state in states):
         rows = np.concatenate([state.held.rows for state in states])
@@ -194,10 +193,10 @@ def _zeros(size: int) -> str:
 
 
 def check_format(state: Any) -> State:
-    """Return the document if this version can read it, and nobody has changed it.
+    """Return the document if this version can read it and it is intact.
 
     Raises:
-        StateFormatError: It is none, or damaged.
+        StateFormatError: It is no state, or damaged.
         StateVersionError: It was written in a newer format.
         OrderVersionError: It was written under other rules of order.
     """
@@ -238,10 +237,10 @@ def check_format(state: Any) -> State:
 
 
 def read(state: Any) -> SavedRun:
-    """Return what a state says.
+    """Return the contents of a state, checked.
 
     Raises:
-        StateFormatError: It is none, or damaged; names the field.
+        StateFormatError: It is no state, or damaged; the error names the field.
         StateVersionError: It was written in a newer format.
         OrderVersionError: It was written under other rules of order.
     """
@@ -326,7 +325,7 @@ def read_leaves(document: State) -> list[State]:
 
 
 def _lines(leaf: State) -> tuple[int, int]:
-    """Return where the samples of a leaf begin and end in its dataset."""
+    """Return the first sample of a leaf in its dataset, and the one after its last."""
     if not leaf["subset"]:
         return 0, leaf["num_samples"]
     found = _SUBSET.fullmatch(leaf["subset"])
@@ -510,7 +509,7 @@ def _shown(value: Any) -> str:
 
 
 def read_all(states: Sequence[Any]) -> SavedRun:
-    """Return what the states of some or all ranks of a run say together; each is unpacked once.
+    """Return the merged contents of the states of some or all ranks of a run; each is unpacked once.
 
     Raises:
         StepMismatchError: They stand at different microbatches.
@@ -565,7 +564,7 @@ def merge(states: Sequence[Any]) -> State:
 
 
 def _difference(a: SavedRun, b: SavedRun) -> str:
-    """Return which settings differ, or else what; nothing where two states are of one run."""
+    """Return which settings, or what else, differ between two states; empty if they belong to one run."""
     names = [name for name in sorted(a.settings.keys() | b.settings) if a.settings.get(name) != b.settings.get(name)]
     if names:
         return ", ".join(f"{n}: {_shown(a.settings.get(n))} and {_shown(b.settings.get(n))}" for n in names)

@@ -1,4 +1,4 @@
-"""Whether a saved state belongs to a run: its data, its settings, and lanes for every rank."""
+"""Checks that a saved state fits a run: its data, its settings, and lanes for every rank."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ _AFFECTED = {
     "pixels": "the values of pixels",
     "pixels_dtype": "the type of pixels",
 }
-"""What a setting changes, if not the order."""
+"""What a setting changes, for those that change something other than the order."""
 
 _OF_THE_MIX = ("mode", "schedule", "shuffle")
 
 
 def check_fits(saved: SavedRun, kind: str, settings: State, leaves: list[State], *, adapt: bool = False) -> list[str]:
-    """Refuse a state that does not belong to a dataset and its settings; return what differs in the mix.
+    """Raise if a state does not fit a dataset and its settings; return how the mixes differ.
 
     Args:
         saved: The state.
-        kind, settings, leaves: Of this run.
-        adapt: Let the mix differ.
+        kind, settings, leaves: Those of this run.
+        adapt: Accept another mix.
 
     Raises:
-        SplitMismatchError, DatasetMismatchError: Other data.
-        SettingMismatchError: A setting that the order depends on differs (seed, batch size and slice size have classes
-            of their own).
+        SplitMismatchError, DatasetMismatchError: The data differ.
+        SettingMismatchError: A setting that the order depends on differs (seed, batch size and slice size have their
+            own subclasses).
     """
     if saved.kind != kind:
         raise StateFormatError(f"the state is of a {saved.kind} stream, this loader delivers a {kind} one")
@@ -59,7 +59,7 @@ def check_fits(saved: SavedRun, kind: str, settings: State, leaves: list[State],
         then, now = saved.settings.get(name), settings.get(name)
         if then == now:
             continue
-        if name in _OF_THE_MIX and (adapt or difference):  # of another mix the leaves say more
+        if name in _OF_THE_MIX and (adapt or difference):  # for another mix, the leaves say more
             of_the_mix.append(f"~ {name}: {then} is {now} now")
             continue
         raise _SETTING_ERRORS.get(name, SettingMismatchError)(
@@ -80,7 +80,7 @@ def check_fits(saved: SavedRun, kind: str, settings: State, leaves: list[State],
 
 
 def _refuse_split(saved: Sequence[State], here: Sequence[State]) -> None:
-    """Raise where the same datasets are read, in other split parts."""
+    """Raise if the datasets are the same but the split parts differ."""
     for then, now in zip(saved, here, strict=False):
         if then["split_part"] != now["split_part"] and (len(saved) == len(here) == 1 or then["path"] == now["path"]):
             raise SplitMismatchError(
@@ -90,7 +90,7 @@ def _refuse_split(saved: Sequence[State], here: Sequence[State]) -> None:
 
 
 def diff_leaves(saved: Sequence[State], here: Sequence[State]) -> list[str]:
-    """Return what differs between two tables of leaves, a line each: added, removed, reweighted, content changed."""
+    """Return how two tables of leaves differ, one line per leaf: added, removed, reweighted, content changed."""
     then, now = ({leaf["identity"]: leaf for leaf in table} for table in (saved, here))
     lines = []
     paths = {leaf["path"]: leaf for identity, leaf in now.items() if identity not in then}
@@ -112,7 +112,7 @@ def _describe(leaf: State) -> str:
 
 
 def check_lanes(lanes: Mapping[int, LaneState], wanted: Iterable[int], microbatches: int, num_lanes: int) -> None:
-    """Refuse a union of states in which lanes are missing or do not stand where the run stands."""
+    """Raise if lanes are missing from a union of states, or do not stand where the run stands."""
     missing = list(islice((lane for lane in wanted if lane not in lanes), 9))
     if missing:
         raise MissingRankError(

@@ -1,7 +1,7 @@
-"""What a loader did so far, as plain numbers by name (`samples`, `epochs/NAME`, …), and what its datasets have lost.
+"""The metrics of a loader as plain numbers by name (`samples`, `epochs/NAME`, …), and the losses of its datasets.
 
-Everything is worked out when it is asked for, from what the loader keeps anyway; nothing is done per batch for it. The
-numbers are those of one rank: of what it was restored with, and has delivered since.
+Everything is computed on request from what the loader keeps anyway; nothing is done per batch. The numbers are those of
+one rank: what it was restored with plus what it has delivered since.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from energon_bridge.stream.state import COLUMNS, COUNTERS, Counts
 
 
 def dataset_names(paths: Sequence[str], parts: Sequence[str]) -> list[str]:
-    """Return a short name for each dataset of a mix: as many last folders of its path as tell it from the others.
+    """Return a short, unique name for each dataset of a mix: the last folders of its path, as many as it takes.
 
-    Where paths are equal the split part follows, and then a number.
+    If paths are equal, the split part is added, and then a number.
     """
     split = [[piece for piece in path.split("/") if piece] or [path] for path in paths]
     names = list(paths)
@@ -52,24 +52,24 @@ def flat_metrics(
 
     Args:
         rows: A row per dataset.
-        workers: The worker processes, or what would start them; None: there never are any.
-        seconds: Time spent on making microbatches in all, waiting for loads, and batching, since the loader was made;
-            and then the sums of `network.REQUESTS`.
+        workers: The worker processes, or what would start them; None: the loader has none.
+        seconds: Time spent making microbatches in all, waiting for loads, and batching, since the loader was made; then
+            the sums of `network.REQUESTS`.
 
     Returns:
         - the sums of the counters (`COUNTERS`: samples, skipped, errors, …);
-        - `draws`, and `epochs` (draws by samples), where there are draws;
-        - `ready`: microbatches that workers have made and the training loop has not taken;
-        - `worker_restarts`: how often workers that died were started again;
-        - `make_seconds`, all processes together, and of these `load_seconds` (waiting for samples to be read and
+        - `draws` and `epochs` (draws divided by samples), if the stream has draws;
+        - `ready`: microbatches that workers have finished and the training loop has not taken;
+        - `worker_restarts`: how often a dead worker was replaced;
+        - `make_seconds` of all processes together, and of these `load_seconds` (waiting for samples to be read and
           decoded), `encode_seconds` and `batch_seconds`;
-        - what the processes have asked of servers, if anything: `requests`, and of these `request_retries` and
-          `request_hedges` (second requests), `request_bytes`, and `request_seconds` that reads waited;
-          and `stalled_reads`: tries of reading a file that took longer than `read_timeout_seconds`;
-          and of the node's cache, in blocks of 1 MiB and in bytes: `cache_hits` and `cache_hit_bytes` that lay there,
-          `cache_misses` and `cache_miss_bytes` that had to be fetched;
-        - of a mix `samples/NAME` and `epochs/NAME` of each dataset that is part of it now, and `errors/NAME`,
-          `skipped/NAME` and `banned/NAME` of those that have lost samples.
+        - if servers were asked: `requests`, of these `request_retries` and `request_hedges` (second requests),
+          `request_bytes`, and `request_seconds`, the time that reads waited;
+        - `stalled_reads`: attempts to read a file that took longer than `read_timeout_seconds`;
+        - for the node cache, in blocks and in bytes: `cache_hits` and `cache_hit_bytes`, `cache_misses` and
+          `cache_miss_bytes`;
+        - for a mix: `samples/NAME` and `epochs/NAME` of each dataset in it, and `errors/NAME`, `skipped/NAME` and
+          `banned/NAME` of those that have lost samples.
     """
     found: dict[str, float] = {name: sum(row[name] for row in rows) for name in COUNTERS}
     made, load, batch, *asked = seconds
@@ -100,7 +100,7 @@ def flat_metrics(
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What datasets have lost: too much for the run to go on (the error budget), or enough for people to hear of it.
+# The losses of datasets: too many for the run to go on (`max_error_rate`), or enough for a warning.
 
 
 logger = logging.getLogger(__name__)
@@ -109,25 +109,25 @@ _SAMPLES, _SKIPPED, _ERRORS, _EXCLUDED, _BANNED, _DROPPED = map(
     COUNTERS.index, ("samples", "skipped", "errors", "excluded", "banned", "dropped")
 )
 _LOST_SHARE, _LOST_LEAST = 0.05, 5
-"""Share of a dataset's samples that is named when it is lost, and the fewest samples that are."""
+"""Share of a dataset's samples, and number of samples, whose loss is worth a warning."""
 AT_END, AT_EPOCH, AT_ANY_TIME = 1, 5, 100
-"""Samples drawn of a dataset below which nothing is said of it: at the end of a run, of an epoch, and in between."""
+"""Samples drawn of a dataset before a warning is given: at the end of a run, at the end of an epoch, in between."""
 
 
 def check_rates(
     policy: ErrorPolicy, leaves: Sequence[Leaf], counts: Sequence[Sequence[int]], more: Counts, failure_log: FailureLog
 ) -> None:
-    """Judge the datasets that a microbatch has failures of, by the counters of this rank.
+    """Check the error rates of the datasets with failures in a microbatch, by the counters of this rank.
 
-    The rate of a dataset is its failed samples among those that failed, were skipped or were delivered; leaves of one
-    path are one dataset.
+    The rate of a dataset is its failed samples divided by those that failed, were skipped or were delivered. Leaves of
+    the same path count as one dataset.
 
     Args:
-        policy: Says which rate is too much.
+        policy: Gives the highest rate allowed.
         leaves: The leaves of the stream.
-        counts: `COLUMNS` of each leaf, up to the microbatch.
-        more: What the microbatch adds.
-        failure_log: Knows what the failures were.
+        counts: `COLUMNS` of each leaf, before the microbatch.
+        more: Counts of the microbatch.
+        failure_log: Has the failures.
 
     Raises:
         ErrorRateError: Too many samples of a dataset failed.
@@ -151,13 +151,13 @@ def check_rates(
 def name_losses(
     leaves: Sequence[Leaf], counts: Sequence[Sequence[int]], failure_log: FailureLog, *, least: int
 ) -> None:
-    """Warn of datasets that delivered nothing, or lost more than a twentieth of what was drawn; once for each cause.
+    """Warn about datasets that delivered nothing or lost more than a twentieth of their draws; once per cause.
 
     Args:
         leaves: The leaves of the stream.
         counts: `COLUMNS` of each leaf on this rank.
-        failure_log: Knows what the failures were, and what has been said.
-        least: Samples drawn of a dataset below which nothing is said of it yet.
+        failure_log: Has the failures, and knows which warnings were given.
+        least: Samples that must have been drawn of a dataset before it is mentioned.
     """
     for path, total in _by_dataset(leaves, counts):
         columns = _SAMPLES, _ERRORS, _SKIPPED, _EXCLUDED, _BANNED

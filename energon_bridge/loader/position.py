@@ -1,7 +1,7 @@
-"""Where a loader stands: what its rank has delivered, and the state document that says so.
+"""The position of a loader: what its rank has delivered, and the state document that records it.
 
-A position is the only thing about a loader that changes what comes next. It knows nothing of workers, and nothing of
-what was made ahead.
+What a loader delivers next depends on its position and nothing else. A position knows nothing about workers or about
+microbatches made ahead.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ OnMismatch = Literal["refuse", "adapt"]
 
 
 class Position:
-    """Where the loader of one rank stands in a dataset.
+    """The position of one rank's loader in a dataset.
 
     Attributes:
         plan: The data, cut into lanes.
-        ownership: Which lanes are this rank's.
-        microbatches: Delivered by the whole run; of a finite stream, in this pass.
-        epoch: Passes that are done, of a finite stream.
-        epoch_steps: Steps delivered of the virtual epoch.
-        lanes: State of each lane after its last delivered microbatch.
+        ownership: Says which lanes belong to this rank.
+        microbatches: Microbatches delivered by the whole run; for a finite stream, in this pass.
+        epoch: Completed passes of a finite stream.
+        epoch_steps: Delivered steps of the virtual epoch.
+        lanes: The state of each lane after its last delivered microbatch.
     """
 
     def __init__(self, data: Description, config: WorkerConfig) -> None:
@@ -98,7 +98,7 @@ class Position:
 
     @property
     def listing(self) -> Listing | None:
-        """The rows of a pass that is packed or grouped, else None; all ranks make the list together, once in a pass."""
+        """The rows of a packed or grouped pass, else None; all ranks make the list together, once per pass."""
         if not self._data.listed:
             return None
         epoch = self.epoch if self._data.shuffled else 0
@@ -115,42 +115,42 @@ class Position:
         self.epoch_steps += self._data.virtual_epoch_length is not None
 
     def rewind(self) -> None:
-        """Go to the beginning of a finite stream, or of its next pass."""
+        """Go to the beginning of a finite stream or of its next pass."""
         self.epoch += self._data.shuffled
         self.microbatches = self.epoch_steps = 0
 
     def stream(self, watchdog: WatchdogSettings | None = None, worker: WorkerFacts | None = None) -> Stream:
-        """Return what makes the units of this process from here on."""
+        """Return the stream that makes the units of this process from here on."""
         start = Start(lanes=self.lanes, epoch=self.epoch, listing=self.listing, delivered=self.delivered)
         return open_stream(self._data, self.plan, self._config, start, watchdog, worker)
 
     def copied(self) -> Position:
-        """Return a copy that stays where it is, or goes on by itself."""
+        """Return an independent copy."""
         other = copy.copy(self)
         other.lanes, other._counts = dict(self.lanes), list(self._counts)
         return other
 
     def lane(self) -> int | None:
-        """Return the lane that this rank delivers next, or None for a microbatch that does not exist."""
+        """Return the lane that this rank delivers next; None if its next microbatch does not exist."""
         return self.ownership.lane_in_step(self._config.dp_rank, self.microbatches)
 
     @property
     def counts(self) -> Sequence[Sequence[int]]:
-        """The `COLUMNS` of each leaf, as this rank keeps them: of what it was restored with and has delivered."""
+        """The `COLUMNS` of each leaf on this rank: restored counts plus what it has delivered since."""
         return self._counts
 
     @property
     def delivered(self) -> frozenset[int]:
-        """The leaves of which the run has delivered something, as far as this rank can know; none where it begins."""
+        """The leaves that the run has delivered samples of, as far as this rank can know; empty at the start."""
         leaves = range(len(self.plan.leaves))
         if self._data.finite:
-            # Counts of a run that was on other ranks may be with one of them.
+            # After a run on other ranks, another rank may hold these counts.
             begins = not (self.microbatches or self.epoch or any(map(any, self._counts)))
             return frozenset() if begins else frozenset(leaves)
         return frozenset(leaf for leaf in leaves if any(state.leaf_draws[leaf] for state in self.lanes.values()))
 
     def count(self, item: LaneBatch) -> None:
-        """Add what a microbatch counted."""
+        """Add the counts of a microbatch."""
         self._add(item.counts)
 
     def _add(self, counts: Counts) -> None:
@@ -158,11 +158,11 @@ class Position:
             self._counts[leaf] = [a + b for a, b in zip(self._counts[leaf], counted, strict=True)]
 
     def lane_state(self, lane: int) -> LaneState:
-        """Return where a lane stands."""
+        """Return the state of a lane."""
         return self.lanes.get(lane) or LaneState.fresh(len(self.plan.leaves))
 
     def seek(self, step: int) -> None:
-        """Go to the beginning of a step of the run, as if no sample before it had been skipped.
+        """Go to the beginning of a step of the run, assuming that no sample before it was skipped.
 
         Args:
             step: Steps that each rank has delivered before it.
@@ -220,7 +220,7 @@ class Position:
         return start
 
     def _agreed(self, what: str, own: int, choose: Callable[[list[int]], int]) -> int:
-        """Return the global draw that all ranks agree on, of those that each knows of its lanes."""
+        """Return the global draw that all ranks agree on: `choose` picks it from the values of all ranks."""
         if self._data.finite or self._config.dp_size == 1:
             return own
         if not torch.distributed.is_initialized():
@@ -230,7 +230,7 @@ class Position:
         return choose(found)
 
     def _by_identity(self, weights: Mapping[str, Any] | Sequence[Any]) -> list[Any]:
-        """Return weights, given by path or in order of the mix, in order of the leaves' identities."""
+        """Return weights given by path or in mix order, in the order of the leaves' identities."""
         leaves = self._data.leaves
         if isinstance(weights, Mapping):
             paths = [leaf.dataset.path for leaf in leaves]
@@ -286,22 +286,22 @@ class Position:
         self.plan = without_banned(self.plan, banned)
         if fixed:
             self.rewind()
-        if self._listing is not None and not self.microbatches:  # listed, and nothing of it delivered
+        if self._listing is not None and not self.microbatches:  # listed, but nothing of it is delivered
             self._add(Counts({leaf: [-number for number in row] for leaf, row in self._listing[2].items()}))
             self._listing, self._ends = None, (-1, 0)
         return start
 
     def _first_banned(self, from_draw: int | None) -> int:
-        """Return the global draw from which a ban holds: by default the first that has not been delivered.
+        """Return the global draw from which a ban holds; by default the first one not yet delivered.
 
-        Lanes that are ahead of it have delivered some later ones, which stay delivered.
+        Lanes that are ahead have delivered some later draws; those stay delivered.
         """
         data, lanes = self._data, self.plan.num_lanes
         if not data.finite:
             first = min(self.lane_state(lane).draw * lanes + lane for lane in self.own_lanes)
             return self._agreed("ban", first, min) if from_draw is None else from_draw
         draws = draws_of_pass(data, self.plan, self.epoch)
-        if not data.shuffled:  # nothing depends on what was delivered, so that it may hold from the beginning
+        if not data.shuffled:  # nothing depends on earlier microbatches, so it may hold from the beginning
             return draws.first
         if data.listed:  # the rows of a pass that has begun are fixed
             return max(from_draw or 0, draws.first + (draws.num_draws if self.microbatches else 0))
@@ -311,10 +311,10 @@ class Position:
     # State -----------------------------------------------------------------------------------------------------------
 
     def rows(self) -> list[doc.State]:
-        """Return a row for each leaf as `leaf_rows` describes, with `encoded_again`, which is no part of the state.
+        """Return a row per leaf as `leaf_rows` describes, plus `encoded_again`, which is not part of the state.
 
-        That counts samples that this loader has had encoded once more since it was made or restored, because they
-        waited in a state, in the listing of a pass, or beyond `WorkerConfig.buffer_bytes`.
+        It counts the samples that were encoded again since this loader was made or restored, because they waited in a
+        state, in the listing of a pass, or beyond `WorkerConfig.buffer_bytes`.
         """
         again = [row[-1] for row in self._counts] + [0] * len(self._parked)
         rows = leaf_rows(self.saved())
@@ -325,7 +325,7 @@ class Position:
         return doc.write(self.saved())
 
     def saved(self) -> doc.SavedRun:
-        """Return what the state of this rank says."""
+        """Return the contents of this rank's state."""
         lanes = {lane: self.lane_state(lane) for lane in self.own_lanes}
         if self._parked:
             nothing = (0,) * len(self._parked)
@@ -354,10 +354,10 @@ class Position:
         )
 
     def restore(self, saved: doc.SavedRun, on_mismatch: OnMismatch) -> None:
-        """Stand where a state says; nothing changes if it does not fit.
+        """Continue from a state; if it does not fit, nothing changes.
 
         Raises:
-            StateError: One of its subclasses, saying what does not fit.
+            StateError: One of its subclasses: what does not fit.
         """
         if on_mismatch not in get_args(OnMismatch):
             raise ConfigurationError(f'on_mismatch must be "refuse" or "adapt", got {on_mismatch!r}')
@@ -388,12 +388,12 @@ class Position:
         self.ownership, self._changes, self._blocks, self._bans = ownership, changes, blocks, bans
         self.microbatches, self.epoch = microbatches, saved.epoch
         self.epoch_steps = saved.epoch_steps
-        # Counts belong to the run: one rank carries what several had counted.
+        # Counts belong to the run: one rank may carry those of several.
         own = saved.ranks == (1, config.dp_size) if data.finite else len(lanes) == len(self.own_lanes)
         self._take_over(saved.leaves, lanes, counts=own or config.dp_rank == 0, changed=bool(difference))
 
     def _take_over(self, saved: list[doc.State], lanes: dict[int, LaneState], *, counts: bool, changed: bool) -> None:
-        """Give each leaf where it stood in the saved state; new ones start, and those that are gone are parked."""
+        """Continue each leaf from the saved state; new leaves start fresh, and removed ones are parked."""
         place = {row["identity"]: number for number, row in enumerate(saved)}
         kept = [place.pop(row["identity"], None) for row in self.plan.table]
         gone = list(place.values())
@@ -407,7 +407,7 @@ class Position:
                     state if draws == state.leaf_draws else dataclasses.replace(state, leaf_draws=draws)
                 )
                 continue
-            # What is left of a draw cannot be had where the mix no longer says which leaf it was of: it comes again.
+            # In another mix nobody knows which leaf a half-used draw came from, so it is drawn again.
             draw = state.draw + (state.taken > 0)
             self.lanes[number] = dataclasses.replace(
                 state,
@@ -425,7 +425,7 @@ class Position:
 
 
 def _renumbered(held: BufferedRefs, kept: Sequence[int | None]) -> BufferedRefs:
-    """Return rows that wait with the leaves' new numbers, without the samples of leaves that are gone."""
+    """Return the waiting rows with the leaves' new numbers, without samples of removed leaves."""
     number = {old: new for new, old in enumerate(kept) if old is not None}
     rows = []
     lost = 0

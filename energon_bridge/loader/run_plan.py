@@ -1,4 +1,4 @@
-"""The plan of a run: a description cut for one number of lanes, so that every draw is arithmetic; `DatasetSpec`."""
+"""The plan of a run: a description cut into lanes, so that every draw is arithmetic. Also `DatasetSpec`."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from energon_bridge.stream.leaf import Leaf
 from energon_bridge.topology import WorkerConfig, default_num_lanes
 
 _FEWEST_GROUPS = 4
-"""Row groups of a parquet file that a lane has in an epoch, where slices are as long as a group."""
+"""Row groups of a parquet file per lane and epoch, at least, for slices as long as a row group."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:
-    """A description cut into lanes, or, where passes end, for one lane.
+    """A description cut into lanes (finite passes have one lane).
 
-    `table` describes the leaves, in order, for people and for the state; `rows` makes it when it is first asked for.
-    `settings` is all else the order depends on.
+    `table` describes the leaves, in order, for people and for the state; `rows` makes it on first use. `settings` has
+    everything else that the order depends on.
     """
 
     num_lanes: int
@@ -48,7 +48,7 @@ class RunPlan:
 
 
 def draws_of_pass(data: Description, plan: RunPlan, epoch: int) -> FinitePlan:
-    """Return which samples the draws of pass number `epoch` of a finite stream are."""
+    """Return the plan of pass number `epoch` of a finite stream: which samples its draws are."""
     if not data.shuffled:
         return InOrder(plan.leaves)
     assert plan.blend is None or isinstance(plan.blend, EpochizedBlend)
@@ -56,7 +56,7 @@ def draws_of_pass(data: Description, plan: RunPlan, epoch: int) -> FinitePlan:
 
 
 def deal_of_pass(data: Description, plan: RunPlan, config: WorkerConfig) -> Dealt | None:
-    """Return how megatron-energon deals out a pass over validation data, None where it is not to be as there."""
+    """Return how megatron-energon divides a validation pass; None unless its order is asked for."""
     if not data.as_energon or data.kind != "finite" or data.listed:
         return None
     deal = Deal(
@@ -81,13 +81,13 @@ def plan_run(
 
     Args:
         data: The leaves and settings.
-        config: Who loads what.
-        num_lanes: Of a state; goes before the configuration's.
-        changes: Weights that were changed during the run.
-        blocks: `LeafOrder.block` of the leaves of a state by identity: a leaf keeps it when the mix changes.
+        config: The worker configuration.
+        num_lanes: The number of lanes in a state; it overrides the configuration's.
+        changes: Changes of weights during the run.
+        blocks: `LeafOrder.block` of a state's leaves by identity: a leaf keeps its block when the mix changes.
     """
     lanes = num_lanes or config.num_lanes or _default_lanes(data, config)
-    if data.finite:  # a pass has no lanes, so any number of ranks may share it
+    if data.finite:  # a pass has no lanes, so any number of ranks can share it
         lanes = max(lanes, config.dp_size)
     seed = config.seed + config.seed_offset
     settings: dict[str, Any] = {"seed": seed, "batch_size": data.batch_size}
@@ -110,10 +110,10 @@ def plan_run(
         if data.mode == "weights" and data.mix.is_scheduled:
             settings["schedule"] = data.weights.fingerprint()
     target = getattr(data.task_encoder.decoder, "image_target", None)
-    if target is not None:  # no matter of order but of pixels, which nobody would see change
+    if target is not None:  # this changes pixels, not the order, and nobody would see it
         settings["image_target"] = list(target)
     settings |= getattr(data.task_encoder, "pixel_settings", {})
-    # A pass has one order, whoever delivers it.
+    # A pass has the same order whoever delivers it.
     cut = 1 if data.finite else lanes
     block = data.rows if data.mode == "single" else 0
     leaves = tuple(
@@ -129,14 +129,14 @@ def plan_run(
 
 
 def without_banned(plan: RunPlan, bans: Mapping[str, LeafBans]) -> RunPlan:
-    """Return a plan whose leaves have these bans, given by identity, and no others."""
+    """Return the plan with exactly these bans, given by identity."""
     leaves = tuple(replace(leaf, bans=bans.get(leaf.identity)) for leaf in plan.leaves)
     return replace(plan, leaves=leaves)
 
 
 def _leaf(data: Description, leaf: OpenLeaf, lanes: int, seed: int, *, block: int) -> Leaf:
     shuffle = leaf.shuffle_epochs is not None
-    # A pass has one lane, and slices as a run has them.
+    # A pass has one lane, but slices as long as a run's.
     cut = default_num_lanes(1) if data.finite else lanes
     length = slice_length(leaf.num_samples, cut, data.rows, data.max_samples_per_sequence)
     iters = data.parallel_shard_iters
@@ -208,12 +208,12 @@ def _weighted_blend(weights: LeafWeights, start: int, lanes: int, key: int) -> B
 
 
 def _shuffle_setting(epochs: int | None) -> bool | int:
-    """Return how a leaf is shuffled as states have it: False, True (each epoch), or the epochs shuffled as one."""
+    """Return how a leaf is shuffled, as states have it: False, True (each epoch), or the epochs shuffled as one."""
     return epochs is not None if epochs in (None, 1) else epochs
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# A dataset as its user holds it: the description, its length, and its text.
+# The dataset object that users get: the description, its length, and its text.
 
 
 DATASET_IS_NO_LOADER = (
@@ -224,16 +224,16 @@ DATASET_IS_NO_LOADER = (
 )
 _KINDS = {"train": "training", "passes": "training, pass by pass", "finite": "validation"}
 _MOST_SHOWN = 6
-"""Datasets that the text of a mix names."""
+"""Datasets named in the text of a mix."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetSpec(Description):
-    """A dataset as `get_train_dataset` and `get_val_dataset` return it, for `get_loader` and `get_savable_loader`.
+    """What `get_train_dataset` and `get_val_dataset` return, for `get_loader` and `get_savable_loader`.
 
-    It is a description; nothing is read before a loader is iterated but the metadata of the datasets. `len()` is the
-    number of batches of a rank in a pass, or in an epoch of an endless stream: that of its loader. (Of a pass that is
-    packed or grouped, which only the loader knows, as if each sample were a row.)
+    It is a description: before a loader is iterated, only the metadata of the datasets is read. `len()` is the number
+    of batches of a rank in a pass, or in an epoch of an endless stream, as for its loader. (Only the loader knows the
+    number for a packed or grouped pass; here each sample counts as a row.)
     """
 
     __class_getitem__: ClassVar[Any] = classmethod(GenericAlias)  # annotations of energon users give it type arguments
@@ -268,7 +268,7 @@ class DatasetSpec(Description):
 
         Args:
             world_size: Data-parallel ranks.
-            end: The microbatch at which the pass of a finite stream ends, where that is known.
+            end: The microbatch at which the pass of a finite stream ends, if known.
         """
         if self.virtual_epoch_length is not None:
             return self.virtual_epoch_length
@@ -288,7 +288,7 @@ class DatasetSpec(Description):
 
 
 def leaf_line(leaf: OpenLeaf) -> str:
-    """Name a leaf for people, in one line."""
+    """Describe a leaf in one line."""
     dataset = leaf.dataset
     kind = getattr(getattr(dataset, "sample_type", None), "__name__", "joined samples")
     subset = "" if leaf.is_whole else f", samples {leaf.part.replace(':', ' to ', 1)}"

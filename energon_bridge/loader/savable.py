@@ -55,6 +55,14 @@ LOADER_IS_NO_DATASET = (
 class SavableDataLoader(torch.utils.data.DataLoader[Any]):
     """Loads the microbatches of one data-parallel rank; its position can be saved and restored.
 
+    Examples:
+        >>> loader = get_savable_loader(get_train_dataset("data/captions", batch_size=4))
+        >>> for step, batch in zip(range(3), loader):
+        ...     pass
+        >>> loader.metrics()["samples"]
+        12
+        >>> loader.seek(1000)  # at once: the order is arithmetic
+
     A training stream is endless, and every `iter()` goes on where the last one stopped; with `repeat=False` it ends
     after each pass, and with a virtual epoch after so many steps. A validation stream is finite; every `iter()` starts
     it again (the first one after a restore goes on from there).

@@ -1,4 +1,4 @@
-"""Streams: what makes the units of one process, lanes of an endless run or microbatches of a finite pass."""
+"""The streams of one process: lanes of an endless run, or microbatches of a finite pass."""
 
 from __future__ import annotations
 
@@ -43,25 +43,25 @@ from energon_bridge.task_encoder.images import IMAGE_EXTENSIONS
 from energon_bridge.topology import WorkerConfig
 
 _READ_BYTES = 256 << 20
-"""Bytes that the rounds of all lanes of one process may take; beyond it draws are read one microbatch at a time."""
+"""Bytes allowed for the rounds of all lanes of a process; beyond that, draws are read one microbatch at a time."""
 _FAR_READERS = 8
-"""Rounds that are read ahead at the same time where answers take long."""
+"""Rounds read ahead at the same time if storage answers slowly."""
 _LEAST_AHEAD = 4
-"""Draws of a lane that are read ahead at least where rounds take too much."""
+"""Draws of a lane read ahead, at least, if rounds are too large."""
 _TOGETHER_BYTES, _TOGETHER = 64 << 20, 1024
-"""Bytes and samples up to which a lane reads several rounds of a leaf together."""
+"""A lane reads several rounds of a leaf together, up to so many bytes and samples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerFacts:
-    """What a worker process knows of itself.
+    """What a worker process knows about itself.
 
     Attributes:
-        number: Which of the workers of its rank it is.
-        words: Where its threads write what they do (`Board.activities`).
-        said: Called when its watchdog has said something.
-        barred: Samples that are not tried again, by `user_key` of their leaf and index.
-        careful: Whether it does one thing at a time, so that what ends it is known for sure.
+        number: Its number among the workers of its rank.
+        words: Where its threads write what they are doing (`Board.activities`).
+        said: Called after each message of its watchdog.
+        barred: Samples that must not be tried again, by `user_key` of their leaf and index.
+        careful: Whether it does one thing at a time, so that it is certain what kills it.
     """
 
     number: int
@@ -76,10 +76,10 @@ class Start:
     """Where a stream begins.
 
     Attributes:
-        lanes: Where lanes stand, of an endless run; those that are not named stand at their beginning.
-        epoch: The pass, of a finite one.
-        listing: The rows of a pass that is packed or grouped.
-        delivered: Leaves of which the run has delivered something.
+        lanes: States of the lanes of an endless run; lanes that are missing here start at their beginning.
+        epoch: The pass of a finite stream.
+        listing: The rows of a packed or grouped pass.
+        delivered: Leaves that the run has delivered samples of.
     """
 
     lanes: Mapping[int, LaneState]
@@ -96,23 +96,23 @@ def open_pipeline(
     delivered: Collection[int] = (),
     worker: WorkerFacts | None = None,
 ) -> Pipeline:
-    """Build what loads, encodes and batches in one process.
+    """Build the pipeline of one process.
 
     Args:
         data: The leaves and settings.
         plan: The same, cut into lanes.
-        config: Who loads what.
-        threads: Overrides the configuration's.
-        delivered: Leaves of which the run has delivered something.
-        worker: What a worker process knows of itdata.
+        config: The worker configuration.
+        threads: Overrides the number of threads in the configuration.
+        delivered: Leaves that the run has delivered samples of.
+        worker: What a worker process knows about itself; None: this is the training process.
     """
     decodes = data.task_encoder.decoder is not None and any(_decodes_media(leaf.dataset) for leaf in data.leaves)
     if threads is None:
         threads = config.threads_per_process(max(1, config.num_workers)) if decodes else 0
-        # One thread beside a worker's own would only pass the interpreter lock to and fro.
+        # A single loading thread would only pass the interpreter lock back and forth with the worker's own thread.
         threads = 0 if config.num_workers and threads == 1 else threads
     lanes = -(-plan.num_lanes // (config.dp_size * max(1, config.num_workers)))
-    # About how many bytes a sample of every leaf has, all leaves and lanes together.
+    # Approximate bytes if every lane holds one sample of every leaf.
     unit = lanes * sum(max(1, int(leaf.dataset.shard_sizes.sum()) // leaf.dataset.num_samples) for leaf in data.leaves)
     is_far = any(leaf.is_far for leaf in data.leaves)
     settings = StreamSettings(
@@ -147,7 +147,7 @@ class Stream(Protocol):
 
     @property
     def threaded(self) -> bool:
-        """Whether `prepare` starts anything."""
+        """Whether `prepare` starts loads on threads."""
         ...
 
     def prepare(self, unit: int, count: int) -> None: ...
@@ -157,7 +157,7 @@ class Stream(Protocol):
 
 
 class LaneStreams:
-    """The lanes of one process, each opened when it is first asked for."""
+    """The lanes of one process, each opened on first use."""
 
     def __init__(self, pipeline: Pipeline, blend: Blend | None, states: Mapping[int, LaneState]) -> None:
         self._pipeline = pipeline
@@ -214,7 +214,7 @@ class FiniteStreams:
 
 
 def _reported(pipeline: Pipeline, unit: int, make: Callable[[], LaneBatch]) -> LaneBatch:
-    """Return the next microbatch of a unit with what failed on the way, under the eyes of the watchdog."""
+    """Return the next microbatch of a unit with the failures on its way, watched by the watchdog."""
     watchdog, start = pipeline.watchdog, time.perf_counter()
     try:
         if watchdog is None:
@@ -229,9 +229,9 @@ def _reported(pipeline: Pipeline, unit: int, make: Callable[[], LaneBatch]) -> L
         pipeline.flush_reports()
         raise HookTimeoutError(watchdog.message if watchdog is not None else str(error)) from None
     except Exception as error:
-        pipeline.flush_reports()  # no microbatch takes it along
+        pipeline.flush_reports()  # no microbatch will carry it
         settings, cause = pipeline.settings, error.__cause__ if isinstance(error, FatalSampleError) else None
-        # As drop-in the program sees what its hook or its error handler raised, as its own code may expect.
+        # As a drop-in, the program gets the exception of its own hook or handler, which it may expect.
         if settings.energon_ranks and settings.policy.on_error != "skip" and cause is not None:
             raise cause from None
         raise
@@ -249,13 +249,13 @@ def open_stream(
     watchdog: WatchdogSettings | None = None,
     worker: WorkerFacts | None = None,
 ) -> Stream:
-    """Build what makes the units of one process: the lanes, or the microbatches of a pass.
+    """Build the stream of one process: its lanes, or the microbatches of a pass.
 
     Args:
-        data, plan, config: The data, cut into lanes, and who loads what.
+        data, plan, config: The data, the same cut into lanes, and the worker configuration.
         start: Where it begins.
-        watchdog: What watches the hooks.
-        worker: What a worker process knows of itself; None: this is the training process.
+        watchdog: The settings of the watchdog.
+        worker: What a worker process knows about itself; None: this is the training process.
     """
     threads = 0 if worker is not None and worker.careful else None
     pipeline = open_pipeline(data, plan, config, threads, start.delivered, worker)
@@ -272,7 +272,7 @@ def open_stream(
 
 
 def _decodes_media(dataset: PreparedDataset | JoinedDataset) -> bool:
-    """Tell whether decoding is worth threads of its own: image decoders release the interpreter lock."""
+    """Return whether decoding pays for threads: image decoders release the interpreter lock."""
     if isinstance(dataset, JoinedDataset):
         return any(_decodes_media(part.dataset) for part in dataset.parts)
     if isinstance(dataset, JsonlDataset):
@@ -282,19 +282,18 @@ def _decodes_media(dataset: PreparedDataset | JoinedDataset) -> bool:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The listing of a pass that ends, where the encoder packs or groups: all ranks agree on it before its first step.
+# The listing of a finite pass whose encoder packs or groups: all ranks agree on it before the first step.
 #
 # *Packs*: the draws of the pass are cut into blocks of `packing_buffer_size`, whatever the number of ranks. Each rank
-# encodes the blocks that are its share and lets the encoder select packs; the lists of references are gathered.
+# encodes its share of the blocks and lets the encoder select packs; the lists of references are gathered.
 #
-# *Groups*: the rows (samples, or what the encoder makes of each pack) are cut into blocks in the same way, each rank
-# asks the encoder for the groups of its share, and the answers are gathered. A group that is full is a microbatch.
-# What waits at the end of the pass follows as smaller microbatches, the group first whose oldest row came first;
-# `batch_drop_last` leaves it out. Groups that ranks tell each other must be equal when they are pickled: numbers,
-# strings, tuples of them.
+# *Groups*: the rows (samples, or the outputs of each pack) are cut into blocks in the same way; each rank asks the
+# encoder for the groups of its share, and the answers are gathered. A full group is a microbatch. Rows left at the end
+# of the pass follow as smaller microbatches, groups ordered by their oldest row; `batch_drop_last` drops them. Group
+# keys must be equal after pickling: numbers, strings, tuples of them.
 #
-# From then on a row is named by references, every topology sees the same microbatches, and every rank makes the same
-# number of steps. It costs that each sample is encoded once more than it is delivered, and each pack made once more.
+# After that a row is named by references, every topology sees the same microbatches, and every rank makes the same
+# number of steps. The price: each sample is encoded, and each pack made, once more than it is delivered.
 
 
 T = TypeVar("T")
@@ -302,20 +301,19 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 _BLOCK = 256
-"""Rows whose contents a rank holds at a time while it asks for their groups."""
+"""Rows that a rank holds in memory at a time while it asks for their groups."""
 
 
 def listing_of_pass(
     data: Description, plan: RunPlan, config: WorkerConfig, epoch: int, delivered: Collection[int]
 ) -> tuple[Listing, Counts]:
-    """Return the rows of a pass in order, and what this rank counted in listing them.
+    """Return the rows of a pass in order, and the counts of this rank from listing them.
 
-    `delivered` are the leaves of which the run has delivered something.
-
-    All ranks must call it where torch.distributed is initialised; where it is not, each makes the whole list itself.
+    `delivered` are the leaves that the run has delivered samples of. If torch.distributed is initialised, all ranks
+    must call this; otherwise each makes the whole list by itself.
 
     Raises:
-        EmptyDatasetError: There are draws, and every one of them was left out.
+        EmptyDatasetError: There are draws, but every one of them was left out.
     """
     draws = draws_of_pass(data, plan, epoch)
     enough = math.inf if data.limit is None else data.limit * config.dp_size
@@ -344,7 +342,7 @@ def listing_of_pass(
 def _packs(
     pipeline: Pipeline, plan: FinitePlan, buffer: int, config: WorkerConfig, enough: float, counts: Counts
 ) -> Listing:
-    """Return the packs of a pass, at least `enough` of them, made of `buffer` draws at a time."""
+    """Return the packs of a pass, at least `enough` of them, selected from `buffer` draws at a time."""
 
     def select(start: int, stop: int, counted: Counts) -> BufferedRefs:
         return BufferedRefs.of((Stage.PACK, pack, 0) for pack in packs_of(pipeline, plan, start, stop, counted))
@@ -387,7 +385,7 @@ def _groups(
 def _blocks(
     make: Callable[[int, int, Counts], T], total: int, block: int, config: WorkerConfig, counts: Counts
 ) -> Iterator[T]:
-    """Yield what is made of each block of [0, total), in order; ranks that can reach each other share the work."""
+    """Yield the result for each block of [0, total), in order; ranks that can reach each other share the work."""
     shared = config.dp_size > 1 and torch.distributed.is_initialized()
     ranks, rank = (config.dp_size, config.dp_rank) if shared else (1, 0)
     for first in range(0, total, block * ranks):
@@ -396,7 +394,7 @@ def _blocks(
         if start < total:
             counted = Counts()
             own = make(start, min(start + block, total), counted)
-            # Of several ranks that each make the whole list, one counts it.
+            # If several ranks each make the whole list, only one counts it.
             if shared or config.dp_rank == 0:
                 counts.add(counted)
         found: list[Any] = [own]

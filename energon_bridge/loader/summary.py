@@ -1,7 +1,7 @@
-"""States for people and programs: read from files, counters per leaf, where a run stands, how two states differ.
+"""Reads states from files and summarises them: counters per leaf, the position of a run, how two states differ.
 
-Everything comes from the document alone; no dataset is opened. Numbers are exact: draws are the sums over the lanes
-that the document holds, counters those of the ranks that it holds.
+Everything comes from the document alone; no dataset is opened. Numbers are exact: draws are summed over the lanes in
+the document, counters over the ranks in it.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from energon_bridge.stream.state import COUNTERS
 # ---------------------------------------------------------------------------------------------------------------------
 # Reading states from files: JSON, `torch.save`, checkpoints that hold a state somewhere inside.
 #
-# Understood are a state itself, a list of states of several ranks, Megatron's `{"dataloader_state_dict": state}`,
-# a Lightning checkpoint with the state of our data module, and any other nesting of dicts and lists. Tensors of a
-# checkpoint are not read. Nothing in a file is ever run: JSON, or `torch.load` with `weights_only=True`.
+# Accepted: a state itself, a list of states of several ranks, Megatron's `{"dataloader_state_dict": state}`, a
+# Lightning checkpoint with the state of our data module, and any other nesting of dicts and lists. Tensors of a
+# checkpoint are not read, and no code in a file is run: JSON, or `torch.load` with `weights_only=True`.
 
 
 _MAX_DEPTH = 8
@@ -30,10 +30,10 @@ _OF_MODULE = {"global_step", "train"}
 
 
 def read_states(paths: Sequence[str | os.PathLike[str]]) -> list[State]:
-    """Return the states in some files, in the order of the files; a state that is there twice comes once.
+    """Return the states in some files, in the order of the files and without duplicates.
 
     Raises:
-        StateFormatError: A file cannot be read, is damaged, or holds no state; its message names the file.
+        StateFormatError: A file cannot be read, is damaged, or holds no state; the message names the file.
         StateVersionError, OrderVersionError: A state was written by another version.
     """
     states: list[State] = []
@@ -55,7 +55,7 @@ def read_states(paths: Sequence[str | os.PathLike[str]]) -> list[State]:
 
 
 def _load(path: str) -> Any:
-    """Return what a file holds."""
+    """Return the content of a file."""
     try:
         with open(path, "rb") as file:
             start = file.read(64).lstrip()
@@ -68,12 +68,12 @@ def _load(path: str) -> Any:
                 return json.load(text)
         except ValueError as error:
             raise StateFormatError(f"{path}: damaged: it begins like JSON and is none ({error})") from error
-    import torch  # only here: JSON is read without
+    import torch  # imported only here, since JSON needs no torch
 
     try:
         # On the meta device the tensors of a checkpoint have shapes and no content: they are not read.
         return torch.load(path, map_location="meta", weights_only=True)
-    except Exception as error:  # torch raises whatever foreign bytes make of it
+    except Exception as error:  # foreign bytes can make torch raise anything
         raise StateFormatError(
             f"{path}: neither JSON nor a file of torch.save that can be loaded with weights_only=True: it is damaged, "
             f"something else, or holds objects that would run code ({type(error).__name__}: {_first_line(error)}). "
@@ -86,14 +86,14 @@ def _first_line(error: Exception) -> str:
 
 
 def _states_in(value: Any, depth: int) -> Iterator[State]:
-    """Yield the states inside of dicts and lists; what Megatron and our data module write is looked for first."""
+    """Yield the states inside nested dicts and lists, beginning with the keys of Megatron and our data module."""
     if depth == 0:
         return
     if isinstance(value, dict):
         if value.get("format") == FORMAT:
             yield value
             return
-        # Lightning keeps the state of an iterator a second time, among its loops.
+        # Lightning keeps a second copy of an iterator's state among its loops.
         of_module = [item["train"] for item in value.values() if isinstance(item, dict) and item.keys() == _OF_MODULE]
         inside = of_module or ([value[_USUAL]] if _USUAL in value else list(value.values()))
     elif isinstance(value, (list, tuple)):
@@ -106,7 +106,7 @@ def _states_in(value: Any, depth: int) -> Iterator[State]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What states say, for people and programs: counters per leaf, where a run stands, how two states differ.
+# Summaries of states.
 
 
 _RUN_SETTINGS = ("kind", "num_lanes")
@@ -134,7 +134,7 @@ def leaf_rows(saved: SavedRun) -> list[State]:
 
 
 def summarize(document: State) -> State:
-    """Return what a state says as plain values: versions, position, lanes, settings, weights set, bans and leaves."""
+    """Return a state as plain values: versions, position, lanes, settings, weights set, bans and leaves."""
     return _summary(document, read(document))
 
 
@@ -165,12 +165,12 @@ def _summary(document: State, saved: SavedRun) -> State:
 
 
 def rank_of(document: State) -> tuple[int, int] | None:
-    """Return rank and number of ranks of the state of one rank, as far as its lanes tell; else None."""
+    """Return the rank and number of ranks of the state of one rank if its lanes tell; else None."""
     numbers = sorted(read(document).lanes)
     count = document["num_lanes"]
     if len(numbers) == count or not numbers:
         return None
-    # A rank has every R-th lane. One that has a single lane leaves open how many ranks there are.
+    # A rank has every R-th lane. A single lane leaves the number of ranks open.
     ranks = numbers[1] - numbers[0] if len(numbers) > 1 else count
     even = count % ranks == 0
     if numbers != list(range(numbers[0], count, ranks)) or (len(numbers) == 1 and not even):

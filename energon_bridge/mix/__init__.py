@@ -1,9 +1,9 @@
 """Mixes: from a metadataset file, a dict or a `Blender` to a tree of leaves with weights.
 
-`load_mix` reads whatever names a mix and gives its leaves; `metadataset` reads the files, `blender` the Python form,
-`tree` has the nodes, `flatten` their effective weights, `subset` and `schedule` the ranges and the weights that change,
-`joiners` finds what makes one sample of several, `describe` prints. All of this is description, for which only YAML
-files are read. `opener` opens the datasets, with the help of the `index` that an earlier start left.
+`load_mix` turns any source (a path, a dict, a `Blender`) into leaves. `metadataset` reads the files, `blender` the
+Python form; `tree` has the nodes, `flatten` computes their effective weights, `subset` and `schedule` have ranges and
+changing weights. All of this only describes and reads nothing but YAML files. `opener` opens the datasets, helped by an
+index from an earlier start; `leaves` and `joins` hold what is open.
 """
 
 from __future__ import annotations

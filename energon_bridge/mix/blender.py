@@ -1,9 +1,9 @@
-"""`Blender`: a blend written in Python, wherever a path to a dataset is accepted.
+"""`Blender`: a blend written in Python. It is accepted wherever a dataset path is.
 
-Children are paths of datasets or of metadatasets, dicts of the form of a metadataset, or other blenders; weights are
-numbers in any unit or schedules. Megatron's two spellings of the same are read as well: parallel lists of prefixes and
-weights, and the flat list `[weight, path, weight, path, ...]` of its command line. Without weights Megatron draws in
-proportion to the sizes of the datasets: that is a concatenation.
+Children are paths of datasets or metadatasets, dicts in the form of a metadataset, or other blenders; weights are
+numbers in any unit, or schedules. Megatron's two spellings work as well: parallel lists of prefixes and weights, and
+the flat list `[weight, path, weight, path, ...]` of its command line. Without weights Megatron draws in proportion to
+the sizes of the datasets, which is a concatenation.
 """
 
 from __future__ import annotations
@@ -21,8 +21,12 @@ from energon_bridge.mix.schedule import WeightSchedule, exact_number, parse_weig
 class Blender:
     """Datasets to blend, as (path, weight) pairs.
 
-    `items` takes pairs or Megatron's flat list and holds (child, WeightSchedule) pairs afterwards; the schedule is None
-    for all of them where the sizes of the datasets decide. Relative paths are relative to the current directory.
+    Examples:
+        >>> mix = Blender([("data/captions", 3), ("data/more", WeightSchedule.linear([(0, 0), (1000, 1)]))])
+        >>> loader = get_savable_loader(get_train_dataset(mix, batch_size=4))
+
+    `items` accepts pairs or Megatron's flat list and becomes (child, WeightSchedule) pairs; all schedules are None if
+    the sizes of the datasets decide. Relative paths are relative to the current directory.
     Raises ConfigurationError.
     """
 

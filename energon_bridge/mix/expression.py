@@ -1,8 +1,8 @@
 """Filter expressions such as `aesthetic > 5 and language in ["en", "de"]`, over arrays with one entry per sample.
 
-Python's grammar, of which only the following is accepted: names of columns, numbers, strings, True and False,
-comparisons (chained ones too), `in` and `not in` a literal list, `and`, `or`, `not`, + - * / // % and parentheses.
-Nothing is ever executed: the tree is walked, so an expression from a file is data. NaN compares false, but for `!=`.
+A subset of Python's grammar: column names, numbers, strings, True and False, comparisons (chained ones too), `in` and
+`not in` a literal list, `and`, `or`, `not`, + - * / // % and parentheses. Nothing is executed: the syntax tree is
+walked, so an expression from a file is data. NaN compares false, except with `!=`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def column_names(text: str) -> tuple[str, ...]:
 
 
 def all_of(texts: Sequence[str]) -> str:
-    """Return one expression that holds where all of them do, empty if there are none."""
+    """Return one expression that holds if all of them do; empty if there are none."""
     distinct = list(dict.fromkeys(text.strip() for text in texts))
     return distinct[0] if len(distinct) == 1 else " and ".join(f"({text})" for text in distinct)
 
@@ -135,7 +135,7 @@ class _Evaluation:
         if isinstance(op, ast.Div | ast.FloorDiv | ast.Mod) and bool(np.any(second == 0)):
             self._refuse(right, "is 0 for some samples, and divides")
         integers = first.dtype.kind == "i" and second.dtype.kind == "i"
-        if integers and not isinstance(op, ast.Div):  # integers of numpy wrap around without a word
+        if integers and not isinstance(op, ast.Div):  # numpy's integers wrap around silently
             size = _ARITHMETIC[type(op)] if isinstance(op, ast.Mult) else operator.add
             if float(size(_magnitude(first), _magnitude(second))) > _LARGEST:
                 self._refuse(node, "exceeds 64 bits for some samples")

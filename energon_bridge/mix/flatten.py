@@ -1,4 +1,4 @@
-"""From a tree to its leaves with effective weights, which the order is planned from, and the same in words.
+"""Flattens a tree to its leaves with effective weights, the input of the plan; and prints a tree.
 
 Rules (reference section 1.13): in a blend a leaf gets its own weight times `w / sum(w)` of every blend around it; in a
 blend by repetitions the repetitions multiply; the two cannot be nested in one another. A concatenation inside a blend
@@ -33,11 +33,11 @@ class MixLeaf:
 
     Attributes:
         leaf: The dataset or join.
-        occurrence: 0, 1, ... among the leaves of this mix that read the same samples.
-        weight: Effective weight at global draw 0, adding up to 1; of a group, the weight of all of it. None in the
+        occurrence: Its number (0, 1, ...) among the leaves of this mix that read the same samples.
+        weight: Effective weight at global draw 0; all add up to 1. In a group, the weight of the whole group. None in
             other modes.
-        repetitions: How often an epoch of the mix has each sample; None in the other modes.
-        size_group: Number of the group that shares `weight` by numbers of samples, None for a leaf on its own.
+        repetitions: How often an epoch of the mix contains each sample; None in other modes.
+        size_group: Number of the group whose leaves divide `weight` by numbers of samples; None for a leaf on its own.
     """
 
     leaf: Leaf
@@ -87,7 +87,7 @@ class Mix:
 
     @property
     def moves(self) -> bool:
-        """Whether a weight changes from draw to draw anywhere, and not only at points of its schedule."""
+        """Whether any weight changes from draw to draw, not only at points of its schedule."""
         return any(schedule.moves for schedule in _schedules(self.root))
 
     def schedule_points(self) -> list[int]:
@@ -181,9 +181,9 @@ def _nested(node: Node, child: Node, *, allowed: tuple[str, ...], groups: Iterat
 
 
 def _check_drawable(node: Blend) -> None:
-    """Refuse a blend whose weights are all 0 at some draw.
+    """Raise if all weights of a blend are 0 at some draw.
 
-    Looking at the points of the schedules is enough: between two points a weight is 0 only if it is 0 at both.
+    Checking the points of the schedules is enough: between two points a weight is 0 only if it is 0 at both.
     """
     if any(all(weight for _, weight in schedule.points) for schedule in node.weights):
         return
@@ -217,7 +217,7 @@ def _schedules(node: Node) -> list[WeightSchedule]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# A mix in words: its tree, one line per node, with the effective weight of every leaf.
+# Printing a mix: its tree, one line per node, with the effective weight of every leaf.
 
 
 def describe(mix: Mix) -> list[str]:

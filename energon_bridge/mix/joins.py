@@ -1,4 +1,4 @@
-"""Opening the joins of a mix: their datasets, the index of their rows, and what makes one sample of several."""
+"""Opens the joins of a mix: their datasets, the index of their rows, and the joiner."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ from energon_bridge.rows.dataset import TableDataset
 from energon_bridge.samples import CrudeSample, Sample, sample_type_by_name
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What makes one sample of the several that a join has: `from_joined` of a sample type, or a function.
+# Joiners: `from_joined` of a sample type, or a function, that makes one sample of the samples of a row.
 #
-# A file only names it. Names of `megatron.energon` and `energon_bridge` are sample types of this package; other names
-# are looked up among what user code registered (`register_joiner`), and imported only with `trust_remote_code=True`.
+# A file only names its joiner. Names of `megatron.energon` and `energon_bridge` are sample types of this package. Other
+# names are looked up among those that user code registered (`register_joiner`), and imported only with
+# `trust_remote_code=True`.
 
 
 JoinerT = TypeVar("JoinerT", bound=Callable[..., Any])
 
-# Filled while user modules are imported and only read afterwards: the one table of the package that code may add to.
+# Filled while user modules are imported, and only read afterwards: the one global table that user code adds to.
 _REGISTERED: dict[str, Callable[..., Any]] = {}
 
 
@@ -40,6 +41,11 @@ def register_joiner(joiner: JoinerT) -> JoinerT: ...
 def register_joiner(joiner: str) -> Callable[[JoinerT], JoinerT]: ...
 def register_joiner(joiner: str | Callable[..., Any]) -> Callable[..., Any]:
     """Let metadatasets name a function (or a sample type with `from_joined`) as the `joiner` of a join.
+
+    Examples:
+        >>> @register_joiner("my.joiners.with_caption")  # joiner: {__module__: my.joiners, __function__: with_caption}
+        ... def with_caption(image, text):
+        ...     return CaptioningSample.extend(image, caption=text.text)
 
     Use it as `@register_joiner`: a file names it by `__module__` and `__function__` (or `__class__`) as for an import.
     Use it as `@register_joiner("some.module.name")` to choose that name, for files written for code that moved.
@@ -54,7 +60,7 @@ def register_joiner(joiner: str | Callable[..., Any]) -> Callable[..., Any]:
 
 def _register(name: str, joiner: JoinerT) -> JoinerT:
     other = _REGISTERED.get(name)
-    # A module that is loaded again, as notebooks do, brings the same function anew.
+    # A module that is reloaded, as notebooks do, registers the same function again.
     if other is not None and (other.__module__, other.__qualname__) != (joiner.__module__, joiner.__qualname__):
         raise ConfigurationError(f"the joiner {name!r} is registered already, as {other!r}. Choose another name.")
     _REGISTERED[name] = joiner
@@ -62,7 +68,7 @@ def _register(name: str, joiner: JoinerT) -> JoinerT:
 
 
 def resolve_joiner(join: JoinRef, sample_types: list[type], *, trust: bool) -> Callable[..., Any]:
-    """Return what a join calls with its samples, by position or, in a join with names, by name.
+    """Return the function that a join calls with its samples, by position or, in a join with names, by name.
 
     `sample_types` are those of the datasets. Raises UntrustedCodeError for a name that only an import can find, and
     MetadataError for one that cannot be found or called like that.
@@ -104,7 +110,7 @@ def _find(joiner: Joiner, *, where: str, trust: bool) -> Any:
 
 
 def _check_plain(join: JoinRef, sample_types: list[type], *, where: str) -> None:
-    """Refuse what `Sample.from_joined` itself cannot take."""
+    """Raise if the base class's own `Sample.from_joined` cannot take the samples."""
     if join.is_named:
         raise MetadataError(
             f"{where}: `from_joined` of {join.joiner.name} takes its samples in order, but the join gives them names. "
@@ -119,11 +125,11 @@ def _check_plain(join: JoinRef, sample_types: list[type], *, where: str) -> None
 
 
 def _check_call(join: JoinRef, function: Callable[..., Any], *, where: str) -> None:
-    """Refuse a function that cannot take the samples of a join."""
+    """Raise if a function cannot take the samples of a join."""
     names = [entry.name for entry in join.entries if entry.name is not None]
     try:
         signature = inspect.signature(function)
-    except (ValueError, TypeError):  # of something compiled
+    except (ValueError, TypeError):  # a compiled function has no signature
         return
     try:
         if names:
@@ -138,7 +144,7 @@ def _check_call(join: JoinRef, function: Callable[..., Any], *, where: str) -> N
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Opening the joins of a mix: their datasets, the index of their rows, and what makes one sample of several.
+# Opening joins.
 
 
 _PARALLEL_SAMPLES = 50_000
@@ -206,13 +212,13 @@ def join_parts(join: JoinRef, open_part: Callable[[LeafRef], PreparedDataset]) -
 
 
 def index_folders(join: JoinRef) -> list[str]:
-    """Return where the index of a join may lie: beside the file of the mix, or in the user's cache."""
+    """Return the folders for the index of a join: beside the file of the mix, or in the user's cache."""
     own = [f"{join.file}.cache"] if join.file and "://" not in join.file else []
     return [*own, os.path.join(user_cache(), "energon_bridge", "joins")]
 
 
 def _num_workers(parts: Sequence[JoinPart]) -> int:
-    """Return how many processes build an index; one where forking is unsafe or the work is small."""
+    """Return the number of processes to build an index; one if forking is unsafe or the work is small."""
     if threading.active_count() > 1 or parts[0].dataset.num_samples < _PARALLEL_SAMPLES:
         return 1
     return min(_MAX_WORKERS, available_cores())

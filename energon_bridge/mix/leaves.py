@@ -1,4 +1,4 @@
-"""From a described mix to opened leaves: what each dataset has, which samples of it are read, and its identity."""
+"""Opens the leaves of a mix: each with its dataset, the samples read from it, and its identity."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ class OpenLeaf:
 
     Args:
         dataset: The opened dataset or join.
-        start, stop: The samples (rows of a join) of it that the leaf has.
-        share: Its weight (mode "weights"), or how often a mix epoch goes through it.
-        occurrence: Number among the leaves of the mix that have the same content.
-        shuffle_epochs: Epochs that are shuffled as one, -1 without an end; None keeps the dataset's own order.
+        start, stop: The range of its samples (of a join: rows) in the leaf.
+        share: Its weight (mode "weights"), or its repetitions in a mix epoch.
+        occurrence: Its number among the leaves of the mix with the same content.
+        shuffle_epochs: Epochs shuffled as one; -1: without end; None keeps the dataset's own order.
         aux: Stores for the cooker of a crude dataset, by name.
-        aux_fingerprint: A hash of what `aux` holds, empty where there is none.
-        filter: The expression that its samples fulfil, empty where there is none.
-        kept: With a filter: the numbers of these samples, rising, shape (num_samples,).
+        aux_fingerprint: A hash of the contents of `aux`; empty if there is none.
+        filter: The expression that its samples fulfil; empty if there is none.
+        kept: With a filter: the numbers of these samples, ascending, shape (num_samples,).
 
     Attributes:
-        identity: A hash of what the leaf contains, wherever it lies: 16 hex digits.
+        identity: A hash of the leaf's content, independent of its location: 16 hex digits.
     """
 
     dataset: PreparedDataset | JoinedDataset
@@ -79,7 +79,7 @@ class OpenLeaf:
 
     @property
     def part(self) -> str:
-        """The samples of its dataset that the leaf has, as in states: `10:20 where tokens < 9`; empty: all."""
+        """Which samples of its dataset the leaf has, as written in states: `10:20 where tokens < 9`; empty: all."""
         if self.is_whole:
             return ""
         return f"{self.start}:{self.stop}" + f" where {self.filter}" * (self.kept is not None)
@@ -93,9 +93,9 @@ class OpenLeaf:
         return range(self.start, self.start + count) if self.kept is None else self.kept[:count].tolist()
 
     def has(self, numbers: IntArray) -> NDArray[np.bool_]:
-        """Tell which samples of the dataset belong to the leaf, by their numbers in it."""
+        """Return which samples of the dataset, given by number, belong to the leaf."""
         if self.kept is not None:
-            sought = numbers.astype(self.kept.dtype)  # else all that is kept would be copied
+            sought = numbers.astype(self.kept.dtype)  # otherwise numpy would copy all of `kept`
             return self.kept[np.minimum(np.searchsorted(self.kept, sought), self.kept.size - 1)] == sought
         return (numbers >= self.start) & (numbers < self.stop)
 
@@ -110,7 +110,7 @@ class OpenLeaf:
 
     @property
     def is_far(self) -> bool:
-        """Whether answers of the storage take long."""
+        """Whether its storage answers slowly."""
         dataset = self.dataset
         parts = [part.dataset for part in dataset.parts] if isinstance(dataset, JoinedDataset) else [dataset]
         return any(as_far(part.store) is not None for part in parts)
@@ -122,7 +122,7 @@ def open_leaves(mix: Mix, opener: DatasetOpener, *, shuffle_epochs: int | None) 
     `shuffle_epochs` is combined with what the mix says for each dataset.
 
     Raises:
-        DatasetError: One of them cannot be used, by a class of its own for each reason.
+        DatasetError: One of them cannot be used; each reason has its own subclass.
     """
     leaves: list[OpenLeaf] = []
     opener.open_ahead([entry.leaf for entry in mix.leaves if not isinstance(entry.leaf, JoinRef)])
@@ -213,9 +213,9 @@ def _numbered(leaves: Sequence[OpenLeaf]) -> tuple[OpenLeaf, ...]:
 def _aux_fingerprint(aux: Mapping[str, AuxRef], *, where: str) -> str:
     """Return a hash of the auxiliary stores of a leaf, empty if it has none.
 
-    It covers the name of each, of a prepared dataset its shards and their numbers of samples, of a JSONL file what the
-    file's own fingerprint does. Of a folder of files only the name counts, since looking at all files of a folder is no
-    work for the start of a run. Where a store lies does not count.
+    It covers the name of each store; for a prepared dataset also its shards and their numbers of samples; for a JSONL
+    file the file's own fingerprint. A folder of files counts by name only, since listing all its files would slow the
+    start of a run. The location of a store does not count.
 
     Raises DatasetError, of the class that fits and naming the store, if one cannot be used.
     """
@@ -238,5 +238,5 @@ def _content_of_store(ref: AuxRef) -> list[object]:
     if ref.is_filesystem:
         return ["filesystem"]
     info = read_info(store)
-    key_index_version(store)  # raises if nothing can be looked up
+    key_index_version(store)  # raises if no key can be looked up
     return ["dataset", list(info.shard_counts.items())]

@@ -1,4 +1,4 @@
-"""From whatever a caller names a mix by to its leaves: a path, a dict, a `Blender`, Megatron's lists."""
+"""Loads a mix from any source: a path, a dict, a `Blender`, or Megatron's lists."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def load_mix(
             dict, a `Blender`, a list of (path, weight) pairs, or Megatron's `(prefixes, weights)` or flat list.
         split_part: Part of the split to read; in a metadataset, the split to read.
         base: Folder that relative paths in `source` are relative to; default: the current directory.
-        dataset_config, split_config: Names of files in `.nv-meta`, for datasets that are named directly; a metadataset
-            says them for each of its datasets.
+        dataset_config, split_config: Names of files in `.nv-meta`, for datasets named directly; a metadataset gives
+            them for each of its datasets.
         condition: An expression over columns that the samples of all datasets must fulfil.
-        index: What an earlier start knew of the mix.
+        index: The index of the mix from an earlier start.
 
     Raises:
         DatasetNotFoundError, NotPreparedError, UnknownSplitError, MetadataError: A path or a file is wrong.
@@ -49,13 +49,13 @@ def load_mix(
     names = {"dataset_config": dataset_config, "split_config": split_config}
     tree = load_tree(source, split_part=split_part, base=base, index=index, **names)
     if condition is not None:
-        column_names(condition)  # whether it can be parsed
+        column_names(condition)  # raises if it cannot be parsed
         tree = filtered(tree, condition)
     return flatten(tree)
 
 
 def open_mix_index(source: MixSource, *, split_part: str) -> MixIndex:
-    """Return what earlier starts knew of the file of a mix; of anything else, an index that keeps nothing."""
+    """Return the index of the file of a mix; for any other source, an index that keeps nothing."""
     if isinstance(source, (str, os.PathLike)):
         path = resolve_path(os.fspath(source), base=os.getcwd(), where="path of the dataset")
         if path.endswith(".yaml"):
@@ -64,7 +64,7 @@ def open_mix_index(source: MixSource, *, split_part: str) -> MixIndex:
 
 
 def index_of_datasets(mix: Mix, *, split_part: str) -> MixIndex:
-    """Return what earlier starts knew of the datasets of a mix that is no file."""
+    """Return the index of the datasets of a mix that is not a file."""
     if len(mix.leaves) < MIN_DATASETS:
         return MixIndex()
     paths = sorted({entry.leaf.path for entry in mix.leaves if isinstance(entry.leaf, LeafRef)})
@@ -143,7 +143,7 @@ def _refuse_configs(direct: LeafRef, what: str) -> None:
 
 
 def _plain(value: Any, *, depth: int) -> Any:
-    """Turn what Python code writes into what a file holds: paths to texts, tuples to lists."""
+    """Convert Python values to those of a file: paths to strings, tuples to lists."""
     if depth > _MAX_DEPTH:
         raise ConfigurationError(f"the dict of the mix is nested more than {_MAX_DEPTH} deep. Does it hold itself?")
     if isinstance(value, Mapping):

@@ -18,8 +18,8 @@ Version 2 (`__module__: megatron.energon`, `__class__: MetadatasetV2`): a split 
 
 `path` may be another metadataset. Sources: reference sections 1.12 and 1.13.
 
-Invariant: only YAML files are read, never a dataset. Every split of a file is checked; nested files are read for the
-one that is asked for.
+Invariant: only YAML files are read, never a dataset. Every split of a file is checked; nested files are read only for
+the requested split.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from energon_bridge.mix.tree import (
 )
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The values that a reference of a mix can carry, each read strictly: wrong types are errors that name their place.
+# The values of a reference, each read strictly: wrong types are errors that name their place.
 #
 # Formats: reference sections 1.12 and 1.13. An empty value counts as absent where energon has a default for it.
 
@@ -102,7 +102,7 @@ def read_repetitions(item: Mapping[str, Any], *, where: str, field: str) -> Frac
 
 
 def read_nonmatch(item: Mapping[str, Any], *, is_primary: bool, where: str, field: str) -> Nonmatch:
-    """Return `nonmatch` of a join's entry; the primary has nothing to match."""
+    """Return `nonmatch` of a join's entry; the primary has none."""
     value = item.get("nonmatch", "error")
     place = f"{field}.nonmatch"
     if value not in get_args(Nonmatch):
@@ -198,7 +198,7 @@ _STRUCTURE_KEYS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scope:
-    """What surrounds an item: the file it stands in, and what the references on the way to it say.
+    """The surroundings of an item: its file, and the settings of the references that lead to it.
 
     Attributes:
         where: The file, for messages.
@@ -207,7 +207,7 @@ class Scope:
         index: Reads the files.
         subflavors, multiplier, subsets, filters: Merged so far; subsets from the innermost to the outermost.
         chain: The (file, split) that are being read, from the outermost on.
-        is_read: False while a split is only checked: its nested files are left alone.
+        is_read: False if a split is only checked; its nested files are then not read.
     """
 
     where: str
@@ -432,7 +432,7 @@ def _read_join(item: dict[str, Any], *, field: str, scope: Scope) -> JoinRef:
         file=scope.chain[-1][0] if scope.chain else "",
         where=f"{where}, field `{field}`",
     )
-    # Defaults for entries that do not say it themselves.
+    # Defaults for entries without their own.
     defaults = {key: read_text(item, key, where=where, field=field) for key in ("dataset_config", "split_config")}
     entries = item["join"]
     if isinstance(entries, dict) and entries:
@@ -464,7 +464,7 @@ def _read_entry(
         raise MetadataError(f"{where}, field `{field}.path`: only prepared datasets can be joined, found {path}.")
     for key in _WITHOUT_EFFECT:
         if scope.is_read and item.get(key, 1) != 1:
-            # Energon accepts these and does nothing with them.
+            # Energon accepts and ignores these.
             _log.warning("%s, field `%s.%s`: has no effect in a join; put it on the join itself.", where, field, key)
     reference = {key: entry for key, entry in item.items() if key not in _WITHOUT_EFFECT and entry is not None}
     inner = replace(

@@ -1,6 +1,6 @@
-"""Opening the datasets of a mix, each place once; the index of the mix, from which the next start opens them.
+"""Opens the datasets of a mix, each path once; keeps an index of the mix, which makes the next start fast.
 
-Invariant: the datasets of one opener share one pool of open files, so that it does not matter how many there are.
+Invariant: the datasets of one opener share one pool of open files, so their number does not matter.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from energon_bridge.rows.dataset import has_tables, is_table, open_tables
 from energon_bridge.storage import READ_TIMEOUT_SECONDS, LocalStore, OpenFiles, Stalls, Store, as_far, open_store
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The index of a mix: what opening its datasets found, kept in a file so that the next start need not read it again.
+# The index of a mix: the metadata of its datasets, kept in a file so that the next start need not read it again.
 #
-# A mix of many datasets has a file `opened_<hash of the request>.json` in `<name of the mix>.cache/` beside it. Where
-# nothing can be written there, and for mixes that are no local file, it lies in `$XDG_CACHE_HOME/energon_bridge/<hash
-# of the mix>/` (default `~/.cache`). Lines of JSON::
+# A mix of many datasets has a file `opened_<hash of the request>.json` in `<name of the mix>.cache/` beside it. If that
+# folder is not writable, or the mix is not a local file, it is in `$XDG_CACHE_HOME/energon_bridge/<hash of the mix>/`
+# (default `~/.cache`). Lines of JSON::
 #
 #     {"format": "energon_bridge.mix_index", "version": [1, 1], "checksum": <blake2b of the lines below>}
 #     {<hash>: <content of a dataset.yaml>, ...}
@@ -53,11 +53,10 @@ from energon_bridge.storage import READ_TIMEOUT_SECONDS, LocalStore, OpenFiles, 
 # that is not there. The version is that of the format and that of the fingerprint.
 #
 # Invariant: the index changes how fast a mix opens, never what is read. A document is used if the bytes of its file
-# have the hash; a dataset if its stamps and the sizes of all its shards are what they were, and else it is opened
-# anew. What has code of its own, does not lie in a local folder, or was changed within the last two seconds (a file
-# system may give a later change the same time) is not kept. A file that is damaged or of another version is as good
-# as none. Writing replaces the whole file at once, so it does not matter how many processes start together; a failure
-# to write is logged.
+# have the hash; a dataset is used if its stamps and the sizes of all its shards are unchanged, otherwise it is opened
+# again. Datasets with code of their own, outside local folders, or changed within the last two seconds (a file system
+# may give a later change the same time) are not kept. A damaged file, or one of another version, is ignored. The file
+# is replaced atomically, so any number of processes can start together; a failure to write is logged.
 
 
 logger = logging.getLogger(__name__)
@@ -65,7 +64,7 @@ logger = logging.getLogger(__name__)
 FORMAT = "energon_bridge.mix_index"
 VERSION = [1, FINGERPRINT_VERSION]
 MIN_DATASETS = 32
-"""Fewer are opened in less time than a file in somebody's folder is worth (a few milliseconds)."""
+"""Mixes of fewer datasets get no index: they open within milliseconds."""
 _SETTLED_NS = 2_000_000_000
 _ENCODER = json.JSONEncoder(separators=(",", ":"))
 
@@ -76,7 +75,7 @@ Stamp = list[Any]
 
 
 class Known(NamedTuple):
-    """What is known of a place; `config` is the content of its dataset.yaml as JSON."""
+    """The index entry of a dataset; `config` is the content of its dataset.yaml as JSON."""
 
     stamps: list[Stamp]
     shards: list[str]
@@ -88,13 +87,13 @@ class Known(NamedTuple):
 
 
 class MixIndex:
-    """What is known of a mix from an earlier start, and what this one finds.
+    """The index of a mix: entries from an earlier start, and those of this one.
 
-    Lines stay as they are in the file until they are asked for, so that there is never more than one in parts.
+    Lines are parsed only when needed, one at a time.
 
     Args:
-        folders: Where the file may lie; the first one that takes it gets it. None: nothing is kept.
-        request: What is opened, besides the mix itself; each request has a file of its own.
+        folders: Folders for the file; the first writable one is used. None: nothing is kept.
+        request: What is opened, besides the mix itself; each request has its own file.
     """
 
     def __init__(self, folders: Sequence[str] = (), *, request: str = "") -> None:
@@ -136,7 +135,7 @@ class MixIndex:
         return value
 
     def find(self, place: Place) -> Known | None:
-        """Return what is known of a place, if it is still so."""
+        """Return the entry of a dataset if it is still valid."""
         key = _line(place)
         for line in self._known.get(key, ()):
             stamps, shards, counts, sizes, excluded, config, fingerprint = json.loads(line)
@@ -147,7 +146,7 @@ class MixIndex:
         return None
 
     def record(self, place: Place, known: Known) -> None:
-        """Keep what a place has, if nothing of it was changed so recently that a later change might look the same."""
+        """Keep the entry of a dataset, unless it changed so recently that a later change might get the same time."""
         newest = max((time for stamp in known.stamps for time in stamp[2:4]), default=0)
         if newest < time.time_ns() - _SETTLED_NS:
             config = _hash(known.config.encode())
@@ -156,7 +155,7 @@ class MixIndex:
             self._changed = True
 
     def save(self) -> None:
-        """Write the file if this start found anything that it does not hold."""
+        """Write the file if this start has found new entries."""
         if not self._changed or len(self._found) < MIN_DATASETS:
             return
         head = _line({"format": FORMAT, "version": VERSION, "checksum": _hash_of(self._payload())}) + b"\n"
@@ -170,7 +169,7 @@ class MixIndex:
                 return
 
     def _payload(self) -> Iterator[bytes]:
-        """Yield the lines below the first one in pieces; as a whole they would take half of what opening takes."""
+        """Yield the lines after the first one in pieces; joining them all would take half the time of opening."""
         yield _line({config: json.loads(self._configs[config]) for _, config in self._found.values()})
         for key, line in self._documents.values():
             yield b"\n%b\t%b" % (key, line)
@@ -178,7 +177,7 @@ class MixIndex:
             yield b"\n%b\t%b" % (key, line)
 
     def _read(self, path: str) -> None:
-        """Read the file, line by line: whole copies of it would be most of what a later start takes."""
+        """Read the file line by line: copying it whole would dominate the time of a later start."""
         known: dict[bytes, list[bytes]] = {}
         digest = hashlib.blake2b(digest_size=16)
         try:
@@ -203,14 +202,14 @@ class MixIndex:
 
 
 def index_folders(mix: str) -> tuple[str, ...]:
-    """Return where the index of a mix may lie; `mix` is the path or URL of its file, or anything that stands for it."""
+    """Return the folders for the index of a mix; `mix` is the path or URL of its file, or a text that identifies it."""
     node = os.path.join(user_cache(), "energon_bridge", _hash(mix.encode()))
     folders = (f"{mix}.cache", node) if mix.startswith("/") else (node,)
     return tuple(folder for folder in folders if os.path.isabs(folder))  # not all processes have a home
 
 
 def stamps_of(place: Place) -> list[Stamp]:
-    """Return the stamps of the files that say what is at a place. Take them before the files are read."""
+    """Return the stamps of the metadata files of a dataset. Take them before the files are read."""
     path, _, dataset_config, split_config = place
     splits = [split_config, SPLIT_JSON] if split_config == DEFAULT_SPLIT_CONFIG else [split_config]
     stamps = []
@@ -218,7 +217,7 @@ def stamps_of(place: Place) -> list[Stamp]:
         for name in names:
             stamps.append(_stamp(path, name))
             if len(stamps[-1]) > 1:
-                break  # the others are read only where this one is missing
+                break  # the others are read only if this one is missing
     return stamps
 
 
@@ -261,7 +260,7 @@ def _hash_of(pieces: Iterable[bytes]) -> str:
 def _write(folder: str, name: str, pieces: Iterable[bytes]) -> None:
     """Write a file as a whole; raises OSError."""
     os.makedirs(folder, exist_ok=True)
-    # A name of its own even where processes of several machines, whose numbers may be equal, write at the same time.
+    # The name is unique even if processes on several machines, whose ids may be equal, write at the same time.
     temporary = os.path.join(folder, f".{name}.{secrets.token_hex(8)}")
     try:
         with open(temporary, "xb") as file:
@@ -274,7 +273,7 @@ def _write(folder: str, name: str, pieces: Iterable[bytes]) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Opening the datasets of a mix: each place once, and from the index where that is current.
+# Opening the datasets of a mix.
 
 
 _AT_ONCE = 16
@@ -285,8 +284,8 @@ class DatasetOpener:
 
     Args:
         trust_remote_code: Allow the datasets' own code to run.
-        index: What an earlier start found; gets what this one finds.
-        read_timeout_seconds: Time after which a read is tried again beside the first; None: no limit.
+        index: The index from an earlier start; new entries are added to it.
+        read_timeout_seconds: Time after which a second read is started beside the first; None: no limit.
     """
 
     def __init__(
@@ -331,9 +330,9 @@ class DatasetOpener:
         return dataset
 
     def open_ahead(self, refs: Sequence[LeafRef]) -> None:
-        """Open datasets behind URLs, many at once, for each waits for several answers.
+        """Open datasets behind URLs, many at once, since each needs several requests.
 
-        One that fails is left to `open`, which says why. Code of datasets runs in this thread only.
+        If one fails, `open` raises its error later. Code of datasets runs in this thread only.
         """
         if self.trust_remote_code:
             return

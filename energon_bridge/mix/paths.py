@@ -1,7 +1,7 @@
-"""Paths and URLs inside a mix: made absolute against the file that contains them; and which kind of thing each names.
+"""Paths and URLs inside a mix: makes them absolute against their file, and finds out what they name.
 
-Rules (reference section 1.14): what starts with `/` or `scheme://` stands for itself, everything else is relative to
-the folder of the file; `.` and `..` are resolved in the text, never above the root. `file://` becomes a plain path,
+Rules: a path that starts with `/` or `scheme://` is absolute, any other is relative to the folder of the file; `.` and
+`..` are resolved in the text, never above the root. `file://` becomes a plain path,
 `rclone://` is the old name of `msc://`, and `dss://NAME@VERSION/path` lies in `$NVDATASET_CACHE_DIR/NAME/VERSION/path`.
 """
 
@@ -42,7 +42,7 @@ def resolve_path(text: str, *, base: str, where: str) -> str:
 
 
 def user_cache() -> str:
-    """Return the folder below which programs keep what they can make again: `$XDG_CACHE_HOME`, or `~/.cache`."""
+    """Return the user's cache folder: `$XDG_CACHE_HOME`, or `~/.cache`."""
     folder = os.environ.get("XDG_CACHE_HOME", "")
     return folder if os.path.isabs(folder) else os.path.expanduser("~/.cache")
 
@@ -93,11 +93,10 @@ def _lexical(path: str, *, where: str, text: str) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Which kind of thing a path names: a prepared dataset, a JSONL file, or the YAML file of another mix.
+# The kind of thing a path names: a prepared dataset, a JSONL file, or the YAML file of another mix.
 #
-# A reference inside a mix is told apart by its name, so that a mix of a thousand datasets asks the storage nothing;
-# only `.yaml` names are looked up. The path that a caller gives is looked at closely, for errors that say what is
-# wrong. Source of the rules: reference section 1.1.
+# References inside a mix are classified by name, so that a mix of a thousand datasets needs no storage requests; only
+# `.yaml` names are looked up. A path given by the caller is inspected closely, so that errors can say what is wrong.
 
 
 class DatasetKind(StrEnum):
@@ -109,7 +108,7 @@ class DatasetKind(StrEnum):
 
 
 def kind_of_reference(path: str, *, where: str) -> DatasetKind:
-    """Tell the kind of an absolute path inside a mix; raises DatasetNotFoundError or MetadataError naming `where`."""
+    """Return the kind of an absolute path inside a mix; raises DatasetNotFoundError or MetadataError naming `where`."""
     if path.endswith(".jsonl"):
         return DatasetKind.JSONL
     if not path.endswith((".yaml", ".yml")):
@@ -123,7 +122,7 @@ def kind_of_reference(path: str, *, where: str) -> DatasetKind:
 
 
 def kind_of_source(path: str) -> DatasetKind:
-    """Tell the kind of an absolute path that a caller wants to train on.
+    """Return the kind of an absolute path that a caller wants to train on.
 
     Raises DatasetNotFoundError, NotPreparedError or MetadataError, each saying what to do.
     """

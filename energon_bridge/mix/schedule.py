@@ -8,11 +8,11 @@ Grammar, in YAML and as a Python dict::
     weight: {schedule: linear, points: [[0, 1], [10000, 3]]}     # a straight line between the points
     weight: {schedule: cosine, points: [[0, 1], [10000, 3]]}     # half a cosine wave between the points
 
-A point is [global draw, weight]; before the first and after the last point the weight stays. A global draw is one
-choice of the mix, numbered over all lanes (design section 4). Only the ratio of the weights of one blend matters.
+A point is [global draw, weight]; before the first and after the last point the weight is constant. A global draw is one
+choice of the mix, numbered over all lanes. Only the ratio of the weights of one blend matters.
 
-Invariant: `at` gives the same bits on every machine. It uses the four basic operations only, whose results IEEE 754
-prescribes, and its own cosine, because libraries differ in the last bit of theirs.
+Invariant: `at` gives the same bits on every machine. It uses only the four basic operations, whose results IEEE 754
+prescribes, and its own cosine, because libraries differ in the last bit.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _SINE_TERMS = tuple((-1.0) ** k / math.factorial(2 * k + 1) for k in range(9))
 
 
 def exact_number(value: Any) -> Fraction | None:
-    """Return a number exactly as its decimal digits say (0.1 is 1/10), None for anything that is no finite number."""
+    """Return a number exactly as its decimal digits say (0.1 is 1/10); None for anything but a finite number."""
     if type(value) is int:  # the abstract types below take their time
         return Fraction(value)
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
@@ -50,6 +50,11 @@ def exact_number(value: Any) -> Fraction | None:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightSchedule:
     """A weight as a function of the global draw; `points` are (draw, weight), a constant has one at draw 0.
+
+    Examples:
+        >>> weight = WeightSchedule.linear([(0, 1), (1000, 3)])
+        >>> weight.at(500)
+        2.0
 
     Raises ConfigurationError if the points are not in rising order or a weight is negative.
     """
@@ -99,7 +104,7 @@ class WeightSchedule:
 
     @property
     def moves(self) -> bool:
-        """Whether the weight changes from draw to draw anywhere, and not only at points."""
+        """Whether the weight changes from draw to draw, not only at points."""
         return self.kind in ("linear", "cosine") and not self.is_constant
 
     def at(self, global_draw: int) -> float:
@@ -114,7 +119,7 @@ class WeightSchedule:
         return float(first) + (float(last) - float(first)) * passed
 
     def exact_at(self, global_draw: int) -> Fraction:
-        """Return the weight of a global draw as a fraction: what is written at a point, the float between points."""
+        """Return the weight of a global draw as a fraction: exact at a point, that of the float between points."""
         after = bisect_right(self.points, global_draw, key=_draw)
         before = self.points[max(after - 1, 0)]
         if after == 0 or after == len(self.points) or self.kind == "steps" or before[0] == global_draw:

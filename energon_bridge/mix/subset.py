@@ -1,9 +1,9 @@
 """Subsets: consecutive ranges of a dataset's samples, by number or in percent, nested along the path of a mix.
 
-Semantics (reference section 1.13): the numbers of samples are those of the split in the order of its shards. A range by
-number is applied first; it can only stand at a leaf. Percentages follow, an outer one within the inner one: outer
-(o0, o1) in inner (i0, i1) is `i0 + o * (i1 - i0)`. Ratios are floats and their product with the number of samples is
-truncated, as energon does it, so that a mix keeps exactly its samples when it moves over.
+Semantics: samples are numbered through the split in the order of its shards. A range by number is applied first; only a
+leaf can have one. Percentages follow, each outer one within the inner one: outer (o0, o1) in inner (i0, i1) is
+`i0 + o * (i1 - i0)`. Ratios are floats, and their product with the number of samples is truncated as energon does, so
+that a mix has exactly the same samples here.
 """
 
 from __future__ import annotations

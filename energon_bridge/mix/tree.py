@@ -1,8 +1,8 @@
-"""The tree that a mix is: references to datasets and joins at the leaves, blends and concatenations above them.
+"""The tree of a mix: references to datasets and joins at the leaves, blends and concatenations above them.
 
 Invariant: nodes are plain descriptions. They hold absolute paths and settings already merged along the path from the
-root, never an open file, an index or anything per sample; a tree can be pickled and compared. `where` says where a node
-was written and takes no part in comparisons.
+root, never an open file, an index or anything per sample; a tree can be pickled and compared. `where` is the place a
+node was written at; comparisons ignore it.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ class LeafRef:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Joiner:
-    """What makes one sample of several: the `from_joined` of a sample type, or a function.
+    """The function that makes one sample of several: `from_joined` of a sample type, or any function.
 
-    `target` is the type or function itself where Python code gave it; a file can only name it.
+    `target` is the type or function itself if Python code gave it; a file can only name it.
     """
 
     module: str
@@ -81,7 +81,7 @@ class JoinEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinRef:
-    """Several datasets joined by sample key; the first is the primary, whose samples say which rows there are.
+    """Several datasets joined by sample key; the first is the primary, whose samples are the rows.
 
     `subflavors` and the multiplier are those of the join and of what is around it; subsets count rows of the join.
     The entries' leaves carry their own settings, with the join's and the outer subflavors already over them. `file` is
@@ -150,7 +150,7 @@ def filtered(node: Node, text: str) -> Node:
 
 
 def data_identity(leaf: Leaf) -> Hashable:
-    """Return what two leaves have in common if they read the same samples, as far as paths and settings can tell."""
+    """Return a value that is equal for leaves that read the same samples, as far as paths and settings can tell."""
     subset = merge_subsets(leaf.subsets)
     if isinstance(leaf, JoinRef):
         entries = tuple((entry.name, entry.nonmatch, data_identity(entry.leaf)) for entry in leaf.entries)

@@ -1,4 +1,4 @@
-"""Which rank trains on which microbatch of a global batch, so that no rank waits long for another one.
+"""Assigns the microbatches of a global batch to ranks so that no rank waits long for another.
 
 A global batch has G microbatches, of which each of R ranks runs A = G / R, one in each of A *rounds*. Two things
 should be even: the cost of a rank over the whole step, for which ranks wait where gradients are reduced, and the costs

@@ -1,18 +1,18 @@
 """The order of a mix: which leaf each draw of a lane comes from.
 
-Both orders are integer arithmetic on the number of the draw; there is nothing to rebuild on a resume.
+Both orders are integer arithmetic on the number of the draw, so a resume rebuilds nothing.
 
 *Weights* (`WeightedBlend`). Draw k of lane l takes the leaf in whose interval of cumulative weights
 `u = (phase + l*B + k*A) mod 2^64` falls, with `A = floor(2^64 (sqrt5 - 1)/2)`, B chosen for the number of lanes
-(`plan/blend.py`; up to order version 1 it was `floor(2^64 (sqrt3 - 1))` for all), the weights as 64-bit thresholds
-and the leaves in order of identity. Multiples of such numbers fill every interval evenly: a lane stays within a few
-draws of weight x prefix, and 240 consecutive draws of the global order hold of every leaf at most 5 more or fewer than
-its share. It is memoryless, so weights may change from any draw on. Weights that move from draw to draw have a rule of
-their own (`plan/scheduled.py`).
+(`lane_step`; up to order version 1 it was `floor(2^64 (sqrt3 - 1))` for all), the weights as 64-bit thresholds and the
+leaves in order of identity. Multiples of such numbers fill every interval evenly: a lane stays within a few draws of
+weight x prefix, and in any 240 consecutive draws of the global order each leaf is within 5 draws of its share. The rule
+is memoryless, so weights may change from any draw on. Weights that move from draw to draw have a rule of their own
+(`plan/scheduled.py`).
 
 *Repetitions* (`EpochizedBlend`). In mix epoch E leaf i of N samples, repeated r times, gives `floor((E+1)Nr) -
-floor(ENr)` draws over all lanes together, shared out like the samples of a leaf. A lane deals its q draws of a leaf out
-evenly, draw j at `(j + phase)/q`, and the draws of all leaves follow each other in the order of these places, which are
+floor(ENr)` draws over all lanes together, divided like the samples of a leaf. A lane spreads its q draws of a leaf
+evenly, draw j at place `(j + phase)/q`, and merges the draws of all leaves in the order of these places, which are
 32-bit fixed-point numbers. So all leaves of a mix epoch end at about the same time, each exactly.
 """
 
@@ -32,7 +32,7 @@ import numpy as np
 from energon_bridge.rng import MASK64, IntArray, UIntArray, below, fold
 
 # ---------------------------------------------------------------------------------------------------------------------
-# How far the lanes of a weighted mix stand apart, so that consecutive draws of all lanes together are even.
+# The step between the lanes of a weighted mix, chosen so that consecutive draws of all lanes together are even.
 #
 # Draw k of lane l lies at `l*B + k*A` on a circle of 2^64, `A = floor(2^64 (sqrt5 - 1)/2)`, and a leaf is an arc of the
 # circle (`plan/blend.py`). B is chosen for the number of lanes L, so that L lanes add up to one step of a lane:
@@ -56,7 +56,7 @@ _WINDOW, _MOST = 240, 5
 _CANDIDATES = 256
 _LARGEST_DENOMINATOR = 1 << 20
 _BITS = 48
-"""Bits of a point that are looked at: 240 times as many fit an int64. What is cut off is far below `_MARGIN`."""
+"""Bits of a point that are used: 240 times as much fits an int64, and the rest is far below `_MARGIN`."""
 _MARGIN = 1 << (_BITS - 20)
 
 

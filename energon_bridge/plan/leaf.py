@@ -1,11 +1,11 @@
-"""The order of one leaf: from a lane and the number of its draw to a sample index, without any table to rebuild.
+"""The order of one leaf: maps a lane and the number of its draw to a sample index, without tables to rebuild.
 
 A leaf has N samples on one line, its shards laid end to end, cut into slices of one length. In every epoch the slices
-are put in the order of a keyed permutation and laid end to end again: the *epoch line*. L lanes share it out.
+are put in the order of a keyed permutation and laid end to end again: the *epoch line*. L lanes divide it.
 
-*Slice length* (`slice_length`). A slice is what is read in one direction; a lane mixes as well as it has slices. So a
-slice is as long as it can be while each lane's share of an epoch has 64 of them: `N div 64 L`, at most the cap that the
-user sets, at least 1. Where a lane gets fewer than 8 microbatches an epoch, or fewer than 128 samples, it is 1.
+*Slice length* (`slice_length`). A slice is read from front to back; the more slices a lane has, the better it mixes. So
+a slice is as long as possible while each lane's share of an epoch has 64 of them: `N div 64 L`, at most the user's cap,
+at least 1. If a lane gets fewer than 8 microbatches or fewer than 128 samples an epoch, slices have 1 sample.
 
 *Slices of one sample are dealt like cards.* The epoch line is then a permutation of all samples, and the lanes take it
 in turn, a block of draws at a time: draw k of lane l is place `((k div b) L + q) b + k mod b` of all epoch lines laid
@@ -14,7 +14,7 @@ that an epoch ends as it does for any sampler without replacement, whatever L is
 q = (l - key) mod L: lanes never differ by more than one draw, and which of them is ahead differs from leaf to leaf.
 Without shuffling, every leaf is dealt in blocks of one microbatch, from its own line.
 
-*Longer slices are shared out in stretches.*
+*Longer slices are divided in stretches.*
 
 - Lane l has the rank `l' = (key - 1 - l) mod L` in this leaf and owns `floor(((e+1)N + l')/L) - floor((eN + l')/L)`
   consecutive positions of epoch e, stretches laid in the order of l'. Before epoch e it has drawn
@@ -43,7 +43,7 @@ import numpy as np
 from energon_bridge.rng import IntArray, Permutation, below, draws, fold, shuffled
 
 ORDER_VERSION = 5
-"""Raised with every change of a rule, here or in `stream/packing.py`, that changes which sample comes when.
+"""The version of the order: raised with every change, here or in `stream/packing.py`, of which sample comes when.
 
 2: the lanes of a weighted mix stand apart by a step chosen for their number (`plan/blend.py`).
 3: many whole shards are shuffled in groups; weights that move keep the global order even too (`plan/scheduled.py`).
@@ -55,16 +55,17 @@ ORDER_VERSION = 5
 DEFAULT_PARALLEL_SHARD_ITERS = 16
 _SLICES_OF_A_LANE = 64
 _SLICES_PER_ITER = 4
-"""By default a window has all 64 slices of a lane: a microbatch of 32 samples then comes from 29 of them."""
+"""Slices in a window per `parallel_shard_iters`. A default window has all 64 slices of a lane, so that a microbatch of
+32 samples comes from 29 of them."""
 _FEWEST_MICROBATCHES = 8
-"""A lane with fewer of them in an epoch would be in several epochs at once."""
+"""Microbatches of a lane per epoch below which slices have one sample; it would otherwise mix several epochs."""
 _SLICES, _WINDOW, _ROUND = 1, 2, 3
 _ENDLESS = 1 << 16
 _LARGEST_TABLE = 4096
-"""A permutation of up to so many samples is kept as an array: asking a longer one sample by sample is cheaper."""
+"""Permutations of up to so many samples are kept as arrays; longer ones are cheaper to evaluate sample by sample."""
 _TABLES = 1 << 16
 _DEALT = 128
-"""Draws of a lane that are looked up at once, and epochs that they may lie in: both bound what a seek costs."""
+"""Draws of a lane looked up at once, and epochs they may span; both bound the cost of a seek."""
 _EPOCHS_AT_ONCE = 32
 
 
@@ -102,13 +103,13 @@ class LeafOrder:
         num_lanes: L.
         key: Key of the leaf; everything keyed below derives from it.
         slice_length: Samples in a slice; see the function of that name.
-        shuffle_buffer_size: About how many samples are mixed at a time; 0 or 1: only the slices are.
+        shuffle_buffer_size: Samples mixed at a time, about; with 0 or 1 only the slices are mixed.
         parallel_shard_iters: A quarter of the slices that are read side by side.
-        block: Draws in a microbatch, for a leaf that is dealt in microbatches; 0: it is one of a mix, dealt singly.
-        shuffle: False gives the dataset's own order.
+        block: Draws in a microbatch, for a leaf dealt in microbatches; 0: the leaf is in a mix and dealt singly.
+        shuffle: False keeps the dataset's own order.
         first_sample: Index of the first sample, if the leaf is a part of a dataset.
-        kept: Indices of the samples of a filtered leaf, rising, shape (N,); None: N samples from the first on.
-        epochs_per_shuffle: E, epochs that are shuffled as one; -1: so many that their end does not matter.
+        kept: Indices of the samples of a filtered leaf, ascending, shape (N,); None: N samples from the first on.
+        epochs_per_shuffle: E, the epochs shuffled as one; -1: so many that their end does not matter.
     """
 
     num_samples: int
@@ -125,7 +126,7 @@ class LeafOrder:
 
     @property
     def is_dealt(self) -> bool:
-        """Whether the lanes take the epoch line in turn; otherwise each has a stretch of it."""
+        """Whether the lanes take turns on the epoch line; otherwise each owns a stretch of it."""
         return not self.shuffle or self.slice_length == 1
 
     @property
@@ -207,7 +208,7 @@ class LeafOrder:
         return self._round(first, lines, places)
 
     def _permuted(self, line: int, places: IntArray) -> IntArray:
-        """Return what stands at some places of an epoch line."""
+        """Return the samples at some places of an epoch line."""
         key = fold(self.key, _SLICES, line)
         if self._line_length > _LARGEST_TABLE:
             return Permutation(self._line_length, key).at_many(places)
@@ -228,7 +229,7 @@ class LeafOrder:
         return (self.key - 1 - lane) % self.num_lanes
 
     def _window_at(self, epoch: int, rank: int, start: int, stop: int, draw: int) -> _Window:
-        """Return the window that holds a draw of the stretch [start, stop) of an epoch line, counted in the stretch."""
+        """Return the window of a draw of the stretch [start, stop) of an epoch line; `draw` counts in the stretch."""
         line = self._epoch_line(epoch)
         first_slot, last_slot = line.slot_of(start), line.slot_of(stop - 1)
         slots = last_slot - first_slot + 1
@@ -319,7 +320,7 @@ class _Window:
 
 
 class _EpochLine:
-    """Slices in keyed order, equal but for the last one of the dataset, whose place the permutation tells."""
+    """Slices in keyed order, all equally long but the last one of the dataset, whose place the permutation gives."""
 
     def __init__(self, num_samples: int, length: int, key: int) -> None:
         self._length = length

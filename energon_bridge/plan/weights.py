@@ -1,7 +1,7 @@
-"""The weights of a run's leaves: as the mix describes them, and as they were changed while it ran.
+"""The weights of a run's leaves: those of the mix, and changes made during the run.
 
-Weights stand in order of the leaves' identities. In a state, a change is `[global draw, [weight, ...]]`, each weight a
-number or a schedule as a file would have it.
+Weights are in the order of the leaves' identities. In a state, a change is `[global draw, [weight, ...]]`; each weight
+is a number or a schedule in the form used in files.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class LeafWeights(Protocol):
 
     @property
     def moves(self) -> bool:
-        """Whether weights change from draw to draw anywhere, and not only at points."""
+        """Whether any weight changes from draw to draw, not only at points."""
         ...
 
 
@@ -74,7 +74,7 @@ class MixWeights:
 
     @property
     def moves(self) -> bool:
-        """Whether weights change from draw to draw anywhere."""
+        """Whether any weight changes from draw to draw."""
         return self.mix.moves
 
     def fingerprint(self) -> str:
@@ -87,7 +87,7 @@ class MixWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenWeights:
-    """Weights that were given during the run, a schedule per leaf."""
+    """Weights set during the run, one schedule per leaf."""
 
     schedules: tuple[WeightSchedule, ...]
 
@@ -106,7 +106,7 @@ class GivenWeights:
 
     @property
     def moves(self) -> bool:
-        """Whether weights change from draw to draw anywhere."""
+        """Whether any weight changes from draw to draw."""
         return any(schedule.moves for schedule in self.schedules)
 
 

@@ -39,6 +39,13 @@ _NOT_WRITABLE = {
 class ShardWriter:
     """Write samples as shards with all their indexes; a context manager.
 
+    Examples:
+        >>> with ShardWriter("data/written", sample_type=TextSample, samples_per_shard=50) as out:
+        ...     for number in range(100):
+        ...         out.write({"text": f"text number {number}"})
+        >>> len(next(iter(get_savable_loader(get_train_dataset("data/written", batch_size=8)))).text)
+        8
+
     Args:
         path: A new or empty folder.
         sample_type: What is written: a sample type of this package, or CrudeSample.
@@ -221,6 +228,13 @@ class ShardWriter:
 
 def finish_shards(path: str | os.PathLike[str]) -> dict[str, int]:
     """Combine the shards of several finished writers into one dataset; return the samples by shard.
+
+    Examples:
+        >>> for number in range(2):  # in processes of their own
+        ...     with ShardWriter("data/parallel", sample_type=TextSample, writer=f"part{number}") as out:
+        ...         out.write({"__key__": f"text{number}", "text": "hello"})
+        >>> finish_shards("data/parallel")
+        {'train/part0-00000.tar': 1, 'train/part1-00000.tar': 1}
 
     Call it once, in one process. You can repeat it if it was interrupted.
 

@@ -74,6 +74,10 @@ def make_balance(
 ) -> Balance:
     """Make the groups on which data-parallel ranks exchange microbatches. Every process of the job must call it.
 
+    Examples:
+        >>> balance = make_balance(BatchCost(tokens=1.0, attention=1e-5))  # doctest: +SKIP
+        >>> train = EnergonDataloader(loader, balance=balance)  # doctest: +SKIP
+
     Args:
         cost: See `Balance`.
         pg_collection: megatron-core's `ProcessGroupCollection`, whose `dp` is looked at. Default: the groups of

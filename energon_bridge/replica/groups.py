@@ -76,6 +76,10 @@ def make_replica(
 ) -> Replica:
     """Find the replica of this process and make the groups of its stages. Every process of the job must call it.
 
+    Examples:
+        >>> replica = make_replica()  # on every rank, after torch.distributed is initialised  # doctest: +SKIP
+        >>> train = EnergonDataloader(open_loader, replica=replica)  # doctest: +SKIP
+
     Args:
         pg_collection: megatron-core's `ProcessGroupCollection`: `dp` and `pp` are used. Default: the groups of
             `megatron.core.parallel_state`.

@@ -1,7 +1,7 @@
-"""Sample and batch types: what a dataset gives, and what a loader delivers.
+"""Sample and batch types.
 
-`base` has the two roots and what they share, `types` the sample types that a `dataset.yaml` can name, `stacking` how
-tensors of different sizes become one. Importing this package imports neither torch nor numpy.
+`base` has the two base classes, `types` the sample types that a `dataset.yaml` can name, `stacking` the collation of
+tensors. Importing this package imports neither torch nor numpy.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""The roots of all samples and batches, and the five fields that every one of them carries.
+"""The base classes of all samples and batches, and the five meta fields that they carry.
 
-    __key__          the name of the sample in its dataset; in a batch a list, one per row
-    __restore_key__  enough to make the same sample or batch again; in a batch a tuple of the rows' keys
-    __subflavors__   the free labels that a dataset configuration attaches; in a batch a list, one per row
-    __sources__      the files the content came from, for error messages; in a batch those of all rows in order
-    __valid__        of a batch only: a bool tensor, one per row, false where a row is there for its shape alone
+    __key__          the key of the sample in its dataset; in a batch a list, one per row
+    __restore_key__  enough to make the same sample or batch again; in a batch it holds the rows' keys
+    __subflavors__   free labels from the dataset configuration; in a batch a list, one per row
+    __sources__      the files that the content came from, for error messages; in a batch those of all rows in order
+    __valid__        batches only: a bool tensor, one per row; False for rows that only give the batch its shape
 
-Fields are read as attributes or by name, so `batch.image` and `batch['image']` are the same. Nothing here runs code per
-sample beyond the generated constructor, because samples are made on the hot path.
+Fields can be read as attributes or by name: `batch.image` and `batch['image']` are the same. Per sample, nothing here
+runs but the generated constructor, because samples are made on the hot path.
 """
 
 from __future__ import annotations
@@ -29,32 +29,45 @@ META_FIELDS = ("__key__", "__restore_key__", "__subflavors__", "__sources__", "_
 
 @dataclass_transform(kw_only_default=True, field_specifiers=(field,))
 def edataclass(cls: type[T]) -> type[T]:
-    """Make a class a slotted, keyword-only dataclass: what every sample and batch type is."""
+    """Make a class a slotted, keyword-only dataclass, as all sample and batch types are.
+
+    Examples:
+        >>> @edataclass
+        ... class Audio(Sample):
+        ...     waveform: torch.Tensor
+        >>> Audio(__key__="a", waveform=torch.zeros(4)).waveform.shape
+        torch.Size([4])
+    """
     return dataclass(kw_only=True, slots=True)(cls)
 
 
 class SourceInfo(NamedTuple):
-    """One access to the files of a dataset: where a part of a sample came from."""
+    """One access to the files of a dataset: where a part of a sample came from.
+
+    Examples:
+        >>> SourceInfo("data/captions", 3, "shard_000.tar", ("a.jpg", "a.txt")).shard_name
+        'shard_000.tar'
+    """
 
     dataset_path: str
-    # The name energon users know; it hides tuple.index, which nobody needs on a record.
+    # The name that energon users know; it hides tuple.index, which nobody needs here.
     index: int | str  # type: ignore[assignment]
     shard_name: str
     file_names: tuple[str, ...]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Half of what pickle costs for a named tuple, of which every sample of a batch has one.
+        # Pickles at half the cost of a named tuple; every sample of a batch has one.
         return SourceInfo, tuple(self)
 
 
 class Segment(NamedTuple):
-    """Where a sample stands in a row of tokens.
+    """The position of a sample in a row of tokens.
 
     Attributes:
-        dataset: The path of its dataset, as its sources have it; "" where they are not known.
+        dataset: The path of its dataset, as in its sources; "" if unknown.
         key: Its key.
         start: Its first token in the row.
-        length: Its tokens, without padding.
+        length: Its number of tokens, without padding.
     """
 
     dataset: str
@@ -69,14 +82,14 @@ class Segment(NamedTuple):
 def segments_of(
     samples: Sequence[Sample | CrudeSample], lengths: Sequence[int], padded_lengths: Sequence[int] | None = None
 ) -> tuple[Segment, ...]:
-    """Return the segments of a row that holds some samples one behind the other.
+    """Return the segments of a row of concatenated samples.
 
-    For task encoders of your own: set it in `pack_selected_samples` as a field `segments` of the row.
+    For your own task encoders: set them in `pack_selected_samples` as the field `segments` of the row.
 
     Args:
         samples: The samples of the row, in order.
-        lengths: The tokens of each.
-        padded_lengths: The room that each takes, where some are padded; default: `lengths`.
+        lengths: The number of tokens of each.
+        padded_lengths: The number of positions of each, if some are padded; default: `lengths`.
     """
     segments, start = [], 0
     for sample, length, room in zip(samples, lengths, padded_lengths or lengths, strict=True):
@@ -90,7 +103,7 @@ def segments_of(
 
 
 def once_per_class(function: Callable[[type], T]) -> Callable[[type], T]:
-    """Remember what a function says about each class; `cache` with a type that accepts classes."""
+    """Cache a function of a class; `functools.cache` with a type that accepts classes."""
     return cache(function)
 
 
@@ -114,7 +127,7 @@ def required_field_names(cls: type) -> frozenset[str]:
 
 
 class _Names(tuple[str, ...]):
-    """The names of a record's fields; its aliases are in it, but not listed."""
+    """The names of a record's fields; `in` also accepts aliases, but they are not listed."""
 
     __slots__ = ()
     aliases: Mapping[str, str]
@@ -134,24 +147,24 @@ def _names_of(cls: type) -> tuple[str, ...]:
 
 
 def _no_such_field(cls: Any, name: str) -> str:
-    """Say that a class has no field of a name, and which one may be meant.
+    """Return the error for a field that a class does not have; it suggests the nearest name.
 
-    (For attributes Python does so itself. A `__getattr__` here would make each access to a field three times as slow.)
+    (For attributes Python does that itself. A `__getattr__` here would make each access to a field three times slower.)
     """
     known = [*field_names(cls), *cls.__aliases__]
     return f"{cls.__name__} has no field {name!r}.{did_you_mean(name, known)} It has {', '.join(known)}"
 
 
 class _Record:
-    """What samples and batches share: access by name, derivation, pinning."""
+    """Shared by samples and batches: access by name, derivation, pinning."""
 
     __slots__ = ()
-    # Other names under which `[]` finds a field; a field of that very name goes first.
+    # Other names by which `[]` finds a field; a field of that very name takes precedence.
     __aliases__: ClassVar[Mapping[str, str]] = {}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        # Before `dataclass` would write a text of everything; a class that has its own keeps it.
+        # Set before `dataclass` would generate a text of everything; a class with its own keeps it.
         if "__repr__" not in cls.__dict__:
             cls.__repr__ = _Record.__repr__  # type: ignore[method-assign]
 
@@ -176,13 +189,13 @@ class _Record:
     def keys(self) -> tuple[str, ...]:
         """Return the names of all fields; with this, `dict(sample)` works.
 
-        Aliases are not listed, or a dict would have values twice, but they are `in` it.
+        Aliases are not listed, since a dict would then have values twice, but they are `in` it.
         """
         return _names_of(type(self))
 
     @classmethod
     def derive_from(cls, base: Sample | Batch | CrudeSample, **values: Any) -> Self:
-        """Make an object of this type that carries the meta fields of `base`; `values` give the rest."""
+        """Make an object of this type with the meta fields of `base` and `values` for the other fields."""
         if isinstance(base, dict):
             meta = {name: base[name] for name in META_FIELDS if name in base}
         else:
@@ -199,7 +212,7 @@ class _Record:
     def pin_memory(self) -> Self:
         """Return a copy whose tensors, at any depth, lie in pinned host memory."""
         pinned = copy.copy(self)
-        # Only the validity mask is a tensor; walking the sources of a large batch would cost more than it pins.
+        # Among the meta fields only the validity mask is a tensor; walking the sources of a large batch costs too much.
         for name in field_names(type(self)):
             if name not in META_FIELDS or name == "__valid__":
                 object.__setattr__(pinned, name, pin_value(getattr(self, name)))
@@ -208,7 +221,16 @@ class _Record:
 
 @edataclass
 class Sample(_Record):
-    """One record of a dataset; every sample type derives from it."""
+    """One sample of a dataset; every sample type derives from it.
+
+    Examples:
+        >>> @edataclass
+        ... class ScoredText(Sample):
+        ...     text: str
+        ...     score: float
+        >>> ScoredText(__key__="a", text="hello", score=0.5)["score"]
+        0.5
+    """
 
     __key__: str
     __restore_key__: tuple[Any, ...] = ()
@@ -218,7 +240,7 @@ class Sample(_Record):
 
     @classmethod
     def extend(cls, source: Sample, **values: Any) -> Self:
-        """Make a sample of this type from one of a base type: all its fields, and `values` for the new ones."""
+        """Make a sample of this type from one of a base type: all of its fields, and `values` for the new ones."""
         if not issubclass(cls, type(source)):
             raise TypeError(
                 f"{cls.__name__}.extend takes a sample of a base class, not {type(source).__name__}; "
@@ -230,8 +252,8 @@ class Sample(_Record):
     def from_joined(cls, primary: Sample, *others: Sample | None, **values: Any) -> Self:
         """Make one sample of several: the fields of the primary, overridden by those of the others in turn.
 
-        Key, restore key and subflavors are the primary's; the sources of all are kept, each once. An inner-joined
-        dataset that has no matching sample stands as None and adds nothing. `values` override everything.
+        Key, restore key and subflavors are the primary's; the sources of all are kept, without duplicates. None stands
+        for a dataset without a matching sample and adds nothing. `values` override everything.
         """
         merged = {name: getattr(primary, name) for name in init_field_names(type(primary))}
         present = [sample for sample in others if sample is not None]
@@ -243,7 +265,13 @@ class Sample(_Record):
 
 
 class CrudeSample(dict[str, Any]):
-    """A sample without a type: its decoded parts by name, and the meta fields that are known."""
+    """A sample without a type: its decoded parts by name, and the known meta fields.
+
+    Examples:
+        >>> sample = CrudeSample({"__key__": "a", "json": {"text": "hello"}})
+        >>> sample["json"]["text"]
+        'hello'
+    """
 
     def __repr__(self) -> str:
         return text_of(self, self)
@@ -253,10 +281,10 @@ class CrudeSample(dict[str, Any]):
 
     @classmethod
     def from_joined(cls, *samples: CrudeSample | None, **named: Any) -> Self:
-        """Make one crude sample of several: the parts of all, those of later ones first, or the named samples whole.
+        """Make one crude sample of several: the parts of all (later samples override), or named samples as they are.
 
-        Key, restore key and subflavors are the primary's, which comes first. A dataset that has no matching sample
-        stands as None. Raises TypeError for samples that have a type, unless they have names.
+        Key, restore key and subflavors are those of the primary, which comes first. None stands for a dataset without a
+        matching sample. Raises TypeError for typed samples without names.
         """
         if named:
             return cls(named)
@@ -271,7 +299,16 @@ class CrudeSample(dict[str, Any]):
 
 @edataclass
 class Batch(_Record):
-    """Several samples collated; the root for batch types of one's own."""
+    """Collated samples; the base class for your own batch types.
+
+    Examples:
+        >>> @edataclass
+        ... class TextBatch(Batch):
+        ...     text: list[str]
+        >>> samples = [TextSample(__key__=key, text=key.upper()) for key in "ab"]
+        >>> TextBatch.from_samples(samples).text
+        ['A', 'B']
+    """
 
     __key__: list[str]
     __restore_key__: tuple[Any, ...] = ()
@@ -310,7 +347,7 @@ class Batch(_Record):
 
 
 def add_source_info(sample: Sample | Batch | CrudeSample, *infos: SourceInfo) -> None:
-    """Note that more files were read for a sample; error messages then name them."""
+    """Add a file that was read for a sample; error messages then name it."""
     if isinstance(sample, dict):
         sample["__sources__"] = (*(sample.get("__sources__") or ()), *infos)
     else:
@@ -318,7 +355,7 @@ def add_source_info(sample: Sample | Batch | CrudeSample, *infos: SourceInfo) ->
 
 
 def batch_meta(name: str, column: list[Any]) -> Any:
-    """Collate one meta field of the rows of a batch (how: see the module)."""
+    """Collate one meta field of the rows of a batch (see the module docstring)."""
     return _META_COLLATORS[name](column)
 
 
@@ -332,7 +369,7 @@ _META_COLLATORS: dict[str, Callable[[list[Any]], Any]] = {
     "__restore_key__": tuple,
     "__subflavors__": list,
     "__sources__": _concatenated,
-    # Which rows are real is known to whoever asked for the batch, not to its rows.
+    # Only the caller knows which rows are real, not the rows themselves.
     "__valid__": lambda _: None,
 }
 
@@ -347,11 +384,11 @@ def _read(sample: Any, name: str) -> Any:
 
 def pin_value(value: Any) -> Any:
     """Return a value whose tensors, at any depth, lie in pinned host memory."""
-    # Tensors and nested records both have the method; asking for it spares the import of torch.
+    # Tensors and nested records both have the method; looking for it avoids importing torch.
     if hasattr(value, "pin_memory"):
         return value.pin_memory()
     if isinstance(value, dict):
-        pinned = copy.copy(value)  # keeps the class, whatever its constructor takes
+        pinned = copy.copy(value)  # keeps the class, whatever the arguments of its constructor are
         for key, entry in value.items():
             pinned[key] = pin_value(entry)
         return pinned

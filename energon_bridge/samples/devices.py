@@ -1,9 +1,9 @@
-"""Batches on another device: their tensors are copied there, and nothing else is.
+"""Moves batches to another device, and normalises pixels there.
 
-Pixels may cross as bytes, a quarter of their floats. A batch of such has a `pixel_norm`, the mean and the deviation of
-each channel in steps of a byte; `normalise_on_device` makes floats of it where the model is. Their layout is told by
-their rank: (images, channels, height, width), patches (n, channels x pixels) as those of Qwen-VL, or patches (images,
-n, pixels x channels) as those of SigLIP2.
+Pixels may cross as bytes, a quarter of the size of floats. Such a batch has a `pixel_norm`, the mean and deviation of
+each channel in steps of a byte; `normalise_on_device` turns the bytes into floats on the model's device. The layout
+follows from the rank: (images, channels, height, width), patches (n, channels x pixels) as for Qwen-VL, or patches
+(images, n, pixels x channels) as for SigLIP2.
 """
 
 from __future__ import annotations
@@ -33,20 +33,28 @@ def to_device(value: Any, device: Any, *, non_blocking: bool = True) -> Any:
 
 
 def cuda_in_use() -> bool:
-    """Tell whether this process has set up a GPU; asking does not set one up."""
+    """Return whether this process has initialised CUDA, without initialising it."""
     return bool(torch.cuda.is_available() and torch.cuda.is_initialized())
 
 
 def normalise_on_device(batch: Any, device: Any = None, *, dtype: torch.dtype = torch.float32) -> Any:
-    """Return a batch with its pixels as floats, rescaled and normalised; one that has no bytes to normalise, as it is.
+    """Return a batch with its pixels rescaled and normalised to floats; a batch without byte pixels is returned as is.
 
-    Trainers' integrations call it. In a loop of your own, call it with what the loader delivers: the values are those
-    that the task encoder makes without `pixels_dtype="uint8"`, within the rounding of floats.
+    Examples:
+        >>> from types import SimpleNamespace
+        >>> pixels = torch.full((1, 3, 2, 2), 255, dtype=torch.uint8)
+        >>> norm = torch.tensor([[127.5] * 3, [127.5] * 3])  # mean and deviation of each channel
+        >>> batch = {"pixel_values": pixels, "pixel_norm": norm}
+        >>> normalise_on_device(batch)["pixel_values"].unique()
+        tensor([1.])
+
+    The trainer integrations call it. In your own loop, call it on each batch from the loader. The values equal those
+    made without `pixels_dtype="uint8"`, within the rounding of floats.
 
     Args:
-        batch: A dataclass or a dict with `pixel_norm`, and `pixel_values` and `visual_inputs`, or one of them.
-        device: Where the pixels are copied, as bytes, before; None: they stay where they are.
-        dtype: Of the pixels.
+        batch: A dataclass or dict with `pixel_norm`, and `pixel_values` or `visual_inputs` or both.
+        device: Device to copy the pixels to, as bytes, first; None: they stay where they are.
+        dtype: The dtype of the result.
     """
     if isinstance(batch, dict):
         if batch.get("pixel_norm") is None:
@@ -89,12 +97,12 @@ def _normalised(values: Tensor, norm: Tensor, mask: Tensor | None, device: Any, 
     mean, deviation = norm.to(values.device)
     channels = len(mean)
     shape = values.shape
-    if values.ndim == 3:  # the channels of a pixel stand together
+    if values.ndim == 3:  # the channels of a pixel are adjacent
         floats = values.to(torch.float32).view(*shape[:2], -1, channels)
     else:
         floats = values.to(torch.float32).view(shape[0], channels, -1)
         mean, deviation = mean[:, None], deviation[:, None]
     floats = floats.sub_(mean).div_(deviation).view(shape)
     if values.ndim == 3 and mask is not None:
-        floats *= mask.to(floats)[..., None]  # what is padded stays 0
+        floats *= mask.to(floats)[..., None]  # padding stays 0
     return floats.to(dtype)

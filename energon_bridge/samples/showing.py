@@ -1,7 +1,7 @@
-"""What samples and batches look like to people: a text of a few lines, and a table with small pictures for notebooks.
+"""Shows samples and batches to people: as a text of a few lines, and as a table with small pictures for notebooks.
 
-Captions and keys are whatever somebody put on the web: they are escaped and cut, and pictures are decoded values that
-are encoded anew. Both forms are bounded in size, whatever a batch holds, and neither ever raises.
+Captions and keys come from the web, so they are escaped and shortened, and pictures are re-encoded from decoded values.
+Both forms are bounded in size, whatever a batch holds, and neither ever raises.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ _MOST_TEXT_IN_CELL = 200
 _SIDE = 96
 """Pixels of the longer side of a picture."""
 _MOST_PIXELS = 1 << 26
-"""Values of an image beyond which it is named and not shown."""
+"""Images with more values than this are named, not shown."""
 
 
 def counted(count: int, noun: str, plural: str | None = None) -> str:
-    """Write a count with its noun: `1 shard`, `1,000 shards`."""
+    """Return a count with its noun: `1 shard`, `1,000 shards`."""
     return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
 
 
 def described(head: str, lines: Iterable[str]) -> str:
-    """Write a head and what belongs to it below each other, each line of it indented."""
+    """Return a heading with its parts below, indented."""
     return "\n  ".join([head, *(line.replace("\n", "\n  ") for line in lines)])
 
 
@@ -50,10 +50,10 @@ def text_of(record: Any, names: Iterable[str]) -> str:
 
 
 def value_text(value: Any) -> str:
-    """Say what a value is: dtype and shape of arrays, the beginning of a text, kinds and number of anything else."""
+    """Describe a value: dtype and shape of arrays, the beginning of a text, types and number of anything else."""
     try:
         return _value_text(value)
-    except Exception:  # a property of somebody's class
+    except Exception:  # a property of a user's class
         return type(value).__name__
 
 
@@ -76,7 +76,7 @@ def html_of(record: Any, names: Iterable[str]) -> str:
 
 
 def _title(record: Any) -> str:
-    """Name the sample by its key, a batch by its rows and how many of them are real."""
+    """Return the title: the key of a sample, or the number of rows and of real rows of a batch."""
     keys = _meta(record, "__key__")
     if not isinstance(keys, list):
         return value_text(keys) if isinstance(keys, str) else "no key"
@@ -99,7 +99,7 @@ def _shown(record: Any, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
         if not (name.startswith("__") and name.endswith("__")):
             try:
                 yield name, record[name] if isinstance(record, dict) else getattr(record, name)
-            except AttributeError:  # a slot that was never set
+            except AttributeError:  # an unset slot
                 continue
 
 
@@ -140,17 +140,17 @@ def _escaped(text: str) -> str:
 
 
 def _entries(fields: Iterable[tuple[str, Any]], row: int, rows: int) -> Iterator[tuple[bool, Any]]:
-    """Give what each field has for a row: whether it has an entry for it, and the entry."""
+    """Yield for each field whether it has an entry for a row, and the entry."""
     for _, value in fields:
         try:
             length = len(value) if isinstance(value, (list, tuple)) else value.shape[0]
             yield (True, value[row]) if length == rows else (False, None)
-        except Exception:  # no column of rows
+        except Exception:  # not a column of rows
             yield False, None
 
 
 def _cell(value: Any) -> str:
-    """Return a picture of an image, the beginning of a text, what a value is else: markup that holds none of it."""
+    """Return the markup of a value: a picture of an image, the beginning of a text, else a description."""
     picture = _picture(value)
     if picture:
         return f'<img alt="" src="data:image/png;base64,{picture}">'
@@ -169,7 +169,7 @@ def _picture(value: Any) -> str:
             return ""
         image.thumbnail((_SIDE, _SIDE))
         image.save(buffer := io.BytesIO(), "png")
-    except Exception:  # whatever it is, it is no image that can be shown
+    except Exception:  # not an image that can be shown
         return ""
     return base64.b64encode(buffer.getvalue()).decode()
 
@@ -183,7 +183,7 @@ def as_image(value: Any) -> Any:
     if not hasattr(value, "shape") or len(value.shape) not in (2, 3) or 0 in value.shape:
         return None
     shape = tuple(value.shape)
-    if len(shape) == 2 and min(shape) < 8:  # rather a table than a picture
+    if len(shape) == 2 and min(shape) < 8:  # a table rather than a picture
         return None
     if int(np.prod(shape)) > _MOST_PIXELS or str(value.dtype).rpartition(".")[2] not in _PICTURE_DTYPES:
         return None
@@ -199,7 +199,7 @@ def as_image(value: Any) -> Any:
     if pixels.dtype != np.uint8:
         pixels = np.nan_to_num(pixels.astype(np.float32))
         low, high = float(pixels.min()), float(pixels.max())
-        if low < 0 or high > 1:  # normalized: shown from its darkest to its brightest value
+        if low < 0 or high > 1:  # normalised: shown from its darkest to its brightest value
             pixels = (pixels - low) / max(high - low, 1e-12)
         pixels = (255 * pixels).astype(np.uint8)
     if pixels.ndim == 3 and pixels.shape[2] == 1:

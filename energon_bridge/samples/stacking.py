@@ -1,11 +1,11 @@
-"""Tensors of several samples as one: stacked where their shapes agree, zero-padded where they do not.
+"""Joins tensors of several samples: stacked if their shapes agree, zero-padded if they differ.
 
 Decoded images are views: shape (channels, height, width) over memory in the order (height, width, channels). Stacking
 such views directly would gather every row one element at a time (16 times slower for 256 px images). So rows are
-stacked in the order of their memory and the *result* is viewed in the order that was asked for: values and shapes are
-those of `torch.stack`, the copy runs at the speed of memcpy, and a batch of images is what torch calls channels-last.
-Rows that the engine decoded side by side (`slabs`) are not copied at all, and what is stacked in a worker process is
-written where it crosses to the training process.
+stacked in the order of their memory, and the *result* is viewed in the requested order: values and shapes are those of
+`torch.stack`, the copy runs at the speed of memcpy, and a batch of images is channels-last in torch's terms. Rows that
+were decoded side by side (`slabs`) are not copied at all. In a worker process the result is written straight to memory
+shared with the training process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from energon_bridge.samples import streaming
 from energon_bridge.samples.slabs import SLABS, lent
 
 _PAGE = 4096
-"""Bytes of a row from which a copy of its own costs less than it gains."""
+"""Bytes of a row from which a separate copy per row pays off."""
 _NUMPY_DTYPES: dict[torch.dtype, np.dtype[Any]] = {
     dtype: torch.empty(0, dtype=dtype).numpy().dtype
     for dtype in (torch.uint8, torch.int32, torch.int64, torch.float32, torch.float64, torch.bool)
@@ -31,12 +31,17 @@ _NUMPY_DTYPES: dict[torch.dtype, np.dtype[Any]] = {
 
 
 def is_tensor_column(values: Sequence[Any]) -> bool:
-    """Tell whether a field holds a tensor in every row."""
+    """Return whether a field holds a tensor in every row."""
     return bool(values) and all(isinstance(value, torch.Tensor) for value in values)
 
 
 def batch_stack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Stack n tensors of one shape (…) into (n, …). Raises UnfitSampleError if the shapes differ."""
+    """Stack n tensors of one shape (…) into (n, …). Raises UnfitSampleError if the shapes differ.
+
+    Examples:
+        >>> batch_stack([torch.zeros(3), torch.ones(3)]).shape
+        torch.Size([2, 3])
+    """
     _check_not_empty(tensors)
     if (adopted := _adopted(tensors)) is not None:
         return adopted
@@ -52,6 +57,11 @@ def batch_stack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def batch_pad_stack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Stack n tensors of one rank into (n, …), each dimension as large as its largest, the rest zero.
+
+    Examples:
+        >>> batch_pad_stack([torch.tensor([1, 2, 3]), torch.tensor([4])])
+        tensor([[1, 2, 3],
+                [4, 0, 0]])
 
     Rows of different dtypes are promoted as torch promotes them. Raises UnfitSampleError if the ranks differ.
     """
@@ -79,6 +89,11 @@ def batch_pad_stack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def concat_pad(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Join tensors of one rank along dimension 0, each other dimension as large as its largest, the rest zero.
+
+    Examples:
+        >>> concat_pad([torch.tensor([[1, 2]]), torch.tensor([[3]])])
+        tensor([[1, 2],
+                [3, 0]])
 
     Rows of different dtypes are promoted as torch promotes them. Raises UnfitSampleError if ranks differ or are 0.
     """
@@ -112,7 +127,7 @@ def _stack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     order = None if first.is_contiguous() else _memory_order(first)
     rows = tensors if order is None else [tensor.permute(*order) for tensor in tensors]
     if all(map(_is_plain, rows)):
-        # numpy copies on this thread; torch would start a team of threads that gets in the way of those that decode
+        # numpy copies on this thread; torch would start threads that compete with the decoding threads
         batch = torch.from_numpy(_stack_arrays([row.numpy() for row in rows]))
     else:
         batch = torch.stack(list(rows))
@@ -120,7 +135,7 @@ def _stack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Tell whether numpy can do with a tensor what torch does."""
+    """Return whether numpy can handle a tensor as torch would."""
     usual = type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.device.type == "cpu"
     return usual and tensor.dtype in _NUMPY_DTYPES and not tensor.requires_grad
 
@@ -160,13 +175,13 @@ def _cat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _memory_order(tensor: torch.Tensor) -> list[int]:
-    """Return the dimensions of a tensor from the one with the widest step in memory to the one with the narrowest."""
+    """Return the dimensions of a tensor, from the largest stride to the smallest."""
     strides = tensor.stride()
     return sorted(range(tensor.ndim), key=lambda dim: -strides[dim])
 
 
 def _undo(order: Sequence[int]) -> list[int]:
-    """Return the permutation that puts a batch of rows laid out by `order` back, the row number first."""
+    """Return the permutation that restores the dimensions of a batch of rows laid out by `order`, the row first."""
     return [0, *(1 + order.index(dim) for dim in range(len(order)))]
 
 

@@ -1,15 +1,15 @@
-"""Writing to memory past the caches, where the compiled part of the package is there.
+"""Writes to memory past the processor's caches, if the compiled part of the package is available.
 
-An ordinary store first reads the line of memory that it overwrites, and drives what the processor needs next out of
-its caches. For the batches under way to a trainer, which are larger than the caches and not read soon, streaming stores
-take a third of that time. Neither numpy nor torch has them, so `_streaming.c` does. Where it is not there (no C
-compiler when the package was installed, or another processor than x86-64 with AVX2), numpy writes the same values.
+An ordinary store first reads the cache line that it overwrites, and evicts what the processor needs next. For batches
+on their way to a trainer, which are larger than the caches and not read soon, streaming stores take a third of the
+time. Neither numpy nor torch has them, so `_streaming.c` does. Without it (no C compiler at installation, or a
+processor other than x86-64 with AVX2), numpy writes the same values.
 
     divide(pixels, out)   writes uint8 pixels, divided by 255 exactly, to float32 memory
     copy(source, out)     copies numbers of any one type
 
-Both take C-contiguous arrays with as many entries (`copy` also memoryviews, and bytes to read), release the interpreter
-lock, and raise ValueError for what does not fit.
+Both take C-contiguous arrays of equal size (`copy` also memoryviews, and bytes as source), release the interpreter
+lock, and raise ValueError for arguments that do not fit.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ import numpy as np
 __all__ = ["LARGE", "STREAMS", "copy", "divide"]
 
 LARGE = 1 << 20
-"""Bytes from which on something new is better written past the caches than into them."""
+"""Data of at least so many bytes are better written past the caches."""
 
 _FULL = np.float32(255)
 _BUFFER = 1 << 16
-"""Numbers that numpy converts at a time: its default, an eighth of this, takes a tenth longer for an image."""
+"""Numbers that numpy converts at a time; its default, an eighth of this, is a tenth slower for an image."""
 
 
 def _divide(pixels: np.ndarray, out: np.ndarray) -> None:
@@ -44,7 +44,7 @@ def _copy(source: Any, out: Any) -> None:
 divide: Callable[[np.ndarray, np.ndarray], None] = _divide
 copy: Callable[[Any, Any], None] = _copy
 STREAMS = False
-"""Whether writing goes past the caches."""
+"""Whether the compiled part is available."""
 
 try:
     from energon_bridge.samples import _streaming

@@ -1,8 +1,8 @@
-"""The sample types that a `dataset.yaml` can name, and how its names are resolved.
+"""The sample types that a `dataset.yaml` can name, and the resolution of these names.
 
-A name resolves through the table below and nowhere else, so that a file never decides what is imported. Datasets
-prepared by old releases name the class that loaded them (`CaptioningWebdataset`); those names mean the same types.
-Fields without a default must come from the dataset. Boxes are tensors of shape (boxes, 4 or 4 corners, 2).
+Names resolve through the table below only, so that a file never decides what is imported. Datasets prepared by old
+releases name the class that loaded them (`CaptioningWebdataset`); these names stand for the same types. Fields without
+a default must come from the dataset. Boxes are tensors of shape (boxes, 4 or 4 corners, 2).
 """
 
 from __future__ import annotations
@@ -19,7 +19,11 @@ if TYPE_CHECKING:
 
 @edataclass
 class CaptioningSample(Sample):
-    """An image and its caption; `sample['text']` is the caption as well."""
+    """An image and its caption; `sample['text']` is the caption as well.
+
+    Examples:
+        >>> sample = CaptioningSample(__key__="a", image=torch.zeros(3, 2, 2), caption="black")
+    """
 
     __aliases__: ClassVar[Mapping[str, str]] = {"text": "caption"}
 
@@ -29,7 +33,7 @@ class CaptioningSample(Sample):
 
 @edataclass
 class ChatMLSample(Sample):
-    """A conversation of several turns with its images, videos and sound, as Megatron-Bridge's datasets have it."""
+    """A conversation of several turns with its images, videos and audio, as in Megatron-Bridge's datasets."""
 
     conversation: Any
     imgs: Any = None
@@ -40,14 +44,24 @@ class ChatMLSample(Sample):
 
 @edataclass
 class ImageSample(Sample):
-    """An image alone."""
+    """An image alone.
+
+    Examples:
+        >>> sample = ImageSample(__key__="a", image=torch.zeros(3, 2, 2))
+    """
 
     image: torch.Tensor
 
 
 @edataclass
 class ImageClassificationSample(Sample):
-    """An image and its class, as a number, a name, or both."""
+    """An image and its class, as a number, a name, or both.
+
+    Examples:
+        >>> sample = ImageClassificationSample(
+        ...     __key__="a", image=torch.zeros(3, 2, 2), label=7, label_name="black"
+        ... )
+    """
 
     image: torch.Tensor
     label: int | None = None
@@ -56,14 +70,24 @@ class ImageClassificationSample(Sample):
 
 @edataclass
 class InterleavedSample(Sample):
-    """Images and texts in their order in a document."""
+    """Images and texts in their order in a document.
+
+    Examples:
+        >>> sample = InterleavedSample(__key__="a", sequence=["before", torch.zeros(3, 2, 2), "after"])
+    """
 
     sequence: list[torch.Tensor | str]
 
 
 @edataclass
 class MultiChoiceVQASample(Sample):
-    """A question about an image with answers to choose from."""
+    """A question about an image, with choices to answer from.
+
+    Examples:
+        >>> sample = MultiChoiceVQASample(
+        ...     __key__="a", image=torch.zeros(3, 2, 2), context="Which?", choices=["a", "b"], correct_choice_idx=0
+        ... )
+    """
 
     image: torch.Tensor
     context: str
@@ -73,7 +97,11 @@ class MultiChoiceVQASample(Sample):
 
 @edataclass
 class OCRSample(Sample):
-    """An image of a page, its text, and where the text stands: by block, line, word and character."""
+    """An image of a page, its text, and the boxes of its blocks, lines, words and characters.
+
+    Examples:
+        >>> sample = OCRSample(__key__="a", image=torch.zeros(3, 2, 2), text="Exit")
+    """
 
     image: torch.Tensor
     text: str
@@ -90,7 +118,11 @@ class OCRSample(Sample):
 
 @edataclass
 class SimilarityInterleavedSample(Sample):
-    """The images and texts of a document, and how well each image fits each text."""
+    """The images and texts of a document, with their similarities.
+
+    Examples:
+        >>> sample = SimilarityInterleavedSample(__key__="a", images=[torch.zeros(3, 2, 2)], texts=["black"])
+    """
 
     images: list[torch.Tensor]
     texts: list[str]
@@ -102,14 +134,23 @@ class SimilarityInterleavedSample(Sample):
 
 @edataclass
 class TextSample(Sample):
-    """A text alone."""
+    """A text alone.
+
+    Examples:
+        >>> sample = TextSample(__key__="a", text="hello")
+    """
 
     text: str
 
 
 @edataclass
 class VidQASample(Sample):
-    """A question about a video, with answers and how much each counts."""
+    """A question about a video, with answers and their weights.
+
+    Examples:
+        >>> video = torch.zeros(8, 3, 2, 2)
+        >>> sample = VidQASample(__key__="a", video=video, context="What happens?", answers=["nothing"])
+    """
 
     video: Any
     context: str
@@ -119,7 +160,13 @@ class VidQASample(Sample):
 
 @edataclass
 class VQASample(Sample):
-    """A question about an image, with answers and how much each counts."""
+    """A question about an image, with answers and their weights.
+
+    Examples:
+        >>> sample = VQASample(
+        ...     __key__="a", image=torch.zeros(3, 2, 2), context="Which colour?", answers=["black"]
+        ... )
+    """
 
     image: torch.Tensor
     context: str
@@ -129,7 +176,7 @@ class VQASample(Sample):
 
 @edataclass
 class VQAOCRSample(Sample):
-    """A question about an image of text, with that text and where its words stand."""
+    """A question about an image of text, with that text and the boxes of its words."""
 
     image: torch.Tensor
     context: str
@@ -163,12 +210,12 @@ _BY_NAME: dict[str, type] = {
 
 
 def sample_type_names() -> tuple[str, ...]:
-    """Return the names of all types with fields, sorted: CrudeSample has none and is left out."""
+    """Return the sorted names of all types with fields (all but CrudeSample)."""
     return tuple(cls.__name__ for cls in _TYPED)
 
 
 def sample_type_by_name(name: str) -> type:
-    """Return the sample type of a name in a `dataset.yaml`, of today (`VQASample`) or of old (`VQAWebdataset`).
+    """Return the sample type for a name in a `dataset.yaml`, current (`VQASample`) or old (`VQAWebdataset`).
 
     `CrudeWebdataset` gives CrudeSample. Raises UnknownArgumentError, naming the nearest match, for any other name.
     """

@@ -420,6 +420,10 @@ def node_cache() -> NodeCache | None:
 def use_node_cache(cache_dir: str | os.PathLike[str] | None, cache_bytes: int | None = None) -> None:
     """Keep what is read from object stores and web servers on a local disk, for all processes of the node.
 
+    Examples:
+        >>> use_node_cache("/tmp/energon-cache", cache_bytes=100 * 10**9)  # before datasets are opened
+        >>> use_node_cache(None)
+
     Call it before datasets are opened; it sets ENERGON_CACHE_DIR and ENERGON_CACHE_BYTES, which workers inherit.
 
     Args:

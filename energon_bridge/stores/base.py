@@ -22,7 +22,13 @@ class Decoder(Protocol):
 
 
 class FileStore(Protocol):
-    """Files by key."""
+    """Files by key.
+
+    Examples:
+        >>> store = SystemFileStore("data")
+        >>> store["words.txt"]
+        (b'red green blue', ...)
+    """
 
     __class_getitem__: ClassVar[Any] = classmethod(GenericAlias)  # annotations of energon users give it type arguments
 
@@ -71,7 +77,13 @@ class FileStore(Protocol):
 
 
 class DecodeFileStore(FileStore):
-    """A store whose files are decoded, by a `SampleDecoder` for example."""
+    """A store whose files are decoded, by a `SampleDecoder` for example.
+
+    Examples:
+        >>> store = DecodeFileStore(SystemFileStore("data"), decoder=SampleDecoder())
+        >>> store["words.txt"][0]
+        'red green blue'
+    """
 
     def __init__(self, inner: FileStore, *, decoder: Decoder) -> None:
         self._inner = inner
@@ -114,7 +126,14 @@ class DecodeFileStore(FileStore):
 
 
 class PrimaryFileStore(FileStore):
-    """The dataset of a sample itself: keys that begin with a dot are parts of that sample."""
+    """The dataset of a sample itself: keys that begin with a dot are parts of that sample.
+
+    Examples:
+        >>> @cooker(need_primary=True)
+        ... def cook(sample: dict, primary: FileStore) -> TextSample:
+        ...     text, source = primary.get("txt", sample)
+        ...     return TextSample(**basic_sample_keys(sample), text=text)
+    """
 
     def __init__(self, inner: FileStore, current_key: str) -> None:
         self._inner = inner

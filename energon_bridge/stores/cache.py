@@ -28,6 +28,11 @@ from energon_bridge.stores.disk_cache import DiskCache, KeptFile, own_files
 class Lazy:
     """A file of a store, or data, that is fetched on `get`, as often as you call it.
 
+    Examples:
+        >>> lazy = NoCachePool().get_lazy(SystemFileStore("data"), "words.txt")  # nothing is read yet
+        >>> lazy.get(None)
+        b'red green blue'
+
     It belongs to the process that made it and cannot be sent to another one.
     """
 
@@ -73,7 +78,13 @@ class EncodedFile(Protocol):
 
 
 class CachePool(Protocol):
-    """Keeps files that are needed later."""
+    """Keeps files that are needed later.
+
+    Examples:
+        >>> with_files = FileStoreCachePool(parent_cache_dir=".")
+        >>> loader = get_savable_loader(get_train_dataset("data/captions", batch_size=4), cache_pool=with_files)
+        >>> with_files.close()
+    """
 
     def get(self, ds: FileStore, fname: str, sample: Any = None) -> Any:
         """Return the value of a file now, as `ds.get(fname, sample)` does."""
@@ -116,7 +127,13 @@ class HeldLazy(Lazy):
 
 
 class NoCachePool(CachePool):
-    """Keeps nothing: files are read on `get`, data stays in memory."""
+    """Keeps nothing: files are read on `get`, data stays in memory.
+
+    Examples:
+        >>> lazy = NoCachePool().get_lazy(SystemFileStore("data"), "words.txt")
+        >>> lazy.get(None)
+        b'red green blue'
+    """
 
     def get(self, ds: FileStore, fname: str, sample: Any = None) -> Any:
         """Return the value of a file."""
@@ -147,6 +164,11 @@ _log = logging.getLogger(__name__)
 
 class FileStoreCachePool(CachePool):
     """Keeps files in a folder until the samples that need them are gone.
+
+    Examples:
+        >>> pool = FileStoreCachePool(parent_cache_dir=".", max_cache_size_gbytes=100)
+        >>> loader = get_savable_loader(get_train_dataset("data/captions", batch_size=4), cache_pool=pool)
+        >>> pool.close()
 
     You may create it before the worker processes start; each of them then keeps its own files.
 

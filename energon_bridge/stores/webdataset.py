@@ -205,6 +205,11 @@ class PartIndex:
 class SystemFileStore(FileStore):
     """Random access to the files below a folder or URL; any thread may read.
 
+    Examples:
+        >>> content, source = SystemFileStore("data")["words.txt"]
+        >>> content
+        b'red green blue'
+
     Args:
         base_dir: The folder; None: the current directory of the process that makes the store.
     """

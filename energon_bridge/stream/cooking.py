@@ -1,7 +1,6 @@
-"""Cooking in a stream: which cooker a leaf has, and the stores it is given, opened once in each process.
+"""Cooking in a stream: finds the cooker of a leaf and opens the stores it needs, once per process.
 
-Reading and decoding crude samples is the loading threads' work as for any sample; cookers are user code, and run with
-the hooks.
+Loading threads read and decode crude samples like any others. Cookers are user code and run with the hooks.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ Cook = Callable[[CrudeSample], Any]
 
 
 def cooker_of(encoder: Any, dataset: PreparedDataset | JoinedDataset) -> Cooker[Any] | None:
-    """Return what cooks the samples of a dataset; None for typed ones, and encoders without cookers.
+    """Return the cooker for the samples of a dataset; None if they are typed or the encoder has no cookers.
 
-    Of a join it cooks the samples that its joiner leaves crude: dicts, where one of the datasets is crude.
+    In a join, it cooks the samples that the joiner leaves crude (dicts, if one of the datasets is crude).
 
     Raises:
         NoCookerError: None of the encoder's cookers takes them.
@@ -59,21 +58,21 @@ def _no_cooker(encoder: Any, dataset: PreparedDataset | JoinedDataset) -> str:
 
 
 def check_cooker(encoder: Any, dataset: PreparedDataset | JoinedDataset, aux: Mapping[str, AuxRef]) -> None:
-    """Raise ConfigurationError if the samples of a dataset cannot be cooked, as far as can be told beforehand."""
+    """Raise ConfigurationError if it is already clear that the samples of a dataset cannot be cooked."""
     found = cooker_of(encoder, dataset)
     if found is not None:
         check_call(found, aux)
 
 
 class StorePool:
-    """The auxiliary stores of one process: one for each place, however many leaves name it."""
+    """The auxiliary stores of one process: one per location, shared by all leaves that name it."""
 
     def __init__(self, decoder: Any) -> None:
         self._decoder = decoder
         self._stores: dict[AuxRef, FileStore] = {}
 
     def open(self, ref: AuxRef) -> FileStore:
-        """Return a store; nothing of it is read before a file is."""
+        """Return a store; it reads nothing until a file is requested."""
         store = self._stores.get(ref)
         if store is None:
             kind: type[WebdatasetFileStore | SystemFileStore | JsonlFileStore] = WebdatasetFileStore
@@ -94,7 +93,7 @@ def cook_of(
     stores: StorePool,
     cache: CachePool,
 ) -> Cook | None:
-    """Return what makes samples of a leaf's crude ones, None where they stay as they are."""
+    """Return the function that cooks a leaf's crude samples; None if they stay crude."""
     found = cooker_of(encoder, dataset)
     joined = isinstance(dataset, JoinedDataset)
     if found is None:
@@ -117,7 +116,7 @@ def _by_hook(hook: Callable[..., Any], of: Cooker[Any], stores: dict[str, FileSt
 
 
 def _if_crude(cook: Cook, sample: Any) -> Any:
-    """Cook what a joiner has left crude."""
+    """Cook a sample that a joiner left crude."""
     if not isinstance(sample, dict):
         return sample
     return cook(sample if isinstance(sample, CrudeSample) else CrudeSample(sample))

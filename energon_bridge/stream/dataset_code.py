@@ -1,11 +1,11 @@
 """Code that comes with a dataset: `sample_loader` and `part_filter` functions, which run where hooks run.
 
-Threads that load read and decode; what is left for user code is a `PendingSample`, which the thread that runs the hooks
-makes, with the global generators seeded before each function. So a function may draw, and gives the same on any
+Loading threads read and decode. The rest is left in a `PendingSample`, which the hook thread finishes with the global
+generators seeded before each function. So a function may draw random numbers and still gives the same result on any
 topology.
 
-A `part_filter` is asked once in a process for each name of a part, with generators that are seeded from the name: what
-it says of a name cannot depend on when it is asked. Only samples with a name that is new are decoded late.
+Each process calls a `part_filter` once per part name, with generators seeded from that name, so the answer cannot
+depend on when it is called. Only samples with a new part name are decoded late.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from energon_bridge.task_encoder.decoder import SampleDecoder
 from energon_bridge.task_encoder.pickled import ChatMLDecoder
 
 LOADER, FILTER, JOINER = 8, 9, 10
-"""First words of the keys that seed these functions; those of the hooks are below (`user_code`)."""
+"""First words of the keys that seed these functions (those of the hooks are in `user_code`)."""
 _MOST_NAMES = 10_000
 
 
@@ -41,7 +41,7 @@ class Begin(Protocol):
 
 
 class PendingSample:
-    """A draw whose sample user code has still to make: `make` returns it, or the `FailedSample` in its place."""
+    """A draw whose user code has not run yet: `make` returns its sample, or a `FailedSample` instead."""
 
     __slots__ = ("make",)
 
@@ -50,7 +50,7 @@ class PendingSample:
 
 
 class CodeValues(SampleParser):
-    """Makes samples of a leaf whose dataset has code; `number` is that of the dataset in a join."""
+    """Makes the samples of a leaf whose dataset has code; `number` is the dataset's place in a join."""
 
     def __init__(self, identity: str, dataset: Any, decoder: Any, activities: Activities, number: int = 0) -> None:
         super().__init__(identity, dataset, decoder, activities)
@@ -66,7 +66,7 @@ class CodeValues(SampleParser):
         restore_keys: Sequence[RestoreKey],
         into: Rows | None = None,
     ) -> list[Any]:
-        """Return for the bytes of each sample what `SampleParser.make` does, or a `PendingSample`."""
+        """Return for each sample what `SampleParser.make` returns, or a `PendingSample`."""
         now = self._activities.mine()
         now.dataset, now.hook = self._dataset, "decode"
         out: list[Any] = []
@@ -147,7 +147,7 @@ class CodeValues(SampleParser):
             return FailedSample(error, "sample_loader", place)
 
     def _ask(self, parts: Iterable[str], begin: Begin, index: int, key: str) -> Mapping[str, bool]:
-        """Return what the filter says of some names."""
+        """Return the filter's answer for each of some part names."""
         assert self._accept is not None
         said = {}
         for name in parts:
@@ -172,7 +172,7 @@ def has_code(dataset: PreparedDataset | JoinedDataset) -> bool:
 def sample_parser(
     identity: str, dataset: PreparedDataset, decoder: Any, activities: Activities, number: int = 0
 ) -> SampleParser:
-    """Return what makes samples of a dataset; `number` is that of the dataset in a join."""
+    """Return the parser for a dataset's samples; `number` is the dataset's place in a join."""
     if dataset.sample_type is ChatMLSample:
         decoder = ChatMLDecoder(SampleDecoder().decode)  # as its own class, which leaves the encoder's aside
     elif getattr(dataset.sample_loader, "decodes", False):

@@ -1,10 +1,11 @@
 """Passes over validation data in the order of megatron-energon, for programs that run as its drop-in.
 
-There each worker of each rank has a stretch of every dataset, makes microbatches of its own samples, and the workers of
-a rank take turns. So the order depends on the numbers of ranks and workers, ranks may make different numbers of steps,
-and no row is there twice. A limit is shared out among the workers, and a repeated pass is repeated by each for itself.
+In megatron-energon each worker of each rank owns a stretch of every dataset and makes microbatches from its own
+samples; the workers of a rank take turns. So the order depends on the numbers of ranks and workers, ranks may make
+different numbers of steps, and no row appears twice. A step limit is divided among the workers, and each worker repeats
+its own pass.
 
-Here everything is arithmetic on one line: the samples of worker 0 of rank 0, of its worker 1, and so on.
+Here all of that is arithmetic on one line: the samples of worker 0 of rank 0, then of worker 1, and so on.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ from energon_bridge.rng import IntArray
 from energon_bridge.stream.leaf import Leaf
 
 ENDLESS = 1 << 62
-"""Steps of a pass that is repeated without an end."""
+"""Steps of a pass that repeats without end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deal:
-    """How a pass is dealt out.
+    """How a pass is divided among ranks and workers.
 
     Attributes:
         ranks, workers: Numbers of ranks, and of workers of each (1 without worker processes).
         batch_size, drop_last: Of each worker's microbatches.
-        limit: Steps of a rank, shared out among its workers; None: no limit.
-        repeats: Whether each worker begins again at its end, until the limit.
+        limit: Steps of a rank, divided among its workers; None: no limit.
+        repeats: Whether each worker starts over when it reaches its end, until the limit.
     """
 
     ranks: int
@@ -53,8 +54,8 @@ class Dealt:
 
     Args:
         leaves: The datasets, each in its own order.
-        sizes: Samples of each dataset before a subset is taken of it, which shift the remainders of the next ones.
-        deal: How they are dealt out.
+        sizes: Samples of each dataset before its subset is taken; they shift the remainders of the datasets after it.
+        deal: How they are divided.
     """
 
     first = 0
@@ -70,7 +71,7 @@ class Dealt:
             before += size
         table = np.array(shares, dtype=np.int64).reshape(len(leaves), workers)
         firsts = np.cumsum(table, axis=1) - table
-        # The pieces of the line, those of a worker after each other: leaf, first sample in it, place on the line.
+        # The pieces of the line, grouped by worker: leaf, first sample in it, place on the line.
         self._piece_leaf = np.tile(np.arange(len(leaves)), workers)
         self._piece_first = firsts.T.ravel()
         self._piece_ends = np.cumsum(table.T.ravel())
@@ -79,14 +80,14 @@ class Dealt:
         self._turns: dict[int, tuple[IntArray, IntArray]] = {}
 
     def _batches(self, rank: int, worker: int) -> int:
-        """Return the microbatches of one worker in one pass of its own."""
+        """Return the microbatches that one worker makes in one pass over its own samples."""
         number = rank * self._deal.workers + worker
         samples = self._starts[number + 1] - self._starts[number]
         size = self._deal.batch_size
         return samples // size if self._deal.drop_last else -(-samples // size)
 
     def _turns_of(self, rank: int) -> tuple[IntArray, IntArray]:
-        """Return worker and microbatch of each step of a rank that does not repeat its pass."""
+        """Return the worker and microbatch of each step of a rank that does not repeat its pass."""
         found = self._turns.get(rank)
         if found is None:
             counts = [
@@ -102,7 +103,7 @@ class Dealt:
         """Return the steps of a rank.
 
         Raises:
-            EmptyDatasetError: A worker is to repeat nothing.
+            EmptyDatasetError: A worker would have to repeat an empty pass.
         """
         if not self._deal.repeats:
             return int(self._turns_of(rank)[0].size)
@@ -129,12 +130,12 @@ class Dealt:
         return start, min(start + self._deal.batch_size, self._starts[owner + 1])
 
     def sample_number(self, draw: int) -> int:
-        """Return the number that megatron-energon gives a draw: workers count for themselves, and take turns."""
+        """Return the number that megatron-energon gives a draw: each worker counts its own, and they take turns."""
         owner = int(np.searchsorted(self._starts, draw, side="right")) - 1
         return (draw - self._starts[owner]) * self._deal.workers + owner % self._deal.workers
 
     def runs(self, start: int, stop: int) -> list[tuple[int, Round, IntArray]]:
-        """Return draws [start, stop) by leaf, their samples, and their places among these draws."""
+        """Return draws [start, stop) by leaf: the leaf, its samples, and their places among these draws."""
         runs = []
         at = start
         while at < stop:
@@ -150,7 +151,7 @@ class Dealt:
 
 
 def _shares(samples: int, workers: int, rotation: int) -> list[int]:
-    """Return the samples of each worker: those left over by the division go to workers far from each other."""
+    """Return the samples of each worker; the remainder of the division goes to workers far apart."""
     least, left = divmod(samples, workers)
     shares = [0] * workers
     for place, worker in enumerate(_spread(list(range(workers)))):
@@ -159,7 +160,7 @@ def _shares(samples: int, workers: int, rotation: int) -> list[int]:
 
 
 def _spread(numbers: list[int]) -> list[int]:
-    """Return numbers so that any first few of them lie evenly: 0, 4, 2, 6, 1, 5, 3, 7."""
+    """Return numbers ordered so that every prefix is spread evenly: 0, 4, 2, 6, 1, 5, 3, 7."""
     if len(numbers) <= 2:
         return numbers
     middle = len(numbers) // 2

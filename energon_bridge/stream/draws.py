@@ -1,6 +1,6 @@
-"""The draws of one lane, from its order to encoded samples, and the rows of microbatches that they become.
+"""The draws of one lane: from its order to encoded samples, and to the rows of microbatches.
 
-Nothing here depends on who owns the lane, or on how far ahead draws are loaded.
+Nothing here depends on who owns the lane or on how far ahead draws are loaded.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from energon_bridge.task_encoder.deferred import DeferredImage, sample_parser
 _NOTHING = LoadedDraws([], [], [], [])
 _BYTES = COUNTERS.index("bytes")
 _BARREN = 1000
-"""Fewer draws without a result than this are no sign of anything."""
+"""Draws without a result that are always tolerated before the stream counts as barren."""
 
 
 @dataclass(slots=True)
@@ -53,7 +53,7 @@ class Draws:
         draw: Number of the next draw, or of the current one while samples are left of it.
         taken: Samples already taken of the current draw.
         leaf_draws: Draws made in each leaf.
-        ahead: Whether draws may be loaded beyond those that are asked for.
+        ahead: Whether to load draws beyond those requested.
     """
 
     def __init__(self, number: int, pipeline: Pipeline, blend: Blend | None, state: LaneState) -> None:
@@ -73,7 +73,7 @@ class Draws:
         self._at = 0  # of the next draw in `_loaded`
         self._outputs: deque[tuple[RestoreKey, Any]] = deque()
         self._outputs_of = self._outputs_size = 0
-        # What comes first reads its own draws only, so that a resume costs no more than a fresh start.
+        # The first microbatch reads only its own draws, so that a resume costs no more than a fresh start.
         self.ahead = False
 
     def prepare(self, draws: int) -> None:
@@ -106,7 +106,7 @@ class Draws:
         return out
 
     def give_up_if_barren(self, since: int) -> None:
-        """Raise where so many draws gave nothing that going on would never end."""
+        """Raise if so many draws gave nothing that the loop would never end."""
         draws, pipeline = self.draw - since, self._pipeline
         if draws > _BARREN and draws > 10 * pipeline.num_samples:
             raise EmptyDatasetError(
@@ -121,12 +121,12 @@ class Draws:
         self._loaded, self._at = self._loading.take(), 0
 
     def _encode_draw(self, counts: Counts) -> None:
-        """Encode the next draw; its outputs, if any, are left in `_outputs`."""
+        """Encode the next draw into `_outputs`."""
         loaded, at = self._loaded, self._at
         self._at += 1
         leaf = self._outputs_of = loaded.leaves[at]
         self._outputs_size = loaded.sizes[at]
-        counts.of(leaf)[_BYTES] += 0 if self.taken else loaded.sizes[at]  # of a state: they have been counted
+        counts.of(leaf)[_BYTES] += 0 if self.taken else loaded.sizes[at]  # a restored draw was counted before
         sample, key, again = loaded.samples[at], loaded.keys[at], bool(self.taken)
         if self._pipeline.settings.energon_ranks:
             self._pipeline.number_draw(self.number, self.draw)
@@ -137,7 +137,7 @@ class Draws:
             self._drawn(leaf, left=False)
 
     def _drawn(self, leaf: int, *, left: bool) -> None:
-        """Count an output of the current draw as taken; go on to the next draw if none is left."""
+        """Count one output of the current draw as taken; advance to the next draw if none is left."""
         if left:
             self.taken += 1
             return
@@ -145,7 +145,7 @@ class Draws:
         self.leaf_draws[leaf] += 1
 
     def _take(self, wanted: int, out: EncodedSamples, counts: Counts) -> None:
-        """Take up to `wanted` draws as they are: no code of the user's sees single samples."""
+        """Take up to `wanted` draws as they are, since no user code sees single samples."""
         loaded, low, judge = self._loaded, self._at, self._pipeline.judge
         high = min(low + wanted, len(loaded.keys))
         self._at = high
@@ -165,7 +165,7 @@ class Draws:
         out.sizes += sizes
 
     def _is_good(self, leaf: int, sample: Any, key: RestoreKey, counts: Counts) -> bool:
-        """Return whether a draw that no hook sees gives its sample; let the policy decide where it does not."""
+        """Return whether a draw that no hook sees has a sample; the error policy decides if it has none."""
         if type(sample) is FailedSample:
             self._pipeline.encode(leaf, sample, key, counts)
             return False
@@ -193,14 +193,14 @@ class Draws:
                 self._read_some_ahead(ranges)
 
     def _slab_row(self) -> tuple[Slab, int] | None:
-        """Return the slab of the microbatch that the next draw is likely to be in, and its row there."""
+        """Return the slab of the microbatch that the next draw probably belongs to, and its row there."""
         row = (self._scheduled - self._first) % self._pipeline.rows
         if not row and self._pipeline.slabs is not None:
             self._slab = self._pipeline.slabs.slab(self._pipeline.rows)
         return None if self._slab is None else (self._slab, row)
 
     def _ranges(self, count: int) -> list[DrawRange]:
-        """Return up to `count` next draws of the only leaf, as far as one round goes."""
+        """Return the next draws of the only leaf: up to `count`, within one round."""
         buffer, low = self._pipeline.cursor(self.number, 0).at(self._leaf_scheduled[0])
         high = min(len(buffer), low + count)
         self._scheduled += high - low
@@ -208,7 +208,7 @@ class Draws:
         return [DrawRange(0, buffer, low, high, range(high - low))]
 
     def _mixed_ranges(self, count: int) -> list[DrawRange]:
-        """Return the `count` next draws of a mix."""
+        """Return the next `count` draws of a mix."""
         assert self._blend is not None
         first = self._scheduled - self.origin
         leaves = self._blend.leaves(self.number, first, count)
@@ -230,7 +230,7 @@ class Draws:
         return ranges
 
     def _without_banned(self, ranges: list[DrawRange], first: int) -> list[DrawRange]:
-        """Cut ranges around the draws that are banned; `first` is the draw at their place 0."""
+        """Split ranges at banned draws; `first` is the draw at place 0."""
         wanted = []
         for span in ranges:
             leaf = self._pipeline.leaves[span.leaf]
@@ -256,15 +256,15 @@ class Draws:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Rows of microbatches to be: encoded samples, or packs of them, with the references that make them again.
+# Rows of future microbatches: encoded samples or packs, with the references to encode them again.
 
 
 _AT_A_TIME = 64
-"""Samples that are read at a time to be encoded again."""
+"""Samples read at a time when rows are encoded again."""
 _NUMBER = 32
-"""Bytes of a number in a list."""
+"""Bytes of a Python number in a list, about."""
 SAMPLE = -1
-"""Stands for the output of a pack where a row is a sample by itself."""
+"""The `output` of a row that is a single sample, not a pack."""
 
 
 @dataclass(slots=True)
@@ -273,9 +273,9 @@ class BatchRow:
 
     Attributes:
         members: The sample, or the samples of the pack.
-        output: Which of the outputs of its pack it is; `SAMPLE` for a sample.
-        content: What goes into the batch; None while it has to be made again.
-        size: About its bytes.
+        output: The number of this row among the outputs of its pack; `SAMPLE` for a single sample.
+        content: What goes into the batch; None if it must be encoded again.
+        size: Its bytes, about.
     """
 
     members: tuple[SampleRef, ...]
@@ -304,7 +304,7 @@ def rows_of(encoded: EncodedSamples) -> list[BatchRow]:
 
 
 def size_of(sample: Any, read: int) -> int:
-    """Return about how many bytes an encoded sample holds, those of its meta fields aside; at least what was read."""
+    """Return the approximate bytes of an encoded sample without its meta fields; at least the bytes read for it."""
     if isinstance(sample, torch.Tensor):
         return max(sample.nbytes, read)
     return max(sum([_bytes_in(value) for name, value in sample_parser(sample) if not name.startswith("__")]), read)
@@ -333,10 +333,10 @@ def _bytes_in(value: Any) -> int:
 def reencode(
     pipeline: Pipeline, rows: Sequence[BatchRow], counts: Counts, loading: PendingLoads | None = None
 ) -> list[BatchRow]:
-    """Encode the samples of rows whose content is gone; return the rows without those that no longer encode.
+    """Encode the rows whose content is gone; return all rows but those that no longer encode.
 
-    A sample that no longer encodes is named in the log and counted for its leaf. `loading` is what was started for
-    these samples before, by `load_again`.
+    A sample that no longer encodes is logged and counted for its leaf. `loading` holds the loads that `load_again`
+    started for these samples.
     """
     gone = [row for row in rows if row.content is None]
     some = len(gone) if loading is not None else _AT_A_TIME

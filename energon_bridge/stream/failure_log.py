@@ -1,9 +1,9 @@
-"""What failed, told once: in the log, and in the quarantine file, one line of JSON for each sample.
+"""Reports each failure once: in the log, and as a line of JSON in the quarantine file.
 
-Format of a line: `dataset`, `shard`, `index` (of the sample in the dataset), `key`, `parts`, `hook`, `error` (name of
-the exception type) and `message`; where a pack or microbatch failed, these are of its first sample, `members` lists up
-to eight of its samples as [dataset, shard, index, key], and `size` counts them. A file is only ever added to, by single
-writes; a last line that was cut off by a kill is not read. Nothing reads it back into a run by itself.
+A line has `dataset`, `shard`, `index` (of the sample in the dataset), `key`, `parts`, `hook`, `error` (the name of the
+exception type) and `message`. If a pack or microbatch failed, these describe its first sample, `members` lists up to
+eight of its samples as [dataset, shard, index, key], and `size` counts them. Lines are appended by single writes; a
+last line cut off by a kill is ignored. A run never reads the file back by itself.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ logger = logging.getLogger(__name__)
 _BEGINS = b'{"dataset": '
 
 Named = tuple[str, int, str]
-"""What tells failures apart: dataset and index of the first sample, and the hook."""
+"""Identifies a failure: dataset and index of the first sample, and the hook."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuarantinedSample:
-    """A line of a quarantine file; `size` is 1 but where a pack or microbatch failed."""
+    """A line of a quarantine file; `size` is 1 unless a pack or microbatch failed."""
 
     dataset: str
     shard: str
@@ -52,11 +52,15 @@ def quarantine_file(path: str | os.PathLike[str], rank: int, ranks: int) -> Path
 
 
 def read_quarantine(path: str | os.PathLike[str]) -> list[QuarantinedSample]:
-    """Return the samples in a quarantine file and in those of its ranks, each once, in the order of their names.
+    """Return the samples in a quarantine file and its per-rank files, each once, sorted by name.
+
+    Examples:
+        >>> [sample.key for sample in read_quarantine("bad.jsonl")]
+        ['train-00003']
 
     Raises:
         StorageError: There is no such file.
-        MetadataError: A file is no quarantine file: it has content, but no line of it is a failure.
+        MetadataError: A file has content, but none of its lines is a failure: it is no quarantine file.
     """
     whole = Path(path)
     files = [whole] if whole.exists() else []
@@ -80,7 +84,7 @@ def _samples_in(file: Path) -> list[QuarantinedSample]:
         try:
             samples.append(_parsed(json.loads(line)))
         except (ValueError, KeyError, TypeError, AttributeError):
-            # A kill may have cut a line of ours off.
+            # A kill may have cut off our last line.
             foreign += bool(line.strip()) and not line.startswith(_BEGINS)
     if foreign and not samples:
         raise MetadataError(
@@ -93,9 +97,13 @@ def _samples_in(file: Path) -> list[QuarantinedSample]:
 
 
 def quarantine_excludes(samples: Sequence[QuarantinedSample]) -> dict[str, list[str]]:
-    """Return for each dataset the entries that leave these samples out, for `exclude` of its split.yaml.
+    """Return for each dataset the `exclude` entries for its split.yaml that leave these samples out.
 
-    Samples without a key (those whose first header cannot be read), packs and microbatches have none.
+    Examples:
+        >>> quarantine_excludes(read_quarantine("bad.jsonl"))
+        {'data/captions': ['train/shard_000.tar/train-00003']}
+
+    Packs, microbatches and samples without a key (whose first header cannot be read) get no entry.
     """
     entries: dict[str, list[str]] = {}
     for sample in samples:
@@ -108,10 +116,10 @@ def quarantine_excludes(samples: Sequence[QuarantinedSample]) -> dict[str, list[
 
 
 def write_reports(file: Path, reports: Sequence[Report]) -> None:
-    """Add failures to a file, in one write.
+    """Append failures to a file in one write.
 
     Raises:
-        StorageError: It cannot be written.
+        StorageError: The file cannot be written.
     """
     lines = "".join(json.dumps(_line(report)) + "\n" for report in reports).encode()
     try:
@@ -126,7 +134,7 @@ def write_reports(file: Path, reports: Sequence[Report]) -> None:
 
 
 def known_in(file: Path) -> set[Named]:
-    """Return what a file names already."""
+    """Return the failures that a file already has."""
     if not file.exists():
         return set()
     return {(sample.dataset, sample.index, sample.hook) for sample in _samples_in(file)}
@@ -165,21 +173,21 @@ def _parsed(line: Any) -> QuarantinedSample:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Says what failed, each sample once: in the log, at a rate that no bad dataset can exceed, and in a quarantine file.
+# The log of failures: each sample once, in the log at a bounded rate and in the quarantine file.
 #
-# One log serves all loaders of a dataset in a process. What it has said is not part of a state: a run that is resumed
-# in a new process says it again, and a quarantine file, which is read before it is added to, does not.
+# One log serves all loaders of a dataset in a process. It is not part of the state: a run that resumes in a new process
+# logs a failure again, but the quarantine file, which is read first, gets no second line.
 
 
 _REMEMBERED = 200_000
-"""Failures that are told from new ones; a run with more of them has other worries."""
+"""Failures remembered, to tell new ones from old ones."""
 
 
 class FailureLog:
-    """Says each failure once.
+    """Logs each failure once.
 
     Args:
-        policy: How much is logged, and where the quarantine file is.
+        policy: Says how much is logged and where the quarantine file is.
     """
 
     def __init__(self, policy: ErrorPolicy) -> None:
@@ -190,7 +198,7 @@ class FailureLog:
         self._losses: set[tuple[str, str]] = set()
 
     def write(self, reports: Sequence[Report], rank: int, ranks: int) -> None:
-        """Say what is new among some failures of a rank.
+        """Log the failures of a rank that are new.
 
         Raises:
             StorageError: The quarantine file cannot be written.
@@ -208,16 +216,16 @@ class FailureLog:
             self._quarantine(quarantine_file(self._policy.quarantine, rank, ranks), fresh)
 
     def failures(self, dataset: str) -> str:
-        """Return what failed in a dataset and how often, as far as this process has seen it."""
+        """Return what failed in a dataset, and how often, as seen by this process."""
         kinds = [(n, f"{n} in {kind[1]} with {kind[2]}") for kind, n in self._kinds.items() if kind[0] == dataset]
         return ", ".join(text for _, text in sorted(kinds, reverse=True)[:5])
 
     def kinds(self) -> list[tuple[str, str, str, int]]:
-        """Return dataset, hook and exception type of what failed, and how many different samples; most often first."""
+        """Return dataset, hook, exception type and number of distinct samples of the failures, most frequent first."""
         return [(*kind, number) for kind, number in self._kinds.most_common()]
 
     def is_new(self, dataset: str, cause: str) -> bool:
-        """Return whether nobody has asked before about what a dataset loses by a cause."""
+        """Return whether this is the first question about a dataset and a cause."""
         before = len(self._losses)
         self._losses.add((dataset, cause))
         return len(self._losses) > before

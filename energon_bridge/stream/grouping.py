@@ -1,11 +1,11 @@
-"""Grouping: rows wait in groups of one criterion until a group is full, which is then a batch.
+"""Grouping: rows wait in groups, one per criterion, until a group is full and becomes a batch.
 
-In the state of a lane there are the rows that wait, in the order in which they came. Their groups are found by asking
-the encoder again, when the first row is drawn after a restore. A pass that ends is grouped before it begins
-(`loader/streams.py`); what waits at its end becomes smaller batches.
+The state of a lane holds the waiting rows in order of arrival. After a restore, the encoder is asked for their groups
+again when the first row is drawn. A finite pass is grouped before it begins (`loader/streams.py`); rows left at its end
+become smaller batches.
 
-The contents of waiting rows share the process's budget of bytes (`stream/pipeline.py`): what is let go, the newest rows
-first, is made again when its group is full.
+The contents of waiting rows share the byte budget of the process (`stream/pipeline.py`). Contents that are dropped, the
+newest rows first, are encoded again when their group is full.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from energon_bridge.stream.state import BufferedRefs, Counts, Stage
 T = TypeVar("T")
 
 _BARREN = 1000
-"""Fewer rows than this that were left out are no sign of anything."""
+"""Rows left out that are always tolerated before the stream counts as barren."""
 
 
 @dataclass(slots=True)
@@ -32,10 +32,10 @@ class _Group(Generic[T]):
 
 
 class Groups(Generic[T]):
-    """Rows by group, each group until it is full.
+    """The waiting rows by group.
 
     Args:
-        batch_size: Rows of a batch, where the criterion does not say.
+        batch_size: Rows of a batch if the criterion gives no size.
     """
 
     def __init__(self, batch_size: int | None) -> None:
@@ -45,18 +45,18 @@ class Groups(Generic[T]):
 
     @property
     def waiting(self) -> list[T]:
-        """The rows that wait, in the order in which they came."""
+        """The waiting rows, in order of arrival."""
         return list(self._order.values())
 
     def left(self) -> list[list[T]]:
-        """Return the rows that wait, by group: the group first whose oldest row came first."""
+        """Return the waiting rows by group, groups ordered by their oldest row."""
         return [group.rows for group in self._groups.values()]
 
     def add(self, row: T, key: Hashable, size: Any) -> list[T]:
-        """Put a row into its group; return the rows of the group if that makes it full.
+        """Add a row to its group; return the rows of the group if it is now full.
 
         Raises:
-            FatalSampleError: The batch size of the group is none, or another one than before.
+            FatalSampleError: The batch size of the group is invalid, or differs from the one given before.
         """
         size = self._size(key, size)
         group = self._groups.get(key)
@@ -87,7 +87,7 @@ class Groups(Generic[T]):
 
 
 def group_of(pipeline: Pipeline, row: BatchRow, counts: Counts) -> tuple[Any, Any] | None:
-    """Return the group of a row and the batch size that the encoder gives it; None for a row that is left out."""
+    """Return the group of a row and its batch size, by the encoder; None if the row is left out."""
     try:
         key, size = pipeline.code.group(row.content, *pipeline.seed_of(row))
     except Exception as error:  # the policy decides
@@ -103,11 +103,11 @@ class Grouping:
 
     Args:
         pipeline: Runs the hook.
-        batch_size: Rows of a batch, where the criterion does not say.
-        waiting: Rows of a state, in order; their contents are made before they are grouped.
+        batch_size: Rows of a batch if the criterion gives no size.
+        waiting: Rows of a restored state, in order; they are encoded before they are grouped.
 
     Attributes:
-        held: Bytes of the contents that wait here.
+        held: Bytes of the contents waiting here.
     """
 
     def __init__(self, pipeline: Pipeline, batch_size: int | None, waiting: list[BatchRow]) -> None:
@@ -119,7 +119,7 @@ class Grouping:
         pipeline.budget.join(self)
 
     def waiting(self) -> BufferedRefs:
-        """Return what waits here, as references."""
+        """Return the waiting rows as references."""
         return BufferedRefs.of(
             (Stage.GROUP, row.members, row.output) for row in (*self._waiting, *self._groups.waiting)
         )
@@ -142,7 +142,7 @@ class Grouping:
                 self._add(row, counts)
 
     def let_go(self, size: int) -> None:
-        """Let go of contents of at least so many bytes, the newest rows first."""
+        """Drop contents of at least `size` bytes, the newest rows first."""
         least = self.held - size
         for row in reversed(self._groups.waiting):
             if self.held <= least:
@@ -154,14 +154,14 @@ class Grouping:
     def _with_contents(
         self, rows: list[BatchRow], remake: Callable[[list[BatchRow]], list[BatchRow]]
     ) -> list[BatchRow]:
-        """Return the rows of a group that is no longer held, without those that cannot be made again."""
+        """Return the rows of a full group with their contents; rows that no longer encode are left out."""
         made: list[BatchRow] = []
         for row in rows:
             made += [row] if row.content is not None else remake([row])
         return made
 
     def _add(self, row: BatchRow, counts: Counts) -> list[BatchRow]:
-        """Put a row into its group; return the rows of the group if that makes it full."""
+        """Add a row to its group; return the rows of the group if it is now full."""
         found = group_of(self._pipeline, row, counts)
         if found is None:
             self._refused += 1

@@ -1,8 +1,8 @@
 """A lane: one of the L endless streams of a run, from its order to its microbatches.
 
-A lane depends on nothing but its number, its state and the pipeline; whoever owns it gets the same microbatches. Draws
-become encoded samples, these (where the encoder packs) packs, and rows of either become microbatches, by number or
-(where the encoder groups) by group.
+A lane depends only on its number, its state and the pipeline, so whoever owns it gets the same microbatches. The stages
+in order: draws (`draws.py`) become encoded samples; samples become packs (`packing.py`, if the encoder packs); samples
+or packs are the rows of microbatches, `batch_size` at a time or by group (`grouping.py`, if the encoder groups).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from energon_bridge.stream.pipeline import Pipeline
 from energon_bridge.stream.state import BufferedRefs, Counts, LaneBatch, LaneState, SampleRef, Stage
 
 _BARREN = 1000
-"""Fewer microbatches that hooks refused in a row are no sign of anything."""
+"""Microbatches in a row that hooks may refuse before the stream counts as barren."""
 
 
 class Lane:
@@ -43,15 +43,15 @@ class Lane:
         self._packing = Packing(self._draws, pipeline, size, held, state.buffer) if size else None
         waiting = [_row(refs, output) for stage, refs, output in held if stage is Stage.GROUP]
         self._grouping = Grouping(pipeline, pipeline.settings.batch_size, waiting) if pipeline.code.groups else None
-        # The batches that the hooks made of some rows, while not all of them are delivered.
+        # Batches that the hooks made from `_batched`, until all of them are delivered.
         self._batches: deque[Any] = deque()
         self._batches_taken = state.batches_taken
         self._batched = [_row(refs, output) for stage, refs, output in held if stage is Stage.BATCH]
-        # After a restore the first microbatch costs what is in it; its share of the next buffer comes later.
+        # After a restore the first microbatch does only its own work; its share of the next buffer comes later.
         self._settles = not state.draw and not state.taken
 
     def prepare(self, microbatches: int) -> None:
-        """Start loading the draws that the next microbatches are likely to need."""
+        """Start loading the draws that the next microbatches will probably need."""
         made = self._microbatches - self._first_microbatch
         draws = self._pipeline.rows
         if made and (self._packing or self._grouping):
@@ -96,10 +96,10 @@ class Lane:
         )
 
     def _batch(self, counts: Counts) -> None:
-        """Make the next batches, or none where a hook refuses the rows."""
+        """Make the next batches; none if a hook refuses the rows."""
         pipeline, skip = self._pipeline, 0
         pipeline.begin(self.number, self._microbatches - (self._batches_taken if self._batched else 0))
-        if self._batched:  # of a state: what was delivered of it is left out
+        if self._batched:  # restored: leave out what was delivered
             rows = self._made_again(self._batched, counts)
             skip, counts = self._batches_taken, Counts()
             self._batches_taken = 0
@@ -131,7 +131,7 @@ class Lane:
         return rows_of(self._draws.collect(1, counts))[0]
 
     def _made_again(self, rows: list[BatchRow], counts: Counts) -> list[BatchRow]:
-        """Return rows of a state with their contents."""
+        """Encode the rows of a restored state again."""
         if self._packing is None:
             return reencode(self._pipeline, rows, counts)
         return self._packing.made_again(rows, counts)

@@ -1,4 +1,4 @@
-"""One leaf of a stream: what it is, and what reads it and turns its bytes, or the rows of its tables, into samples."""
+"""One leaf of a stream: its description, its reader, and the parser that turns bytes or table rows into samples."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _NO_PARTS: tuple[str, ...] = ()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leaf:
-    """One dataset of a stream: what it is, in which order it is read, its cooker's stores, and what of it is banned."""
+    """One dataset of a stream: its description, its order, the stores of its cooker, and its bans."""
 
     identity: str
     dataset: PreparedDataset | JoinedDataset
@@ -44,14 +44,14 @@ class Leaf:
 
 
 def user_key_of(leaf: Leaf) -> int:
-    """Return what keys the randomness of hooks over samples of a leaf; also what names the leaf in `Activity.words`."""
+    """Return the key of the hooks' randomness over a leaf's samples; also the leaf's number in `Activity.words`."""
     return fold(leaf.order.key, _USER_CODE)
 
 
 class LeafSource:
-    """A leaf that has been opened in this process.
+    """A leaf that is open in this process.
 
-    `barred` has user key and index of each sample, of any leaf, that is not tried again.
+    `barred` holds user key and index of each sample (of any leaf) that must not be tried again.
     """
 
     def __init__(
@@ -90,23 +90,23 @@ class LeafSource:
         return f"{self.leaf.dataset.path}: shard {shard}, sample {index} (number {local} of the shard)"
 
     def place(self, index: int) -> SamplePlace:
-        """Name a sample with its key and parts, which are read again for it."""
+        """Name a sample with its key and parts, which are read again for that."""
         shard, _ = self.reader.place_of(index)
         key, parts = "", _NO_PARTS
-        with contextlib.suppress(Exception):  # there is an error to report already
+        with contextlib.suppress(Exception):  # the caller already has an error to report
             (raw,) = self.reader.read(np.array([index], dtype=np.int64))
             key, parts = self.values.name_of(raw, index)
         return SamplePlace(self.leaf.dataset.path, shard, index, key, parts)
 
 
 class Cursor:
-    """The rounds that one lane reads in one leaf: those it is in, and the next ones while they are read ahead.
+    """Where one lane stands in one leaf: its current rounds, and the next ones while they are read ahead.
 
     Args:
         source: The leaf.
         lane: The lane.
-        together: Samples that are read at once, in as many rounds as it takes: what a round has of a slice is followed
-            by what the next one has, so that a read is longer. The first round is read alone, to deliver soon.
+        together: Samples to read at once, over several rounds if needed. Consecutive rounds continue the same slices,
+            so reads get longer. The first round is read alone, to deliver it soon.
     """
 
     __slots__ = ("_lane", "_source", "_together", "buffer", "next_buffer")
@@ -119,7 +119,7 @@ class Cursor:
         self.next_buffer: RoundBuffer | None = None
 
     def at(self, draw: int) -> tuple[RoundBuffer, int]:
-        """Return the round that holds a draw of the leaf, and the place of the draw in it."""
+        """Return the round that holds a draw of the leaf, and the draw's place in it."""
         if self.buffer is None or not 0 <= draw - self.buffer.first < len(self.buffer):
             ahead, self.next_buffer = self.next_buffer, None
             if ahead is None or ahead.first != draw:
@@ -128,13 +128,13 @@ class Cursor:
         return self.buffer, draw - self.buffer.first
 
     def following(self) -> RoundBuffer:
-        """Return the rounds after the current ones, to be read ahead."""
+        """Return the rounds after the current ones, for reading ahead."""
         assert self.buffer is not None
         self.next_buffer = self._rounds(self.buffer.first + len(self.buffer), self._together)
         return self.next_buffer
 
     def drop(self) -> None:
-        """Let the bytes go; they are read again when they are needed."""
+        """Drop the bytes; they are read again when needed."""
         self.buffer = self.next_buffer = None
 
     def _rounds(self, draw: int, fewest: int) -> RoundBuffer:
@@ -153,9 +153,9 @@ class Cursor:
 
 
 class LineValues(SampleParser):
-    """Makes crude samples of the lines of one JSONL file, `json` the parsed object; runs on any thread.
+    """Makes crude samples from the lines of one JSONL file: `json` is the parsed object. Runs on any thread.
 
-    The key is the number of the sample. The decoder has no say: a line is JSON.
+    The key is the number of the sample. The encoder's decoder is not used, since a line is JSON.
     """
 
     def make(
@@ -166,7 +166,7 @@ class LineValues(SampleParser):
         restore_keys: Sequence[RestoreKey],
         into: Rows | None = None,
     ) -> list[Any]:
-        """Return for each line, with its index, the sample or the `FailedSample` in its place."""
+        """Return the sample of each line, or a `FailedSample` instead."""
         path, (shard_name,), subflavors = self._dataset.path, self._dataset.shard_names, self._dataset.subflavors
         out: list[Any] = []
         for raw, index, _, restore_key in zip(raws, indices, shards, restore_keys, strict=True):
@@ -196,14 +196,14 @@ class LineValues(SampleParser):
 
 # Joins ----------------------------------------------------------------------------------------------------------------
 #
-# Each row's bytes from all its datasets, and one sample made of theirs.
+# A row has bytes in each of its datasets and becomes one sample.
 #
-# The datasets are read and turned into samples one after the other, each by what reads a dataset on its own, so that
-# neighbours are one read in each of them. The joiner is user code, and runs with the hooks.
+# Each dataset is read and parsed by its own reader and parser, one dataset after the other, so that neighbours in it
+# are one read. The joiner is user code and runs with the hooks.
 
 
 RawRow = tuple[Any, ...]
-"""The bytes (a memoryview) that each dataset of a join has for a row, None where it has no sample for it."""
+"""The bytes (a memoryview) of a row in each dataset of a join; None if a dataset has no sample for it."""
 
 
 class JoinReader:
@@ -215,11 +215,11 @@ class JoinReader:
 
     @property
     def slow(self) -> bool:
-        """Whether reading ahead on a thread pays for one of the datasets."""
+        """Whether reading ahead on a thread pays off for one of the datasets."""
         return any(reader.slow for reader in self.readers)
 
     def columns(self, indices: IntArray) -> IntArray:
-        """Return for each dataset the places of its samples in some rows, -1 where it has none."""
+        """Return for each dataset the indices of its samples in some rows; -1 if it has none."""
         return np.ascontiguousarray(self.dataset.rows[indices].T)
 
     def shards_of(self, indices: IntArray) -> IntArray:
@@ -244,7 +244,7 @@ class JoinReader:
 
 
 class JoinValues:
-    """Makes samples of the rows of one join; runs on any thread. Arguments are those of `SampleParser`."""
+    """Makes the samples of the rows of one join; runs on any thread. Takes the arguments of `SampleParser`."""
 
     def __init__(
         self, identity: str, dataset: JoinedDataset, reader: JoinReader, decoder: Any, activities: Activities
@@ -263,7 +263,7 @@ class JoinValues:
     def load(self, buffer: RoundBuffer, low: int, high: int, *, ahead: bool, into: Rows | None = None) -> Columns:
         """Return for each draw [low, high) of a round its key, and a `PendingSample` or a `FailedSample`.
 
-        The rows are left empty: which of the images of a row would go there, only the joiner knows.
+        Slab rows stay unused: only the joiner knows which of the images belongs there.
         """
         indices = buffer.indices[low:high]
         now = self._activities.mine()
@@ -310,7 +310,7 @@ class JoinValues:
             return _completed(sample, parts, key, getattr(joiner, "__qualname__", repr(joiner)))
         except FatalSampleError:
             raise
-        except Exception as error:  # the policy of the stream decides what becomes of it
+        except Exception as error:  # the error policy decides
             of = ", ".join(_of(part) for part in parts if part is not None)
             first: SourceInfo = parts[0]["__sources__"][0]
             of_key = str(parts[0]["__key__"])
@@ -328,7 +328,7 @@ class JoinValues:
 
 
 def _completed(sample: Any, parts: list[Any], key: RestoreKey, joiner: str) -> Any:
-    """Give a joined sample the meta fields that do not depend on its joiner: restore key, sources, subflavors."""
+    """Set the meta fields of a joined sample that do not depend on its joiner: restore key, sources, subflavors."""
     if sample is None:
         raise FatalSampleError(f"the joiner {joiner} returned None: return the sample, or raise SkipSample")
     is_dict = isinstance(sample, dict)
@@ -355,7 +355,7 @@ def _of(part: Any) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Reading parquet files and Hugging Face datasets as leaves: rows by index, and the samples that they are.
+# Parquet files and Hugging Face datasets as leaves: rows by index, and the samples made from them.
 
 
 _FIELDS = "__fields__"
@@ -366,11 +366,11 @@ class TableReader:
 
     Args:
         dataset: The dataset.
-        tolerant: Put `Unreadable` in the place of rows of files that are damaged or gone.
+        tolerant: Return `Unreadable` for rows of files that are damaged or missing.
 
     Attributes:
         bytes_read: Bytes of the parts of samples so far.
-        slow: Never: files are local, and a group is read for many samples.
+        slow: Always False: files are local, and one read of a row group serves many samples.
     """
 
     slow = False
@@ -392,10 +392,10 @@ class TableReader:
         return self.dataset.shard_names[shard], index - int(self._ends[shard] - self.dataset.shard_counts[shard])
 
     def read(self, indices: IntArray) -> Sequence[Any]:
-        """Return rows in the order given, `Unreadable` in the place of those that are no samples.
+        """Return rows in the order given, with `Unreadable` for rows that are no samples.
 
         Raises:
-            ShardMissingError, CorruptShardError: A file is gone or damaged, and the reader is not tolerant.
+            ShardMissingError, CorruptShardError: A file is missing or damaged, and the reader is not tolerant.
         """
         try:
             found = self._rows.read(indices)
@@ -411,7 +411,7 @@ class TableReader:
 
 
 class TableParser(SampleParser):
-    """Makes the samples of rows, each by the accesses of its own fields: one may have a PNG where others have JPEGs."""
+    """Makes the samples of rows, each by its own field accesses: one row may have a PNG where others have JPEGs."""
 
     def _parse(self, raw: Any, wanted: frozenset[str] | None) -> tuple[str, dict[str, Any]]:
         if type(raw) is Unreadable:
@@ -436,7 +436,7 @@ class TableParser(SampleParser):
 
 
 class _Parts(dict[str, Any]):
-    """The parts of a row, and what its fields are made of."""
+    """The parts of a row, and the accesses that make its fields."""
 
     def __init__(self, parts: dict[str, Any], fields: Any) -> None:
         super().__init__(parts)

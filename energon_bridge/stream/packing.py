@@ -1,23 +1,21 @@
 """Packing: encoded samples wait in a buffer, the encoder selects some of them into packs, and each pack becomes rows.
 
-A buffer of S samples is handed to `select_samples_to_pack`; what it leaves over stays in the buffer, in its order,
-before the samples drawn next. So what is selected depends on the draws alone. *When* samples are drawn does not matter
-to it, and that is used: after each microbatch the buffer gets its share of what is missing, so that it is full when the
-packs run out, and no step waits for a whole buffer. The next selection is made as soon as fewer packs are left than a
-microbatch needs, before the state is taken: a restored lane has its packs selected, and its first microbatch encodes
-only what is in them.
+`select_samples_to_pack` gets a buffer of S samples. Samples it leaves over stay in the buffer, in their order, ahead of
+the samples drawn next. So the selection depends on the draws alone, not on *when* they are made. The lane makes use of
+that: after each microbatch it draws a share of what the buffer still needs, so that the buffer is full when the packs
+run out and no step waits for a whole buffer. It selects again as soon as fewer packs are left than a microbatch needs,
+before the state is taken: a restored lane has its packs, and its first microbatch encodes only their samples.
 
-Lanes begin with buffers of different sizes, from S/2 to S, so that they do not select in the same step. A smaller one
-grows with each selection, by half of what it delivered, until it has S: so between two selections a lane draws at most
-one and a half times what it delivers meanwhile.
+Lanes begin with buffers of different sizes, from S/2 to S, so that they do not all select in the same step. A smaller
+buffer grows with each selection by half of what that selection delivered, up to S. So between two selections a lane
+draws at most one and a half times what it delivers.
 
-In the state there are references: those of the packs in turn, then those of the buffer. A restored lane encodes a pack
-when it is its turn, and the buffer in shares, too, after each microbatch but the first.
+The state holds references: first those of the packs in turn, then those of the buffer. A restored lane encodes a pack
+when its turn comes, and the buffer in shares after each microbatch but the first.
 
-The lanes of a process share a budget of bytes for contents (`stream/pipeline.py`). A lane that must let go drops what
-it needs last, the newest of the buffer first and then the packs from the last one on, and makes it again when it is
-needed. The encoder sees a buffer with all its contents, so while one lane selects, its buffer is held beside the
-budget.
+The lanes of a process share a byte budget for contents (`stream/pipeline.py`). A lane over its share drops the contents
+it needs last (the newest of the buffer, then the last packs) and encodes them again when it needs them. The encoder
+always sees a complete buffer, so the buffer of a lane that is selecting may exceed the budget.
 """
 
 from __future__ import annotations
@@ -44,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 _EMPTY_SELECTIONS = 4
 _AT_A_TIME = 64
-"""Samples that are drawn before the budget of bytes is looked at again."""
+"""Samples drawn between two checks of the byte budget."""
 _GOLDEN = 0.6180339887498949
 _SKIPPED = COUNTERS.index("skipped")
 
@@ -60,7 +58,7 @@ def _refs_of(rows: Iterable[BatchRow]) -> IntArray:
 
 
 class _Packs(deque[_Pack]):
-    """Packs in turn, and as arrays what the state says of them, which every microbatch asks for."""
+    """The packs in turn, and their part of the state as arrays, since every microbatch asks for it."""
 
     def __init__(self, packs: Iterable[_Pack] = ()) -> None:
         super().__init__()
@@ -73,7 +71,7 @@ class _Packs(deque[_Pack]):
         self._refs = _refs_of(chain.from_iterable(pack.members for pack in self))
 
     def done(self) -> None:
-        """Let go of the first pack."""
+        """Remove the first pack."""
         size = len(self.popleft().members)
         self._sizes, self._refs = self._sizes[1:], self._refs[size:]
 
@@ -81,7 +79,7 @@ class _Packs(deque[_Pack]):
         """Return the packs as references."""
         rows = np.zeros((len(self), 3), dtype=np.int64)
         rows[:, 0], rows[:, 1] = Stage.PACK, self._sizes
-        if self:  # of the others, nothing has been taken
+        if self:  # no outputs of the others have been taken
             rows[0, 2] = self[0].taken
         return BufferedRefs(rows, self._refs)
 
@@ -94,11 +92,11 @@ class Packing:
         pipeline: Runs the hooks.
         size: S.
         held: Rows of stage PACK and BUFFER of a state.
-        target: Samples to which the buffer is filled before the next selection; 0 where the lane begins.
+        target: Samples in the buffer at which the next selection is made; 0 for a lane that begins.
 
     Attributes:
-        held: Bytes of the contents that wait here.
-        target: As above, S in the end.
+        held: Bytes of the contents waiting here.
+        target: As above; it grows to S.
     """
 
     def __init__(
@@ -110,7 +108,7 @@ class Packing:
         self._outputs: deque[BatchRow] = deque()
         self.held = 0
         pipeline.budget.join(self)
-        # As drop-in every buffer is full: code for megatron-energon may count on it.
+        # As a drop-in, every buffer is full: code for megatron-energon may rely on it.
         late = 0.0 if pipeline.settings.energon_ranks else draws.number * _GOLDEN % 1.0
         self.target = target or size - int(size / 2 * late)
         rows = [(stage, [BatchRow((ref,), SAMPLE, None, 0) for ref in refs], number) for stage, refs, number in held]
@@ -126,13 +124,13 @@ class Packing:
         return BufferedRefs.joined((self._packs.waiting(), BufferedRefs(rows, self._refs)))
 
     def _keep(self, waiting: Sequence[tuple[BatchRow, int]]) -> None:
-        """Make the buffer of these rows, each with the number of selections that left it over."""
+        """Set the rows of the buffer, each with the number of selections that left it over."""
         self._buffer = [row for row, _ in waiting]
         self._waits = np.array([wait for _, wait in waiting], dtype=np.int64)
         self._refs = _refs_of(self._buffer)
 
     def take(self, counts: Counts) -> BatchRow:
-        """Return the next row; selects where no pack is left."""
+        """Return the next row; select if no pack is left."""
         first, selections = self._draws.draw, 0
         while not self._outputs:
             if not self._packs:
@@ -153,7 +151,7 @@ class Packing:
         return row
 
     def settle(self, rows: int, counts: Counts) -> None:
-        """Make this microbatch's share of the next buffer; select if the next one would find too few packs."""
+        """Draw this microbatch's share of the next buffer; select if the next microbatch would find too few packs."""
         left = len(self._packs) // rows
         if left and self._to_restore:
             self._restore(-(-len(self._to_restore) // (left + 1)), counts)
@@ -169,7 +167,7 @@ class Packing:
         self._pipeline.budget.keep(self)
 
     def _restore(self, share: int, counts: Counts) -> None:
-        """Make some rows of a buffer that came from a state."""
+        """Encode some rows of a buffer that came from a state."""
         rows = [self._to_restore.popleft() for _ in range(share)]
         self._with_contents(rows, counts)
         self._lost |= {id(row) for row in rows if row.content is None}
@@ -188,7 +186,7 @@ class Packing:
         self._pipeline.budget.hold(self, size)
 
     def _select(self, counts: Counts) -> None:
-        """Fill the buffer and hand it to the encoder; makes no pack, and drops the buffer, where the hook fails."""
+        """Fill the buffer and let the encoder select packs; if the hook fails, drop the buffer and make no pack."""
         for attempt in range(_EMPTY_SELECTIONS):
             self._fill(self.target + attempt * max(1, self._size // 4), counts)
             before = {id(row): wait for row, wait in zip(self._buffer, self._waits.tolist(), strict=True)}
@@ -219,7 +217,7 @@ class Packing:
         )
 
     def _is_given_up(self, row: BatchRow, wait: int, counts: Counts) -> bool:
-        """Give a row up that so many selections have left over, if they are too many."""
+        """Give up a row that too many selections have left over; return whether it was given up."""
         if wait <= LONGEST_WAIT:
             return False
         ref = row.members[0]
@@ -230,14 +228,14 @@ class Packing:
         return True
 
     def _packed(self, pack: _Pack, counts: Counts) -> list[BatchRow]:
-        """Return the rows of a pack, none where the encoder makes none of it."""
+        """Return the rows of a pack; none if the encoder makes none."""
         rows = self._with_contents(pack.members, counts)
         self._hold(-sum(row.size for row in rows))
-        counts = Counts() if pack.taken else counts  # of a state: what it skips has been counted
+        counts = Counts() if pack.taken else counts  # restored: what it skips was counted before
         return pack_rows(self._pipeline, rows, counts)
 
     def made_again(self, rows: list[BatchRow], counts: Counts) -> list[BatchRow]:
-        """Return the rows of a state with their contents, without those that the encoder no longer makes."""
+        """Encode the rows of a restored state again; leave out those that no longer encode."""
         out = []
         for row in rows:
             members = reencode(self._pipeline, [BatchRow((ref,), SAMPLE, None, 0) for ref in row.members], counts)
@@ -253,7 +251,7 @@ class Packing:
         return made
 
     def let_go(self, size: int) -> None:
-        """Let go of contents of at least so many bytes, those that are needed last first."""
+        """Drop contents of at least `size` bytes, starting with those needed last."""
         least = self.held - size
         for row in chain(reversed(self._buffer), *(pack.members for pack in reversed(self._packs))):
             if self.held <= least:
@@ -264,7 +262,7 @@ class Packing:
 
 
 def select_packs(pipeline: Pipeline, rows: list[BatchRow], *, last: bool = False) -> list[list[BatchRow]]:
-    """Return the packs that the encoder selects from some rows; `last` says that nothing will join the others."""
+    """Return the packs that the encoder selects from some rows; `last`: nothing will join the rows left over."""
     groups = pipeline.code.select([row.content for row in rows], *pipeline.seed_of(rows[0]), last=last)
     if pipeline.judge.alert:
         pipeline.judge.succeeded(("select_samples_to_pack",), {row.members[0].leaf for row in rows})
@@ -272,9 +270,9 @@ def select_packs(pipeline: Pipeline, rows: list[BatchRow], *, last: bool = False
 
 
 def pack_rows(pipeline: Pipeline, rows: list[BatchRow], counts: Counts, *, again: bool = False) -> list[BatchRow]:
-    """Return the rows that the encoder makes of a pack, none where it makes none; takes the contents of the members.
+    """Return the rows that the encoder makes of a pack, if any; the members lose their contents.
 
-    With `again`, what the hooks themselves count has been counted before.
+    With `again`, the hooks' own counts were counted before.
     """
     code = pipeline.code
     members: list[BatchRow] = []
@@ -285,7 +283,7 @@ def pack_rows(pipeline: Pipeline, rows: list[BatchRow], counts: Counts, *, again
         try:
             if code.posts:
                 code.now.hook = "decode_deferred"
-                decode_deferred([content])  # what is left is a broken image
+                decode_deferred([content])  # only a broken image can fail here
             samples.append(code.post(content, *pipeline.seed_of(row)))
         except Exception as error:  # the policy decides
             pipeline.take_tally(row.members[0].leaf, counts, again=again)
@@ -312,7 +310,7 @@ def pack_rows(pipeline: Pipeline, rows: list[BatchRow], counts: Counts, *, again
 
 
 def _as_rows(groups: Any, rows: list[BatchRow], encoder: str) -> list[list[BatchRow]]:
-    """Return the rows whose contents an encoder has put into groups."""
+    """Return the rows whose contents the encoder put into groups."""
     places: dict[int, list[BatchRow]] = {}
     for row in reversed(rows):
         places.setdefault(id(row.content), []).append(row)

@@ -1,4 +1,4 @@
-"""What all streams of one process share: how draws are loaded, encoded and made into microbatches."""
+"""What all streams of one process share: loading, encoding and batching of draws."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ from energon_bridge.task_encoder.current import BATCH, FAILED, NUMBER, UNKNOWN
 from energon_bridge.task_encoder.deferred import decode_deferred
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The bytes that the contents of waiting samples may take in one process, shared by its lanes.
+# The byte budget for the contents of waiting samples, shared by the lanes of one process.
 #
-# Where they are exceeded, lanes that hold more than their share let go of what they need last, the lane that was served
-# last before the others. What was let go is encoded again when it is needed; the budget decides nothing else.
+# If it is exceeded, lanes that hold more than their share drop the contents they need last, beginning with the lane
+# served last. Dropped contents are encoded again when needed. The budget decides nothing else.
 
 
 logger = logging.getLogger(__name__)
@@ -50,22 +50,22 @@ class Holder(Protocol):
     """A stage of a lane that holds contents.
 
     Attributes:
-        held: Their bytes.
+        held: Bytes of these contents.
     """
 
     held: int
 
     def let_go(self, size: int) -> None:
-        """Let go of contents of at least so many bytes, if there are as many, and say so by `Budget.hold`."""
+        """Drop contents of at least `size` bytes, or all there are, and report it by `Budget.hold`."""
         ...
 
 
 class Budget:
-    """The budget of one process.
+    """The byte budget of one process.
 
     Args:
-        most: Its bytes.
-        lanes: The lanes that share it.
+        most: Bytes allowed.
+        lanes: Number of lanes that share it.
 
     Attributes:
         held: Bytes held by all lanes.
@@ -83,12 +83,12 @@ class Budget:
         self._holders.append(holder)
 
     def hold(self, holder: Holder, size: int) -> None:
-        """Count bytes that a lane holds from now on, or, negative, no longer."""
+        """Count bytes that a lane now holds (negative: that it dropped)."""
         holder.held += size
         self.held += size
 
     def keep(self, served: Holder) -> None:
-        """Let lanes beyond their shares let go of what is beyond the budget; `served` is the lane served last."""
+        """Make lanes over their shares drop what exceeds the budget; `served` is the lane served last."""
         if self.held <= self._most:
             return
         share = self._most // max(self._lanes, len(self._holders))
@@ -108,13 +108,13 @@ class Budget:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What all streams of one process share: how draws are loaded, encoded and made into microbatches.
+# The pipeline.
 
 
 _THREADS = "energon"
 _OPEN_ROUNDS = 4096
 _TOGETHER = 8
-"""Draws in a load, at least, where no threads share them: about what a pack takes of draws that come one by one."""
+"""Draws per load, at least, if there are no loading threads: about as many as a pack of single draws takes."""
 _SAMPLES, _SKIPPED, _EXCLUDED, _BANNED = map(COUNTERS.index, ("samples", "skipped", "excluded", "banned"))
 _BATCH_HOOKS = ("batch", "encode_batch")
 
@@ -123,7 +123,7 @@ _BATCH_HOOKS = ("batch", "encode_batch")
 class DrawRange:
     """Consecutive draws [low, high) of a round of a leaf, and their places among the draws of a load.
 
-    If they are banned, all of them are.
+    Either all of them are banned or none.
     """
 
     leaf: int
@@ -135,7 +135,7 @@ class DrawRange:
 
 
 def without_banned(span: DrawRange, banned: NDArray[np.bool_]) -> list[DrawRange]:
-    """Cut a range into the draws that are banned, which are not read, and the others."""
+    """Split a range into banned draws, which are not read, and the others."""
     if not banned.any():
         return [span]
     edges = [0, *(np.flatnonzero(np.diff(banned)) + 1).tolist(), banned.size]
@@ -148,7 +148,7 @@ def without_banned(span: DrawRange, banned: NDArray[np.bool_]) -> list[DrawRange
 
 @dataclass(frozen=True, slots=True)
 class LoadedDraws:
-    """Consecutive draws of a lane: restore key, sample (or `FailedSample`), size in bytes and leaf of each."""
+    """Consecutive draws of a lane: the restore key, sample (or `FailedSample`), bytes and leaf of each."""
 
     keys: list[RestoreKey]
     samples: list[Any]
@@ -157,7 +157,11 @@ class LoadedDraws:
 
 
 class Pipeline:
-    """Loads, encodes and batches draws; streams decide which."""
+    """Loads, encodes and batches the draws that the streams of a process choose.
+
+    The way of a draw, in the order of the methods: `submit` (on the loading threads: `load`, read and decode), `encode`
+    (hooks for a sample), and `batches` (collation). `failed` asks the error policy about whatever a step raises.
+    """
 
     def __init__(self, leaves: Sequence[Leaf], settings: StreamSettings) -> None:
         self.leaves = leaves
@@ -179,7 +183,7 @@ class Pipeline:
         readers = settings.background_reads
         self._reading = ThreadPoolExecutor(readers, f"{_THREADS}-read") if readers else None
         self._memory: Lender | None = None
-        # Where rows are packed or grouped, a slab would stay as long as the last of its images waits.
+        # If rows are packed or grouped, a slab would stay in use until the last of its images is delivered.
         straight = settings.packing_buffer_size is None and not self.code.groups and self.rows > 1
         self.slabs = SlabPool() if straight and getattr(settings.encoder, "decoder", None) is not None else None
         self.chunk = -(-self.rows // settings.threads) if settings.threads else max(self.rows, _TOGETHER)
@@ -193,16 +197,16 @@ class Pipeline:
 
     @property
     def paths(self) -> str:
-        """Paths of the first datasets, for people."""
+        """Paths of the first datasets, for messages."""
         return ", ".join(leaf.dataset.path for leaf in self.leaves[:3])
 
     @property
     def threaded(self) -> bool:
-        """Whether loading ahead of need runs beside the calling thread."""
+        """Whether draws are loaded on threads of their own."""
         return self._pool is not None
 
     def source(self, leaf: int) -> LeafSource:
-        """Return what reads a leaf, opened when it is first drawn from."""
+        """Return the leaf's source, opened on first use."""
         source = self._sources[leaf]
         if source is None:
             encoder, of = self.settings.encoder, self.leaves[leaf]
@@ -214,7 +218,7 @@ class Pipeline:
         return source
 
     def cursor(self, lane: int, leaf: int) -> Cursor:
-        """Return where a lane stands in a leaf; of too many, the one not used for longest lets its round go."""
+        """Return the cursor of a lane in a leaf; if too many are open, the least recently used one drops its round."""
         cursor = self._cursors.get((lane, leaf))
         if cursor is None:
             cursor = self._cursors[lane, leaf] = Cursor(self.source(leaf), lane, self.settings.read_together)
@@ -225,9 +229,9 @@ class Pipeline:
         return cursor
 
     def load(self, ranges: Sequence[DrawRange], *, ahead: bool, into: tuple[Slab, int] | None = None) -> LoadedDraws:
-        """Load some draws; with `ahead`, read what is left of their rounds as well.
+        """Load some draws; with `ahead`, also read the rest of their rounds.
 
-        `into` is the slab for their images, and the row of the first.
+        `into` is the slab for their images and the row of the first one.
         """
         if len(ranges) == 1:
             (one,) = ranges
@@ -256,7 +260,7 @@ class Pipeline:
     def submit(
         self, ranges: Sequence[DrawRange], *, ahead: bool, into: tuple[Slab, int] | None
     ) -> Future[LoadedDraws] | LoadedDraws:
-        """Load some draws on the loading threads, or now where there are none."""
+        """Load some draws on the loading threads, or right now if there are none."""
         if self._pool is not None:
             return self._pool.submit(self.load, ranges, ahead=ahead, into=into)
         start = time.perf_counter()
@@ -265,12 +269,12 @@ class Pipeline:
         return loaded
 
     def read_ahead(self, buffer: RoundBuffer) -> None:
-        """Start reading a round that will be needed, where that is worth a thread."""
+        """Start reading a round that will be needed, if reads are slow enough to pay for a thread."""
         if self._reading is not None and buffer.reader.slow:
             self._reading.submit(buffer.read_ahead)
 
     def read_some_ahead(self, buffer: RoundBuffer, low: int) -> bool:
-        """Start reading the draws of a round from `low` on, some of them; say whether they are all that are left."""
+        """Start reading some draws of a round from `low` on; return whether that covers the round to its end."""
         some = self.settings.draws_ahead
         if self._reading is not None and buffer.asked < min(low + some // 2, len(buffer)):
             low, buffer.asked = max(low, buffer.asked), low + some
@@ -278,14 +282,14 @@ class Pipeline:
         return buffer.asked >= len(buffer)
 
     def write_into(self, memory: Lender) -> None:
-        """Decode the images of microbatches, and stack the others, into memory of that lender."""
+        """Decode images into, and stack other fields in, the memory of a lender."""
         self._memory = memory
         if self.slabs is not None:
             self.slabs.lender = memory
 
     @contextlib.contextmanager
     def lending(self) -> Iterator[None]:
-        """Let what is stacked meanwhile, for a microbatch, lie in the lender's memory."""
+        """Allocate the microbatch that is stacked in this context from the lender's memory."""
         LENDER.set(self._memory)
         try:
             yield
@@ -293,13 +297,13 @@ class Pipeline:
             LENDER.set(None)
 
     def watch(self, settings: WatchdogSettings, where: str, said: Callable[[], None] = lambda: None) -> None:
-        """Watch over the microbatches that are made; `where` names the process, `said` is called with each message."""
+        """Start the watchdog; `where` names the process, `said` is called after each of its messages."""
         self.watchdog = Watchdog(settings, self.code.now, self.activities, where, said)
 
     def seconds_since(self, start: float) -> tuple[float, ...]:
-        """Return the seconds since then, and those of them spent waiting for loads and batching; start anew.
+        """Return the seconds since `start`, and those of them spent on loading and on batching; reset both.
 
-        What this process has asked servers and the node's cache since the last call follows, if it is anything.
+        The requests to servers and to the node cache since the last call follow, if there were any.
         """
         found: tuple[float, ...] = (time.perf_counter() - start, self.load_seconds, self.batch_seconds)
         now = MADE.values()
@@ -313,7 +317,7 @@ class Pipeline:
         """Stop the threads."""
         if self.watchdog is not None:
             self.watchdog.close()
-        # The garbage collector may run this on one of the threads themselves, which cannot wait for its own end.
+        # The garbage collector may call this on one of these threads, which cannot join itself.
         wait = not threading.current_thread().name.startswith(_THREADS)
         for pool in (self._pool, self._reading):
             if pool is not None:
@@ -326,7 +330,7 @@ class Pipeline:
     ) -> list[tuple[RestoreKey, Any]]:
         """Return the encoded samples of one draw with their restore keys; count a draw that gives none.
 
-        With `again`, what the hooks themselves count has been counted before.
+        With `again`, the hooks' own counts were counted before.
         """
         identity, index, epoch, _ = key
         source = self.source(leaf)
@@ -353,7 +357,7 @@ class Pipeline:
         return [((identity, index, epoch, number), one) for number, one in enumerate(encoded)]
 
     def take_tally(self, leaf: int, counts: Counts, *, again: bool = False) -> None:
-        """Count for a leaf what a hook has counted of its samples; with `again`, forget it."""
+        """Add the hooks' own counts to those of a leaf; with `again`, discard them."""
         tally = self.code.tally
         if tally:
             counted = counts.of(leaf)
@@ -364,7 +368,7 @@ class Pipeline:
     def collate(
         self, samples: list[Any], keys: Sequence[tuple[Any, ...]], first_leaf: int, lane: int, number: int
     ) -> list[Any]:
-        """Return the microbatches of some rows (one, but where a batch hook is a generator), with mask and key."""
+        """Return the microbatch of some rows (several if a batch hook is a generator), with mask and restore key."""
         if self.settings.batch_size is None and not self.code.groups:
             batches = [samples[0]]
             self._attach(batches[0], "__restore_key__", keys[0])
@@ -389,34 +393,34 @@ class Pipeline:
         return batches
 
     def _attach(self, batch: Any, name: str, value: Any) -> None:
-        """Set a meta field; as drop-in a dict keeps its own keys, for programs that call `model(**batch)`."""
+        """Set a meta field; as a drop-in, a dict gets no new keys, for programs that call `model(**batch)`."""
         if not (self.settings.energon_ranks and type(batch) is dict):
             attach(batch, name, value)
-        elif name == "__valid__" and batch.get(name, value) is None:  # of a batch that `asdict` made a dict of
+        elif name == "__valid__" and batch.get(name, value) is None:  # left by `asdict` of a batch
             del batch[name]
         elif name in batch:
             attach(batch, name, value)
 
     def begin(self, lane: int, number: int) -> None:
-        """Say which microbatch is being made, by its number in its lane (-1: in its pass), for hooks that ask."""
+        """Set the microbatch that hooks see, by its number in its lane (lane -1: in its pass)."""
         if not self.code.present:
             return
         BATCH.set(UNKNOWN if self.code.waits else self._shown(lane, number))
         NUMBER.set(UNKNOWN if self.settings.energon_ranks else -1)
 
     def begin_unknown(self) -> None:
-        """Say that a sample is made of which nobody knows the microbatch."""
+        """Tell hooks that the microbatch of the next sample is unknown."""
         BATCH.set(UNKNOWN)
         NUMBER.set(UNKNOWN if self.settings.energon_ranks else -1)
 
     def _shown(self, lane: int, number: int) -> int:
         """Return the number of a microbatch as hooks see it."""
-        # Of a lane the number counts its own microbatches; a pass has no lanes.
+        # In a lane, `number` counts its own microbatches; a pass has no lanes.
         whole = number if lane < 0 else number * self.leaves[0].order.num_lanes + lane
         return whole // self.settings.energon_ranks if self.settings.energon_ranks else whole
 
     def number_draw(self, lane: int, draw: int) -> None:
-        """As drop-in: say which number the draw of a lane has whose sample is about to be encoded."""
+        """As a drop-in, set the sample number that hooks see to that of a draw of a lane."""
         if self.code.waits:
             return
         settings = self.settings
@@ -433,9 +437,9 @@ class Pipeline:
         number: int,
         counts: Counts,
     ) -> list[Any]:
-        """Return the microbatches of some rows, none where a hook refuses to make one.
+        """Return the microbatches of some rows; none if a hook refuses them.
 
-        Counts the samples for their leaves, as delivered or as what became of them.
+        Counts the samples of each leaf as delivered or skipped.
         """
         try:
             batches = self.collate(samples, keys, leaves[0], lane, number)
@@ -453,9 +457,9 @@ class Pipeline:
         return batches
 
     def decode_deferred(self, samples: Sequence[Any]) -> None:
-        """Decode the deferred images of samples that are about to be packed, on the loading threads."""
+        """Decode the deferred images of samples that will be packed next, on the loading threads."""
         if self.code.posts:
-            # The first error by itself: the members are then decoded one by one, so that the others are kept.
+            # On an error the members are decoded one by one later, so that only the broken one is lost.
             with contextlib.suppress(DecodeError):
                 decode_deferred(samples, map if self._pool is None else self._pool.map)
 
@@ -468,14 +472,14 @@ class Pipeline:
         hook: str = "",
         place: SamplePlace | None = None,
     ) -> None:
-        """Let the error policy decide on samples that a hook failed on, and count what they are then.
+        """Ask the error policy about samples that a hook failed on, and count them accordingly.
 
         Args:
             error: What the hook raised.
             members: Leaf and index of each sample concerned.
-            counts: To be added to.
+            counts: The counts to add to.
             hook: The hook; default: the one that ran last.
-            place: Where the only sample comes from, if that is known.
+            place: Where the sample comes from, if there is only one and it is known.
 
         Raises:
             FatalSampleError: The run stops.
@@ -498,18 +502,18 @@ class Pipeline:
             counts.of(leaf)[COUNTERS.index(name)] += 1
 
     def seed_of(self, row: Any) -> tuple[int, int, int, int]:
-        """Return what keys the randomness of hooks over a row: that of its first sample."""
+        """Return the key of the hooks' randomness over a row: that of its first sample."""
         ref = row.members[0]
         return self.source(ref.leaf).user_key, ref.sample, ref.epoch, ref.output
 
     def flush_reports(self) -> None:
-        """Say what failed since the last microbatch, for there will be none that takes it along."""
+        """Flush failure reports that no later microbatch will carry."""
         reports, failure_log = self.judge.taken(), self.settings.failure_log
         if reports and failure_log is not None:
             failure_log.write(reports, self.settings.rank, self.settings.ranks)
 
     def user_code(self, *, restoring: bool = False) -> contextlib.AbstractContextManager[None]:
-        """Enter wherever hooks may run."""
+        """Set up the hook context and restore the global generators afterwards; a no-op without user hooks."""
         if not (restoring or self.code.present):
             return contextlib.nullcontext()
         put_back = restoring or self.settings.restore_generators
@@ -523,14 +527,14 @@ def first_sample(key: tuple[Any, ...]) -> RestoreKey:
 
 
 def attach(batch: Any, name: str, value: Any) -> None:
-    """Set a meta field of a batch: an entry of a dict, else an attribute where the type has or takes one."""
+    """Set a meta field of a batch: an entry of a dict, otherwise an attribute if the type allows it."""
     if isinstance(batch, dict):
         batch[name] = value
         return
     try:
         if not isinstance(batch, torch.Tensor):
             setattr(batch, name, value)
-    except AttributeError:  # tuples and foreign slotted types, like tensors, carry no meta fields
+    except AttributeError:  # like tensors, tuples and foreign slotted types carry no meta fields
         pass
 
 
@@ -542,7 +546,7 @@ class PendingLoads:
         self._loads: deque[Future[LoadedDraws] | LoadedDraws] = deque()
 
     def schedule(self, ranges: Sequence[DrawRange], *, ahead: bool, into: tuple[Slab, int] | None = None) -> None:
-        """Load some draws, their images into the rows of a slab from the one given on."""
+        """Start loading some draws; `into` is the slab for their images and the row of the first one."""
         self._loads.append(self._pipeline.submit(ranges, ahead=ahead, into=into))
 
     def take(self) -> LoadedDraws:

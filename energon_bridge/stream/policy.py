@@ -1,19 +1,19 @@
-"""What becomes of a sample that fails: it is left out, or the run stops.
+"""Decides about a sample that fails: leave it out, or stop the run.
 
-Whether a sample is left out depends on the sample alone: every failure that the policy lets pass costs the stream that
-sample and nothing else. Limits (in a row, or as a rate) only decide whether the run goes on.
+Whether a sample is left out depends on that sample alone: each failure that the policy tolerates costs the stream that
+sample and nothing else. Limits (failures in a row, or a rate) only decide whether the run goes on.
 
-The policy is for bad data. A mistake in the program or its configuration stops the run whatever the policy says:
+The policy is for bad data. A mistake in the program or its configuration stops the run under any policy:
 
-- at once, where the error can be nothing else: `ALWAYS_FATAL`, a ConfigurationError, an attribute that the encoder, a
-  module or the type of a sample does not have, a hook that returns None;
-- after five, where a hook has failed every time it ran, each time alike, and the run has delivered nothing yet;
-- after twenty, where nothing of one dataset of a mix has been delivered, and a hook fails on its samples alike each
-  time, while those of other datasets pass; and where a hook fails alike on each microbatch with samples of two certain
-  datasets.
+- at once, if the error can be nothing else: `ALWAYS_FATAL`, a ConfigurationError, an attribute that the encoder, a
+  module or the sample type does not have, a hook that returns None;
+- after five failures, if a hook has failed in the same way every time it ran and the run has delivered nothing yet;
+- after twenty, if nothing of one dataset of a mix has been delivered and a hook fails in the same way on each of its
+  samples while samples of other datasets pass; or if a hook fails in the same way on every microbatch that has samples
+  of two particular datasets.
 
-*Alike* is the same type raised in the same line by the same way, with the same text but for numbers. A tolerance that
-the user has set takes the place of the last two rules.
+*In the same way* means the same exception type, raised at the same line through the same calls, with the same text
+except for numbers. A tolerance set by the user replaces the last two rules.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from energon_bridge.storage import READ_TIMEOUT_SECONDS
 from energon_bridge.stream.report import MAX_MEMBERS, Report, SamplePlace, code_place, named, text_of, trace_of
 
 Handler = Callable[[Exception], bool]
-"""Decides on a failed sample in the convention of webdataset: True leaves it out, False (or raising) stops the run."""
+"""A handler in the convention of webdataset: True leaves the sample out; False or an exception stops the run."""
 
 ALWAYS_FATAL = (
     FatalSampleError,
@@ -53,15 +53,15 @@ ALWAYS_FATAL = (
     ReferenceError,
     NameError,
 )
-"""Types of errors that are no fault of the data: they stop the run under any policy."""
+"""Errors that the data cannot cause: they stop the run under any policy."""
 
 DEFAULT_TOLERANCE = 100
-"""Failures of a hook in a row that stop the run where nobody has said how many."""
+"""Failures of a hook in a row that stop the run by default."""
 _ALIKE_AT_FIRST, _ALIKE_IN_DATASET = 5, 20
 _ABOUT_BYTES = ("read", "decode", "decode_deferred", "restore")
-"""Steps in which only the data can be wrong: neighbours are damaged together."""
+"""Steps in which only the data can be wrong; damage often hits neighbouring samples."""
 _MOST_TOGETHER = 8
-"""Datasets in a microbatch from which nobody can tell which of them do not go together."""
+"""With this many datasets in a microbatch, nobody can tell which two of them do not go together."""
 _NUMBER = re.compile(r"0x[0-9a-f]+|\d+")
 
 _WHAT = {
@@ -77,25 +77,29 @@ _A_SAMPLE = ("a sample", "samples")
 class ErrorPolicy:
     """What becomes of samples that cannot be read, decoded or encoded.
 
+    Examples:
+        >>> policy = ErrorPolicy(max_error_rate=0.01, quarantine="bad-samples.jsonl")
+        >>> dataset = get_train_dataset("data/captions", batch_size=4, error_policy=policy)
+
     Args:
-        on_error: "skip" leaves the sample out, names it once in the log and counts it; "raise" stops at the first one;
-            a function is given the exception and returns True to leave the sample out, False to stop (the convention
-            of webdataset's handlers, such as `webdataset.warn_and_continue`).
-        max_error_rate: Share of failed samples of a dataset above which the run stops; None: no limit. It is judged by
-            the counters of this rank, which are part of the state, from `min_draws` samples of the dataset on.
-        min_draws: Samples of a dataset before its rate is judged.
+        on_error: "skip" leaves the sample out, logs it once and counts it; "raise" stops at the first failure; a
+            function gets the exception and returns True to leave the sample out or False to stop (the convention of
+            webdataset's handlers, such as `webdataset.warn_and_continue`).
+        max_error_rate: Share of failed samples of a dataset above which the run stops; None: no limit. It is checked
+            against the counters of this rank, which are part of the state, after `min_draws` samples of the dataset.
+        min_draws: Samples of a dataset before its rate is checked.
         tolerance: Failures of one hook in a row at which the run stops, in one process; 0: no limit; None: what
             `@stateless(failure_tolerance=…)` on the hook says, else the encoder's `__default_failure_tolerance__`, else
             100, but 5 where a hook has only ever failed, always alike, and nothing has been delivered, and 20 where
             nothing of a dataset of a mix has.
-        damaged_shards: A shard that is cut off, missing or without its index: "raise" stops the run by name, since
-            files come back; "skip" treats each sample that cannot be read like any sample that fails.
+        damaged_shards: A shard that is cut off, missing or without its index: "raise" stops the run with an error that
+            names it, since files can be restored; "skip" treats each unreadable sample like any sample that fails.
         quarantine: File to which each failed sample is added once, as a line of JSON; `read_quarantine` reads it. With
-            several ranks each writes its own, `NAME.rank3.EXTENSION`.
-        read_timeout_seconds: Time after which a read of the data is tried again beside the first, three times in all;
-            after the last one the run stops and names the file. None: reads are waited for.
-        messages: Failures that are logged one by one, for each dataset, hook and exception type; of further ones
-            only the number is, at every power of ten.
+            several ranks, each writes its own: `NAME.rank3.EXTENSION`.
+        read_timeout_seconds: Time after which a second read of the same bytes is started beside the first, up to three
+            in all; after the last one the run stops and names the file. None: wait without limit.
+        messages: Failures logged one by one, per dataset, hook and exception type; after that, only their number is
+            logged, at every power of ten.
 
     Raises:
         ConfigurationError: A value is wrong.
@@ -134,7 +138,7 @@ class ErrorPolicy:
 
 
 def is_of_the_program(error: Exception, encoder: Any) -> bool:
-    """Whether an error can be nothing but a mistake in the program or its configuration."""
+    """Whether an error can only be a mistake in the program or its configuration."""
     if isinstance(error, ConfigurationError):
         return not isinstance(error, SampleError)
     if isinstance(error, AttributeError):
@@ -152,12 +156,12 @@ class FailureTracker:
     Args:
         policy: The policy.
         encoder: Says how many failures in a row its hooks may have.
-        hooks: Those that are mistaken if they fail whenever they run.
-        delivered: Leaves of which the run has delivered something before this process began.
+        hooks: Hooks that must be wrong if they fail every time they run.
+        delivered: Leaves of which the run had delivered samples before this process began.
 
     Attributes:
-        alert: Whether `succeeded` has to be told which hooks have worked.
-        pending: Reports that no microbatch has taken along yet.
+        alert: Whether `succeeded` must be called for hooks that have worked.
+        pending: Reports that no microbatch has carried yet.
     """
 
     def __init__(
@@ -167,7 +171,7 @@ class FailureTracker:
         self._encoder = encoder
         self._kinds: Counter[tuple[str, str, type]] = Counter()
         self._delivered = set(delivered)
-        # Hooks that have not worked yet, with what all their failures have in common.
+        # Hooks that have never worked, with what all their failures have in common.
         self._unproven: dict[str, Any] = {} if delivered else dict.fromkeys(hooks)
         self._in_a_row: dict[str, int] = {}
         # By hook and leaves, one of which nothing has been delivered, or two that fail together: what the last failures
@@ -242,7 +246,7 @@ class FailureTracker:
         return "errors"
 
     def succeeded(self, hooks: Collection[str], leaves: Iterable[int]) -> None:
-        """Note that some hooks have worked on samples of some leaves."""
+        """Record that some hooks worked on samples of some leaves."""
         for hook in hooks:
             self._in_a_row.pop(hook, None)
             self._unproven.pop(hook, None)
@@ -254,16 +258,16 @@ class FailureTracker:
         self.alert = bool(self._in_a_row or self._unproven or self._suspects)
 
     def delivered(self, leaf: int) -> None:
-        """Note that something of a leaf is delivered."""
+        """Record that a sample of a leaf was delivered."""
         self._delivered.add(leaf)
 
     def taken(self) -> tuple[Report, ...]:
-        """Return the pending reports, which are then no longer pending."""
+        """Return the pending reports and clear them."""
         reports, self.pending = tuple(self.pending), []
         return reports
 
     def _fails_always(self, error: Exception, hook: str, leaves: Mapping[int, str], several: str) -> str:
-        """Say what has never worked and failed alike too often; "" if nothing has."""
+        """Return a sentence about a hook that never worked and always failed in the same way; "" if there is none."""
         unproven = hook in self._unproven
         suspects = [frozenset((leaf,)) for leaf in leaves if leaf not in self._delivered]
         if 1 < len(leaves) <= _MOST_TOGETHER:
@@ -294,7 +298,7 @@ class FailureTracker:
         return ""
 
     def _ask(self, error: Exception, hook: str, where: str) -> None:
-        """Raise where the policy says that the run stops at this error."""
+        """Raise if the policy stops the run at this error."""
         on_error = self._policy.on_error
         if on_error == "skip":
             return
@@ -307,7 +311,7 @@ class FailureTracker:
         raise FatalSampleError(f"{hook}: {where}") from error
 
     def _tolerance(self, hook: str) -> tuple[int, bool]:
-        """Return the failures of a hook in a row that stop the run, and whether somebody has chosen the number."""
+        """Return the failures of a hook in a row that stop the run, and whether the user chose that number."""
         if self._policy.tolerance is not None:
             return self._policy.tolerance, True
         own = getattr(getattr(self._encoder, hook, None), "__failure_tolerance__", None)

@@ -1,6 +1,6 @@
-"""Reading: sample indices of a leaf become the bytes of those samples, one ranged read per run of consecutive ones.
+"""Reading: sample indices of a leaf become the bytes of the samples, with one ranged read per run of consecutive ones.
 
-`LeafReader` reads, `RoundBuffer` holds the bytes of one round until its draws are taken. Reading never decides order.
+`LeafReader` reads; `RoundBuffer` holds the bytes of one round until its draws are taken. Reading never decides order.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _INDEXES_AT_ONCE = 16
 _DAMAGED = (ShortReadError, CorruptShardError, ShardMissingError)
 
 Ranges = tuple[str, list[int], list[int]]
-"""A shard, and offsets and lengths of ranges of it."""
+"""A shard, and the offsets and lengths of ranges in it."""
 
 
 class Unreadable:
-    """Takes the place of the bytes of a sample that a damaged shard does not have."""
+    """Stands for the bytes of a sample that a damaged shard no longer has."""
 
     __slots__ = ("error",)
 
@@ -46,9 +46,9 @@ class Unreadable:
 
 
 class Unread:
-    """Takes the place of the bytes of a sample so large that its parts are read one by one, or never.
+    """Stands for the bytes of a sample so large that its parts are read one by one, or not at all.
 
-    Its length is what will have been read when it has been taken apart: all but the parts that stay where they are.
+    Its length is the number of bytes that parsing will read: those of all parts except the ones left in place.
     """
 
     __slots__ = ("_length", "_reader", "sample")
@@ -62,7 +62,7 @@ class Unread:
         return self._length
 
     def parts(self, wanted: frozenset[str] | None, keep: Callable[[str], bool]) -> tuple[str, dict[str, Any]]:
-        """Return key and parts: bytes, or a range where `keep` says so; raises CorruptShardError, StorageError."""
+        """Return key and parts (a range instead of bytes if `keep` accepts one); CorruptShardError, StorageError."""
         key, found = open_sample(self.sample, parts=wanted, keep=keep)
         kept = sum(part.size for part in found.values() if isinstance(part, ByteRange))
         self._length = self.sample.size - kept
@@ -85,13 +85,13 @@ class LeafReader:
 
     Args:
         dataset: The dataset.
-        tolerant: Read what is left of damaged shards, with `Unreadable` in the place of samples that are not.
-        unread_from: Leave samples of so many bytes or more `Unread`; None: read all.
+        tolerant: Read what is left of damaged shards, with `Unreadable` for the samples that are gone.
+        unread_from: Return `Unread` for samples of so many bytes or more; None: read all.
 
     Attributes:
         bytes_read: Bytes read so far, shard indices included.
-        slow: Whether reads have lately taken so long that reading ahead on a thread pays. (From the page cache it does
-            not: the interpreter lock then changes hands for every range.) Never decides order.
+        slow: Whether recent reads were slow enough for reading ahead on a thread to pay off. (It does not pay from the
+            page cache, since the interpreter lock changes hands for every range.) Never decides order.
     """
 
     def __init__(self, dataset: PreparedDataset, *, tolerant: bool = False, unread_from: int | None = None) -> None:
@@ -120,7 +120,7 @@ class LeafReader:
         """Return the bytes of each sample (a memoryview), in the order given.
 
         Raises:
-            ShortReadError, CorruptShardError, ShardMissingError: A shard or its index is damaged or gone, and the
+            ShortReadError, CorruptShardError, ShardMissingError: A shard or its index is damaged or missing, and the
                 reader is not tolerant.
         """
         try:
@@ -179,14 +179,14 @@ class LeafReader:
         return out
 
     def _blocks(self, wanted: list[tuple[list[int], Ranges]]) -> Iterator[tuple[list[int], Ranges, Sequence[bytes]]]:
-        """Read the ranges of each shard, all at once where answers take long."""
+        """Read the ranges of each shard, all at once if storage answers slowly."""
         if self._far is not None:
             blocks = self._far.read_all([ranges for _, ranges in wanted])
             return ((*one, of_shard) for one, of_shard in zip(wanted, blocks, strict=True))
         return ((runs, ranges, self.dataset.store.read_ranges(*ranges)) for runs, ranges in wanted)
 
     def _read_indices(self, shards: IntArray) -> None:
-        """Read the indexes of shards that are not known yet, several at once."""
+        """Read the shard indexes that are not in memory yet, several at once."""
         missing = [shard for shard in dict.fromkeys(shards.tolist()) if shard not in self._indices]
         if len(missing) < 2:
             return
@@ -197,20 +197,20 @@ class LeafReader:
                 self._keep(shard, index)
 
     def _large(self, sizes: IntArray) -> NDArray[np.bool_]:
-        """Tell which samples are left unread, by their bytes."""
+        """Return which samples are large enough to be left unread."""
         if self._unread_from is None or self._in_vain >= _MOST_IN_VAIN:
             return np.zeros(sizes.size, dtype=bool)
         return sizes >= self._unread_from
 
     def _by_shard(self, shards: IntArray, large: NDArray[np.bool_]) -> Iterator[tuple[str, IntArray]]:
-        """Give the runs to be read of each shard, by their numbers; `shards` and `large` have shape (runs,)."""
+        """Yield the runs to read from each shard, by number; `shards` and `large` have shape (runs,)."""
         runs = np.flatnonzero(~large)
         for of_shard in np.split(runs, np.flatnonzero(np.diff(shards[runs])) + 1):
             if of_shard.size:
                 yield self.dataset.shard_names[shards[of_shard[0]]], of_shard
 
     def note_large(self, was_worth_it: bool) -> None:
-        """Note whether a sample that was left unread has parts that stay so: where none has, all are read at once."""
+        """Record whether an unread sample kept parts unread; if none does, all samples are read at once later."""
         self._in_vain = 0 if was_worth_it else self._in_vain + 1
 
     def _index(self, shard: int) -> UIntArray:
@@ -225,7 +225,7 @@ class LeafReader:
             return index
 
     def _keep(self, shard: int, index: UIntArray) -> None:
-        """Keep an index, and drop the oldest ones of too many."""
+        """Keep an index in memory; drop the oldest if there are too many."""
         if shard in self._indices:
             return
         self._indices[shard] = index
@@ -236,18 +236,18 @@ class LeafReader:
 
 
 class RoundBuffer:
-    """The bytes of one round of one leaf, read as a unit (or, where `fetch` says so, only the draws asked for).
+    """The bytes of one round of one leaf, read as a unit (or, without `ahead`, only the draws asked for).
 
-    A sample's bytes are let go when they are fetched, so memory falls as a round is worked through.
+    Bytes are dropped as they are fetched, so memory falls as a round is worked through.
 
     Args:
         reader: Reads the leaf.
         of: The round.
-        withheld: Draws that are read when they are fetched and not before, shape (draws,): their samples are banned now
-            or later, and those that are banned by then are never fetched.
+        withheld: Draws that are read only when they are fetched, shape (draws,): their samples are banned now or later,
+            and a banned sample is never fetched.
 
     Attributes:
-        asked: Draws from the first one on that are read, or about to be read ahead.
+        asked: Number of draws, from the first one, that are read or being read ahead.
     """
 
     __slots__ = ("_lock", "_raw", "_was_read", "_withheld", "asked", "epochs", "first", "indices", "reader")
@@ -259,22 +259,22 @@ class RoundBuffer:
         self.indices = of.indices
         self.epochs = of.epochs
         self._raw: list[Any] = [None] * of.indices.size
-        self._was_read = bytearray(of.indices.size)  # a mix has thousands of small rounds, and arrays are large
+        self._was_read = bytearray(of.indices.size)  # a mix has thousands of small rounds, and an array object is large
         self._lock = threading.Lock()
         self._withheld: set[int] = set()
         if withheld is not None and withheld.any():
             self._withheld = {*np.flatnonzero(withheld).tolist()}
-            np.frombuffer(self._was_read, dtype=bool)[withheld] = True  # as far as reading ahead is concerned
+            np.frombuffer(self._was_read, dtype=bool)[withheld] = True  # by reading ahead
 
     def __len__(self) -> int:
         return self.indices.size
 
     def withholds(self, low: int, high: int) -> bool:
-        """Tell whether one of the draws [low, high), which have not been fetched, is withheld."""
+        """Return whether any of the draws [low, high), which are not fetched yet, is withheld."""
         return bool(self._withheld) and not self._withheld.isdisjoint(range(low, high))
 
     def fetch(self, low: int, high: int, *, ahead: bool) -> list[Any]:
-        """Return what was read for the draws [low, high) of the round; with `ahead`, read the rest of it as well."""
+        """Return the bytes of the draws [low, high) of the round; with `ahead`, also read the rest of the round."""
         with self._lock:
             if self._withheld:
                 for place in self._withheld.intersection(range(low, high)):
@@ -287,7 +287,7 @@ class RoundBuffer:
         return out
 
     def read_ahead(self, low: int = 0, high: int | None = None) -> None:
-        """Read what has not been read yet of the draws [low, high)."""
+        """Read those of the draws [low, high) that have not been read yet."""
         with self._lock:
             self._read(low, len(self) if high is None else min(high, len(self)))
 

@@ -1,6 +1,6 @@
-"""Samples made again: by the references of a state or of a list, or by the restore keys of batches.
+"""Encodes samples again: by the references in a state or listing, or by the restore keys of batches.
 
-Everything that a hook draws is keyed to its sample, so what is made again is what was made before, in any process.
+All randomness of a hook is keyed to its sample, so the result is the same as before, in any process.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def load_again(pipeline: Pipeline, refs: Sequence[SampleRef]) -> PendingLoads:
 def encode_again(
     pipeline: Pipeline, refs: Sequence[SampleRef], counts: Counts, loading: PendingLoads | None = None
 ) -> list[Any]:
-    """Return the encoded samples of some references, None for one that no longer encodes, which is counted.
+    """Return the encoded samples of some references; None for one that no longer encodes, which is counted.
 
-    `loading` is what `load_again` started for them before.
+    `loading` holds the loads that `load_again` started for them.
     """
     loading = load_again(pipeline, refs) if loading is None else loading
     out: list[Any] = []
@@ -67,7 +67,7 @@ def restore(pipeline: Pipeline, key: tuple[Any, ...]) -> Any:
     """Return the microbatch or sample with a restore key, encoded again.
 
     Raises:
-        LookupError: The key belongs to another dataset, or its sample gives no output any more.
+        LookupError: The key belongs to another dataset, or its sample no longer gives an output.
     """
     if not key or key[0] != "Batch" or len(key) < 4:
         with pipeline.user_code(restoring=True):
@@ -83,7 +83,7 @@ def restore(pipeline: Pipeline, key: tuple[Any, ...]) -> Any:
 
 
 def describe(pipeline: Pipeline, key: tuple[Any, ...]) -> str:
-    """Name the samples behind a restore key: dataset, shard and key of each.
+    """Return the dataset, shard and key of each sample behind a restore key.
 
     Raises:
         LookupError: It is no restore key.
@@ -105,7 +105,7 @@ def _leaf_of(pipeline: Pipeline, identity: str) -> int | None:
 
 
 def _checked(key: tuple[Any, ...]) -> RestoreKey:
-    """Return the restore key of a sample as what it is."""
+    """Return the restore key of a sample, its type checked."""
     if len(key) != 4 or not isinstance(key[0], str) or not all(isinstance(number, int) for number in key[1:]):
         raise LookupError(
             f"{key!r} is no restore key of this package: expected sample.__restore_key__ or batch.__restore_key__ as "
@@ -115,7 +115,7 @@ def _checked(key: tuple[Any, ...]) -> RestoreKey:
 
 
 def _row(pipeline: Pipeline, key: tuple[Any, ...]) -> tuple[Any, int]:
-    """Return the sample or pack with a restore key, and the number of its leaf (of its first sample's leaf)."""
+    """Return the sample or pack with a restore key, and the number of its (first sample's) leaf."""
     code = pipeline.code
     if key and key[0] == "Pack":
         _, output, keys = key

@@ -1,7 +1,7 @@
-"""Which samples failed, where and why: plain text that crosses from worker processes and holds no content of a sample.
+"""Failure reports: which samples failed, where and why, as plain text without any content of a sample.
 
-A failure is one `Report`, whichever hook it happened in. Reports travel with the next microbatch of their lane; the
-`FailureLog` of the training process says each of them once.
+Each failure is one `Report`, whichever hook it happened in. Reports cross from a worker with the next microbatch of
+their lane; the `FailureLog` of the training process logs each of them once.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 MAX_MEMBERS = 8
-"""Samples that a report of a pack or microbatch names; the others are counted."""
+"""Samples that a report on a pack or microbatch names; the others are only counted."""
 _MAX_MESSAGE = 1000
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _INSTALLED = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib"))
 
 
 class SamplePlace(NamedTuple):
-    """One sample of a dataset; `note` says what part it plays in a join."""
+    """One sample of a dataset; `note` says which part of a join it is."""
 
     dataset: str
     shard: str
-    # It hides tuple.index, which nobody needs on a record.
+    # This hides tuple.index, which nobody needs on a record.
     index: int  # type: ignore[assignment]
     key: str = ""
     parts: tuple[str, ...] = ()
@@ -39,7 +39,7 @@ class SamplePlace(NamedTuple):
         return f"{note}{self.dataset}: {self.in_dataset()}"
 
     def in_dataset(self, after: SamplePlace | None = None) -> str:
-        """Name it within its dataset, without what it shares with a place that was named before."""
+        """Name it within its dataset, without the parts it shares with a place named before."""
         shard = "" if after and after.shard == self.shard else f"shard {self.shard}, "
         key = f"key {self.key!r}" if self.key else "unreadable key"
         parts = "" if not self.parts or (after and after.parts == self.parts) else f" (parts {', '.join(self.parts)})"
@@ -54,10 +54,10 @@ class Report:
         hook: The hook, or the step of loading, that failed: `read`, `decode`, `field_map`, `sample_loader`, `joiner`.
         what: What is left out: a sample, a pack, a microbatch, a selection.
         places: The samples concerned, at most `MAX_MEMBERS` of them.
-        members: How many samples are concerned.
-        error: Name of the exception type.
-        message: Its text, cut off where it is long.
-        trace: Its traceback, for the first of its kind in a process.
+        members: The number of samples concerned.
+        error: The name of the exception type.
+        message: Its text, shortened if long.
+        trace: Its traceback, for the first failure of its kind in a process.
     """
 
     hook: str
@@ -70,7 +70,7 @@ class Report:
 
     @property
     def kind(self) -> tuple[str, str, str]:
-        """What counts as the same kind of failure: dataset, hook and exception type."""
+        """The kind of the failure: dataset, hook and exception type."""
         return self.places[0].dataset, self.hook, self.error
 
     def __str__(self) -> str:
@@ -78,7 +78,7 @@ class Report:
 
 
 def named(places: Sequence[SamplePlace], members: int) -> str:
-    """Name some samples for people."""
+    """Return a text that names some samples."""
     more = f"; and {members - len(places)} more" if members > len(places) else ""
     texts = list(map(str, places[:1]))
     for before, place in pairwise(places):
@@ -88,7 +88,7 @@ def named(places: Sequence[SamplePlace], members: int) -> str:
 
 
 def text_of(error: BaseException) -> str:
-    """Return the text of an exception, cut off where it is long, whatever its `__str__` does."""
+    """Return the text of an exception, shortened if long, even if its `__str__` raises."""
     try:
         text = str(error)
     except Exception as second:
@@ -97,17 +97,17 @@ def text_of(error: BaseException) -> str:
 
 
 def trace_of(error: BaseException) -> str:
-    """Return where an exception passed through, as file:line:function, the place that raised it last."""
-    # Not by the traceback module, which parses source lines: on Python 3.11 that disturbs other threads that parse.
+    """Return the frames an exception passed through, as file:line:function, innermost last."""
+    # Not by the traceback module: it parses source lines, which on Python 3.11 disturbs other threads that parse.
     steps = traceback.walk_tb(error.__traceback__)
     return "\n".join(f"  {frame.f_code.co_filename}:{line}:{frame.f_code.co_name}" for frame, line in steps)
 
 
 def code_place(error: BaseException) -> str:
-    """Return the last line of the user's code that an exception passed through, as ` (FILE:LINE, in FUNCTION)`."""
+    """Return the innermost line of user code that an exception passed through, as ` (FILE:LINE, in FUNCTION)`."""
     steps = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     outside = [step for step in steps if not step[0].co_filename.startswith(_PACKAGE)]
-    # What is installed is less likely to be the user's, but may be.
+    # Installed code is less likely to be the user's, but it may be.
     own = [step for step in outside if not step[0].co_filename.startswith(_INSTALLED)] or outside
     if not own:
         return ""
@@ -116,7 +116,7 @@ def code_place(error: BaseException) -> str:
 
 
 def place_in(sample: Any) -> SamplePlace | None:
-    """Return where a sample comes from, as far as it says so itself (`__key__`, `__sources__`)."""
+    """Return where a sample comes from, by its own `__key__` and `__sources__`; None if it has none."""
     said = sample.get if isinstance(sample, dict) else partial(getattr, sample)
     sources = said("__sources__", None)
     if not sources:

@@ -1,4 +1,4 @@
-"""What a stream needs besides its leaves."""
+"""The settings of a stream."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from energon_bridge.stream.watchdog import Words
 
 @dataclass(frozen=True, kw_only=True)
 class StreamSettings:
-    """What a stream needs besides its leaves.
+    """Everything a stream needs besides its leaves.
 
     Args:
         batch_size: Samples in a microbatch; None delivers samples instead of batches.
         encoder: The task encoder.
         threads: Threads that read and decode ahead; 0 does everything in the calling thread.
-        reads_rounds: Read whole rounds at a time, the next one ahead of need; False reads draws as they are needed.
-        read_together: Samples of a leaf that a lane reads at once, in several rounds if one has fewer.
+        reads_rounds: Read whole rounds at a time, and the next round ahead; False reads draws as they are needed.
+        read_together: Samples of a leaf that a lane reads at once, over several rounds if one has fewer.
         background_reads: Threads that read ahead.
-        draws_ahead: Draws of each lane that are read ahead where rounds are not.
+        draws_ahead: Draws of each lane to read ahead if rounds are not read.
         restore_generators: Put the global random generators back after each microbatch.
         packing_buffer_size: Encoded samples from which the encoder selects packs; None: it does not pack.
         buffer_bytes: Bytes for the contents of samples waiting to be packed, all lanes of the process together.
         lanes: Lanes of the process.
         cache: Where cookers and hooks keep files that are needed later.
-        policy: What becomes of samples that fail.
-        failure_log: Where they are named that no microbatch takes along.
-        delivered: Leaves of which the run has delivered something; none where it begins.
-        rank, ranks: Number of this process among those that keep quarantine files.
-        words: Where the thread that runs hooks, and then each that loads, writes what it does (`Activity.words`).
-        energon_ranks, energon_workers: For the drop-in of megatron-energon: numbers of ranks, and of workers of each,
-            by which microbatches and samples are counted as there; 0 ranks: nothing is as there.
-        config: For the drop-in: the worker configuration, for hooks that ask.
-        barred: Leaf (`user_key_of`) and index of the samples that are not tried again.
+        policy: Decides about samples that fail.
+        failure_log: Logs failures that no microbatch carries.
+        delivered: Leaves that the run has delivered samples of; empty at its start.
+        rank, ranks: Number of this process, and number of processes, that keep quarantine files.
+        words: Where the hook thread and then each loading thread writes what it is doing (`Activity.words`).
+        energon_ranks, energon_workers: For the drop-in: the ranks, and workers per rank, by which megatron-energon
+            numbers microbatches and samples; 0 ranks: no drop-in.
+        config: For the drop-in: the worker configuration, for hooks that ask for it.
+        barred: Leaf (`user_key_of`) and index of samples that must not be tried again.
     """
 
     batch_size: int | None

@@ -1,4 +1,4 @@
-"""The state of a lane and what one microbatch of it brings along: plain integers."""
+"""The state of a lane, and the record that travels with each microbatch: plain integers."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class SampleRef(NamedTuple):
 
 
 class Stage(IntEnum):
-    """Where a row waits that has been drawn and not delivered yet."""
+    """Where a row waits that was drawn and is not delivered yet."""
 
-    PACK = 0  # selected; `number` counts its outputs that have been delivered
-    BUFFER = 1  # to be selected; `number` counts the selections that left it over
-    GROUP = 2  # in a group that is not full; `number` is the output of its pack, -1 for a sample
-    BATCH = 3  # in a batch of which something is still to be delivered; `number` as in a group
+    PACK = 0  # selected for a pack; `number`: outputs of the pack already delivered
+    BUFFER = 1  # waiting to be selected; `number`: selections that left it over
+    GROUP = 2  # in a group that is not full; `number`: output of its pack, -1 for a sample
+    BATCH = 3  # in a batch that is not fully delivered; `number` as for a group
 
 
 def as_members(refs: Sequence[SampleRef]) -> IntArray:
@@ -39,10 +39,10 @@ def as_members(refs: Sequence[SampleRef]) -> IntArray:
 
 @dataclass(frozen=True, slots=True)
 class BufferedRefs:
-    """The rows of a lane that have been drawn and not delivered yet, as references.
+    """The rows of a lane that were drawn and are not delivered yet, as references.
 
     Attributes:
-        rows: Stage, members and number of each row, shape (rows, 3).
+        rows: Stage, number of members, and `number` of each row, shape (rows, 3).
         members: The references of their members, row after row, shape (members, 4).
     """
 
@@ -51,7 +51,7 @@ class BufferedRefs:
 
     @classmethod
     def of(cls, rows: Iterable[tuple[Stage, Iterable[SampleRef], int]]) -> BufferedRefs:
-        """Write down some rows."""
+        """Build from rows given as (stage, references, number)."""
         heads: list[tuple[int, int, int]] = []
         members: list[SampleRef] = []
         for stage, refs, number in rows:
@@ -64,14 +64,14 @@ class BufferedRefs:
 
     @classmethod
     def joined(cls, parts: Sequence[BufferedRefs]) -> BufferedRefs:
-        """Return the rows of several, one after the other."""
+        """Concatenate several."""
         parts = [part for part in parts if len(part.rows)]
         if len(parts) < 2:
             return parts[0] if parts else NOTHING_HELD
         return cls(np.concatenate([part.rows for part in parts]), np.concatenate([part.members for part in parts]))
 
     def entries(self) -> list[tuple[Stage, list[SampleRef], int]]:
-        """Return the rows that were written down."""
+        """Return the rows as (stage, references, number)."""
         refs = [SampleRef(*member) for member in self.members.tolist()]
         out = []
         at = 0
@@ -81,12 +81,12 @@ class BufferedRefs:
         return out
 
     def plain(self) -> tuple[bytes, ...]:
-        """Return the rows as bytes: arrays would be views of the memory in which a batch crosses, and keep it."""
+        """Return the rows as bytes: arrays would be views of the batch's shared memory and keep it in use."""
         return (self.rows.tobytes(), self.members.tobytes()) if len(self.rows) else ()
 
     @classmethod
     def of_plain(cls, values: tuple[bytes, ...]) -> BufferedRefs:
-        """Return what `plain` was called of."""
+        """Rebuild what `plain` wrote."""
         if not values:
             return NOTHING_HELD
         rows, members = (np.frombuffer(value, dtype=np.int64) for value in values)
@@ -104,7 +104,7 @@ NOTHING_HELD = BufferedRefs()
 
 
 LARGEST = 1 << 48
-"""No run comes to so many microbatches, draws or samples."""
+"""No run reaches so many microbatches, draws or samples."""
 
 
 class LaneColumn(NamedTuple):
@@ -116,32 +116,32 @@ class LaneColumn(NamedTuple):
 
 
 def _column(name: str, *, optional: bool = False, most: int = LARGEST) -> dict[str, LaneColumn]:
-    """Declare a field that is a column of states.
+    """Declare a field of a lane's state that is a column of states.
 
     Args:
-        name: Of the column.
-        optional: The column is left out where it is 0 for all lanes; states from before there was one read as 0.
-        most: The largest value that can be.
+        name: Name of the column.
+        optional: Omit the column if it is 0 for all lanes; a state without the column reads as 0.
+        most: The largest valid value.
     """
     return {"column": LaneColumn(name, optional, most)}
 
 
 @dataclass(frozen=True, slots=True)
 class LaneState:
-    """Where a lane stands: everything that is needed to continue it.
+    """The position of a lane: everything needed to continue it.
 
-    The fields are the schema of a lane: a number that is added here with `_column` crosses from the workers, is written
-    to states, read from them and checked.
+    The fields are the schema: a number added here with `_column` crosses from the workers and is written to states,
+    read from them and checked, without further code.
 
     Attributes:
         microbatches: Microbatches delivered by the lane.
-        draw: Number of the next draw (of the current one, while `taken` is not 0).
-        taken: Samples already taken of the current draw, whose encoder yields several.
+        draw: Number of the next draw (of the current one while `taken` is not 0).
+        taken: Samples already taken of the current draw, if its encoder yields several.
         leaf_draws: Draws made so far in each leaf, in the order of the leaves.
-        origin: Draw at which the first epoch of a blend by repetitions began (0 but where the mix has been changed).
-        held: Rows that have been drawn and not delivered yet, where the encoder packs or groups.
-        batches_taken: Batches already delivered of those that the batch hooks made of the rows of stage BATCH.
-        buffer: Samples to which the buffer for packs is filled before the next selection; 0 where the lane begins.
+        origin: Draw at which the first epoch of a blend by repetitions began (0 unless the mix has changed).
+        held: Rows that were drawn and are not delivered yet, if the encoder packs or groups.
+        batches_taken: Batches already delivered of those that batch hooks made from the rows of stage BATCH.
+        buffer: Samples in the packing buffer at which the next selection is made; 0 for a lane that begins.
     """
 
     microbatches: int = field(metadata=_column("microbatches"))
@@ -154,13 +154,13 @@ class LaneState:
     buffer: int = field(default=0, metadata=_column("buffers", optional=True, most=1 << 32))
 
     def plain(self) -> tuple[Any, ...]:
-        """Return the values as they cross to the training process with a microbatch."""
+        """Return the values as plain tuples, to cross to the training process with a microbatch."""
         values = _values(self)
         return *values[:_HELD], self.held.plain(), *values[_HELD + 1 :]
 
     @classmethod
     def of_plain(cls, values: tuple[Any, ...]) -> LaneState:
-        """Return what `plain` was called of."""
+        """Rebuild what `plain` wrote."""
         held = BufferedRefs.of_plain(values[_HELD])
         return cls(*(*values[:_HELD], held, *values[_HELD + 1 :]))
 
@@ -176,26 +176,26 @@ _values = attrgetter(*_FIELDS)
 LANE_COLUMNS: dict[str, LaneColumn] = {
     each.name: each.metadata["column"] for each in fields(LaneState) if "column" in each.metadata
 }
-"""The columns of a state that have a number for each lane, by the field of `LaneState`."""
+"""The columns of a state with a number per lane, by field of `LaneState`."""
 
 
 OVER_LONG = ("dropped", "truncated", "split", "pieces")
-"""What became of samples that no pack can hold, as `count_over_long` of the task encoders counts them; `pieces` are
-what samples were split into, and those dropped are also skipped."""
+"""Counters of samples too long for a pack, as `count_over_long` counts them; `pieces` are the results of splitting, and
+dropped samples also count as skipped."""
 COUNTERS = ("samples", "skipped", "errors", "excluded", "banned", "bytes", *OVER_LONG)
-"""What is counted per leaf: samples delivered, left out by `SkipSample`, left out by an error, listed in `exclude`,
-banned; bytes of the samples drawn; and `OVER_LONG`."""
+"""Counters per leaf: samples delivered, left out by `SkipSample`, left out by an error, excluded by `exclude`, banned;
+bytes of the samples drawn; and `OVER_LONG`."""
 
 COLUMNS = (*COUNTERS, "encoded_again")
-"""What a process counts: `COUNTERS`, which are in the state, and samples encoded once more, because their contents were
-dropped or are not in a state; their number depends on the topology."""
+"""Counters of a process: `COUNTERS`, which the state keeps, and samples encoded again because their contents were
+dropped or are not in a state. The last depends on the topology."""
 
 
 class Counts(dict[int, list[int]]):
-    """Increments of `COLUMNS`, by leaf."""
+    """Increments of `COLUMNS` by leaf."""
 
     def of(self, leaf: int) -> list[int]:
-        """Return the increments of a leaf, to be added to."""
+        """Return the increments of a leaf, to add to."""
         counted = self.get(leaf)
         if counted is None:
             counted = self[leaf] = [0] * len(COLUMNS)
@@ -208,23 +208,23 @@ class Counts(dict[int, list[int]]):
 
 
 class NoBatch:
-    """Stands for a microbatch of a pass of which the hooks left nothing, where none may take its place."""
+    """Stands for a microbatch of a pass that hooks left nothing of, if no other may take its place."""
 
     __slots__ = ()
 
 
 @dataclass(slots=True)
 class LaneBatch:
-    """One microbatch with the state of its unit after it.
+    """A microbatch with the state of its lane after it.
 
     Attributes:
-        batch: What the encoder made.
+        batch: The encoder's batch.
         rows: Real rows in it.
-        state: State of the lane after it; None in finite streams, which have none.
-        counts: What it adds to the counters.
+        state: State of the lane after it; None in finite streams.
+        counts: Increments of the counters.
         reports: Failures on the way to it.
         seconds: Time that its process spent on it: in all, waiting for samples to be read and decoded, and in `batch`
-            and `encode_batch`; and then, if it asked servers, what it asked (`network.REQUESTS`).
+            and `encode_batch`; then, if servers were asked, the counters of `network.REQUESTS`.
     """
 
     batch: Any
@@ -235,12 +235,12 @@ class LaneBatch:
     seconds: tuple[float, ...] = (0.0, 0.0, 0.0)
 
     def plain(self) -> tuple[Any, ...]:
-        """Return all of it as a tuple of tuples, which cross to the training process faster than records."""
+        """Return everything as nested tuples, which cross to the training process faster than records."""
         state = None if self.state is None else self.state.plain()
         return self.batch, self.rows, state, dict(self.counts), self.reports, self.seconds
 
     @classmethod
     def of_plain(cls, values: tuple[Any, ...]) -> LaneBatch:
-        """Return what `plain` was called of."""
+        """Rebuild what `plain` wrote."""
         batch, rows, state, counts, reports, seconds = values
         return cls(batch, rows, None if state is None else LaneState.of_plain(state), Counts(counts), reports, seconds)

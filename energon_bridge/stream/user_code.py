@@ -1,15 +1,14 @@
-"""Where user code runs: the hooks of a task encoder, under keyed randomness.
+"""Runs user code: the hooks of a task encoder, under keyed randomness.
 
-Around a hook that is not the package's own, and around code that comes with a dataset (`dataset_code`), the global
-generators of `random`, numpy and torch are seeded from a key of the draw (or of the microbatch), so that encoding a
-sample again gives the same result in any process. Where no user code runs nothing is seeded. In the training process
-the generators are put back after each microbatch, and one thread at a time has them: loaders in several threads give
-what each gives alone.
+Before each user hook, and before code that comes with a dataset (`dataset_code`), the global generators of `random`,
+numpy and torch are seeded from a key of the draw (or of the microbatch), so that encoding a sample again gives the same
+result in any process. Without user code nothing is seeded. In the training process the generators are restored after
+each microbatch, and only one thread at a time uses them: several loaders in threads deliver what each delivers alone.
 
-From `postencode_sample` on user code sees no deferred images: those in fields have been decoded, and what it gets from
-stores and caches is decoded as it is got (`current.DELIVERING`).
+From `postencode_sample` on, user code sees no deferred images: those in fields are decoded first, and those from stores
+and caches when they are requested (`current.DELIVERING`).
 
-Each hook leaves a note of itself and its sample in an `Activity`, for those who name what failed or hangs.
+Each hook records itself and its sample in an `Activity`, so that error messages and the watchdog can name them.
 """
 
 from __future__ import annotations
@@ -53,26 +52,26 @@ _LOADING = ("read", "decode", "field_map", "part_filter", "sample_loader", "join
 
 
 class HookRunner:
-    """The hooks of an encoder, as one lane calls them.
+    """Calls the hooks of an encoder.
 
     Args:
         encoder: The task encoder.
         packs: Whether it packs.
-        makes: Whether it cooks samples of a leaf, or a leaf brings code of its own.
-        words: Where it is written what runs (`Activity.words`).
+        makes: Whether it cooks samples of a leaf, or a leaf has code of its own.
+        words: Where to write what is running (`Activity.words`).
 
     Attributes:
-        encodes: Whether code of the user's sees every sample that is drawn.
+        encodes: Whether user code sees every sample drawn.
         groups: Whether rows are batched by groups.
-        waits: Whether samples wait to be packed or grouped, and so may be encoded again for another microbatch.
-        posts: Whether `postencode_sample` is code of the user's.
-        now: The hook that runs, and what it was given.
-        drawing: The steps that have worked when a draw has given samples.
+        waits: Whether samples wait to be packed or grouped, so that they may be encoded again for another microbatch.
+        posts: Whether `postencode_sample` is user code.
+        now: The running hook and its argument.
+        drawing: The steps that must have worked if a draw gives samples.
         hooks: All steps on the way to a microbatch.
-        tally: What hooks have counted by `count_over_long`; to be taken after each.
+        tally: Counts that hooks made by `count_over_long`; taken after each hook.
 
     Raises:
-        ConfigurationError: Hooks are overridden that exclude each other.
+        ConfigurationError: The encoder overrides hooks that exclude each other.
     """
 
     def __init__(self, encoder: Any, *, packs: bool = False, makes: bool = False, words: Words | None = None) -> None:
@@ -112,7 +111,7 @@ class HookRunner:
         return self.encodes or self._batches or self._packs or self.groups
 
     def make(self, sample: PendingSample, leaf_key: int, index: int, epoch: int) -> Any:
-        """Return what code that comes with a dataset makes of a draw, or the `FailedSample` in its place."""
+        """Finish a draw with the code that comes with its dataset: return the sample, or a `FailedSample`."""
         SAMPLE.set((leaf_key, index, epoch))
         self.now.at(leaf_key, index)
         made = sample.make(partial(self._begin, leaf_key))
@@ -127,14 +126,14 @@ class HookRunner:
     def encode(
         self, sample: Any, leaf_key: int, index: int, epoch: int, cook: Callable[[Any], Any] | None = None
     ) -> list[Any]:
-        """Return the encoded samples of one draw (several, where the hook is a generator), cooked before.
+        """Cook and encode the sample of one draw; return the encoded samples (several if the hook is a generator).
 
-        What a pack is made of has been through `preencode_sample` only.
+        If the encoder packs, this runs `preencode_sample` only.
         """
         if not self.encodes:
             return [sample]
         SAMPLE.set((leaf_key, index, epoch))
-        if self.tally:  # of a hook that has more than one sample
+        if self.tally:  # left by a hook that had several samples
             self.tally.clear()
         now = self.now
         now.at(leaf_key, index)
@@ -157,7 +156,7 @@ class HookRunner:
         return encoded
 
     def _encoded(self, value: Any) -> list[Any]:
-        """Return what the first hook gives; what a generator yields may come in several microbatches."""
+        """Return the outputs of the first hook; those of a generator may end up in several microbatches."""
         if not isinstance(value, GeneratorType):
             return self._listed(value)
         token = BATCH.set(UNKNOWN)
@@ -167,7 +166,7 @@ class HookRunner:
             BATCH.reset(token)
 
     def post(self, sample: Any, leaf_key: int, index: int, epoch: int, output: int) -> Any:
-        """Return a sample that is about to be packed or batched, by `postencode_sample`."""
+        """Run `postencode_sample` on a sample that will be packed or batched next."""
         if not self.posts:
             return sample
         SAMPLE.set((leaf_key, index, epoch))
@@ -188,9 +187,9 @@ class HookRunner:
         return encoded
 
     def select(self, samples: list[Any], leaf_key: int, index: int, epoch: int, output: int, *, last: bool) -> Any:
-        """Return groups of the samples, each of which becomes a pack; the numbers are those of the first sample.
+        """Return groups of the samples, each of which becomes a pack; the key is that of the first sample.
 
-        `last` says that nothing will join what is left over.
+        `last`: no samples will join those left over.
         """
         SAMPLE.set(())
         self.now.hook, self.now.sample = "select_samples_to_pack", samples
@@ -207,7 +206,7 @@ class HookRunner:
         return groups
 
     def pack(self, samples: list[Any], leaf_key: int, index: int, epoch: int, output: int) -> list[Any]:
-        """Return the rows that a pack becomes; the numbers are those of its first sample."""
+        """Return the rows of a pack; the key is that of its first sample."""
         SAMPLE.set(())
         self.now.hook, self.now.sample = "pack_selected_samples", samples
         seed_everything(fold(leaf_key, _PACK, index, epoch, output))
@@ -234,9 +233,9 @@ class HookRunner:
     def collate(
         self, samples: list[Any], leaf_key: int, index: int, epoch: int, output: int, *, number: int
     ) -> list[Any]:
-        """Return the batches of some rows; the numbers are those of the first sample, which key their randomness.
+        """Return the batches of some rows; their randomness is keyed by the first sample.
 
-        (Not the `number` of the microbatch: a hook that refuses one by chance must not refuse the next by the same.)
+        (Not by the `number` of the microbatch: a hook that raises by chance must not raise on the next one, too.)
         """
         now = self.now
         now.hook, now.sample = "batch", samples
@@ -252,7 +251,7 @@ class HookRunner:
         return batches
 
     def _listed(self, value: Any, wanted: str = "the sample") -> list[Any]:
-        """Return what the current hook returned, or all that it yields; `wanted` is what that should be."""
+        """Return the value of the current hook as a list, or all that it yields; `wanted` describes it in errors."""
         values = list(value) if isinstance(value, GeneratorType) else [value]
         for one in values:
             if one is None:
@@ -276,7 +275,7 @@ def _delivering() -> Iterator[None]:
 
 
 def _hook(encoder: Any, name: str) -> Any:
-    """Return a hook of an encoder; one that does not derive from `TaskEncoder` need not have all of them."""
+    """Return a hook of an encoder; encoders that do not derive from `TaskEncoder` may lack some."""
     return getattr(encoder, name, _no_hook)
 
 
@@ -287,7 +286,7 @@ _no_hook.__default_hook__ = True  # type: ignore[attr-defined]
 
 
 def is_default(hook: Any) -> bool:
-    """Whether a hook is the package's own, also through encoders that forward their hooks to another one."""
+    """Whether a hook is the package's own, also for encoders that forward their hooks to another encoder."""
     return bool(getattr(hook, "__default_hook__", False))
 
 
@@ -299,13 +298,13 @@ def seed_everything(key: int) -> None:
 
 
 _generators = threading.RLock()
-"""Held while hooks run in the training process: there is one set of global generators for all its threads."""
+"""Held while hooks run in the training process, since all its threads share the global generators."""
 _has_warned = False
 
 
 def _after_fork() -> None:
     global _generators
-    _generators = threading.RLock()  # another thread, which is not here, may have held it
+    _generators = threading.RLock()  # a thread of the parent, which this fork lacks, may have held it
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -313,9 +312,9 @@ os.register_at_fork(after_in_child=_after_fork)
 
 @contextlib.contextmanager
 def running_hooks(cache: CachePool, tally: Counter[str], *, put_back: bool, config: Any = None) -> Iterator[None]:
-    """Lend hooks a cache pool, a tally and what `CONFIG` says.
+    """Set the context variables that hooks read: cache pool, tally, configuration.
 
-    With `put_back`, leave the global generators as they were found.
+    With `put_back`, restore the global generators afterwards.
     """
     of_loader = CONFIG.set(config)
     token, sample, batch, number = CACHE.set(cache), SAMPLE.set(()), BATCH.set(-1), NUMBER.set(-1)
@@ -332,7 +331,7 @@ def running_hooks(cache: CachePool, tally: Counter[str], *, put_back: bool, conf
 
 @contextlib.contextmanager
 def generators_put_back() -> Iterator[None]:
-    """Leave the global generators as they were found, and let no other thread run hooks meanwhile."""
+    """Restore the global generators afterwards; no other thread runs hooks meanwhile."""
     global _has_warned
     thread = threading.current_thread()
     if thread is not threading.main_thread() and not _has_warned:

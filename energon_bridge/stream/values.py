@@ -1,6 +1,6 @@
-"""Bytes of a sample become a typed sample: parse the tar members, decode the parts, map them to fields.
+"""Turns the bytes of a sample into a typed sample: parses tar members, decodes parts, maps them to fields.
 
-Code that comes with a dataset is for `dataset_code`.
+Code that comes with a dataset is run by `dataset_code`.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from energon_bridge.stream.report import SamplePlace
 from energon_bridge.stream.watchdog import INDEX, Activities
 
 RestoreKey = tuple[str, int, int, int]
-"""Identity of the leaf, index of the sample, epoch, and number of the output among those of its draw."""
+"""Identity of the leaf, index of the sample, epoch, and number of the output among the outputs of its draw."""
 
 Rows = tuple[Slab, Sequence[int]]
-"""Where the images of consecutive draws may go: a slab, and the row of each draw."""
+"""Where the images of consecutive draws may be decoded to: a slab, and the row of each draw."""
 
 Columns = tuple[list[RestoreKey], list[Any], list[int]]
-"""Of consecutive draws the restore keys, the samples or `FailedSample`s, and the sizes in bytes."""
+"""The restore keys, samples (or `FailedSample`s) and bytes of consecutive draws."""
 
 
 NO_PARTS: dict[str, memoryview] = {}
 
 
 class FailedSample:
-    """A draw that gives no sample: error, the step of loading that failed, and the sample.
+    """A draw without a sample: the error, the step that failed, and where the sample comes from.
 
     `EXCLUDED` and `BANNED` have no error.
     """
@@ -53,14 +53,14 @@ class FailedSample:
 EXCLUDED = FailedSample(None, "", SamplePlace("", "", -1))
 """A draw whose sample is listed in `exclude`."""
 BANNED = FailedSample(None, "", SamplePlace("", "", -1))
-"""A draw whose sample is banned, and has not been read."""
+"""A draw whose sample is banned; it is not read."""
 
 
 class Barred:
-    """The samples of a leaf that are not tried again, because they ended their worker time after time.
+    """The samples of a leaf that must not be tried again, because they killed their worker several times.
 
     Attributes:
-        leaf_key: What names the leaf to the training process.
+        leaf_key: The leaf's number for the training process (`user_key_of`).
         indices: The samples.
     """
 
@@ -71,7 +71,7 @@ class Barred:
         self.indices = indices
 
     def instead_of(self, raw: Any, index: int) -> Any:
-        """Return the bytes of a sample (of a join: of each of its parts), or what fails in their place."""
+        """Return the bytes of a sample (of a join: of each dataset's), or a value that fails for a barred sample."""
         if index not in self.indices:
             return raw
         lost = Unreadable(
@@ -85,9 +85,9 @@ class SampleParser:
 
     Args:
         identity: Identity of the leaf, the first entry of every restore key.
-        dataset: What the leaf is: its fields, excludes and subflavors.
+        dataset: The dataset, with its fields, excludes and subflavors.
         decoder: `SampleDecoder`, or None to leave every part as bytes.
-        activities: Where threads say what they do.
+        activities: Where threads record what they are doing.
     """
 
     def __init__(self, identity: str, dataset: Any, decoder: Any, activities: Activities) -> None:
@@ -101,7 +101,7 @@ class SampleParser:
         self.barred = Barred()
 
     def load(self, buffer: RoundBuffer, low: int, high: int, *, ahead: bool, into: Rows | None = None) -> Columns:
-        """Return for each draw [low, high) of a round its key, and its sample or the `FailedSample` in its place."""
+        """Return for each draw [low, high) of a round its key, and its sample or a `FailedSample`."""
         drawn = buffer.indices[low:high]
         indices, shards = drawn.tolist(), buffer.reader.shards_of(drawn).tolist()
         now = self._activities.mine()
@@ -125,20 +125,20 @@ class SampleParser:
         restore_keys: Sequence[RestoreKey],
         into: Rows | None = None,
     ) -> list[Any]:
-        """Return for the bytes of each sample, with its index and shard, the sample or a `FailedSample`."""
+        """Return the sample or a `FailedSample` for the bytes of each sample, given its index and shard."""
         dataset = self._dataset
         path, names, excluded = dataset.path, dataset.shard_names, dataset.excluded
         source_path = dataset.source_path or path
         now = self._activities.mine()
         now.dataset, now.hook = dataset, "read"
-        parsed: list[Any] = []  # key and parts of each, or the `FailedSample`
+        parsed: list[Any] = []  # key and parts of each, or a `FailedSample`
         for raw, index, shard in zip(raws, indices, shards, strict=True):
             try:
                 found = self._parse(raw, self._parts)
                 parsed.append(EXCLUDED if excluded and (names[shard], found[0]) in excluded else found)
             except FatalSampleError:
                 raise
-            except Exception as error:  # the policy of the stream decides what becomes of it
+            except Exception as error:  # the error policy decides
                 error = raw.error if type(raw) is Unreadable else self._located(error, raw, names[shard], index)
                 parsed.append(FailedSample(error, "read", SamplePlace(path, names[shard], index, "", ())))
         now.hook = "decode"
@@ -158,7 +158,7 @@ class SampleParser:
             key, parts = one
             now.index, now.key, hook = index, key, "decode"
             if decodes:
-                words[INDEX] = restore_key[1]  # of a join: its row
+                words[INDEX] = restore_key[1]  # in a join: its row
             try:
                 values = self._values(parts, images.get(row))
                 source = SourceInfo(source_path, index, names[shard], tuple(map(f"{key}.".__add__, parts)))
@@ -168,7 +168,7 @@ class SampleParser:
                 raise
             except Exception as error:
                 there = tuple(parts)
-                if isinstance(error, FieldAccessError):  # what the field map leaves out may be what it should name
+                if isinstance(error, FieldAccessError):  # an ignored part may be the one to name
                     with contextlib.suppress(StorageError):
                         there = self.name_of(raw, index)[1]
                     error = dataset.field_map.missing(values, there) or error
@@ -176,7 +176,7 @@ class SampleParser:
         return out
 
     def _located(self, error: Exception, raw: Any, shard: str, index: int) -> Exception:
-        """Return an error of parsing that names the file, which is not worked out for samples that parse."""
+        """Return a parsing error with the name of the file added."""
         if isinstance(error, CorruptShardError) and not isinstance(raw, Unread):
             try:
                 parse_sample(raw, where=f"{self._dataset.store.url(shard)}, in the bytes of sample {index}")
@@ -187,7 +187,7 @@ class SampleParser:
     def _turns(
         self, parsed: Sequence[Any], indices: Sequence[int], rows: Sequence[int]
     ) -> tuple[list[tuple[int, dict[str, Any]]], Callable[[int], None]]:
-        """Return row and parts of each sample, and what notes that it is the turn of a row."""
+        """Return row and parts of each sample, and a function that records which row is being decoded."""
         now = self._activities.mine()
         places: dict[int, tuple[str, int]] = {}
         samples: list[tuple[int, dict[str, Any]]] = []
@@ -204,7 +204,7 @@ class SampleParser:
         return samples, turn
 
     def _values(self, parts: dict[str, Any], image: tuple[str, Any] | None) -> dict[str, Any]:
-        """Return the decoded parts of a sample, of which an image may be there already."""
+        """Return the decoded parts of a sample; an image may already be decoded."""
         decode = self._decode
         if decode is None:
             return {name: bytes(data) for name, data in parts.items()}
@@ -219,7 +219,7 @@ class SampleParser:
         return key, tuple(parts)
 
     def _parse(self, raw: Any, wanted: frozenset[str] | None) -> tuple[str, dict[str, Any]]:
-        """Return key and parts of a sample; of one that was left unread, its videos and sound stay so."""
+        """Return key and parts of a sample; videos and sound of an unread sample stay unread."""
         if type(raw) is Unread:
             return raw.parts(wanted, self._keeps)
         return parse_sample(raw, parts=wanted)

@@ -1,11 +1,11 @@
-"""What each thread is doing, and the watchdog, which names the hook and the sample that hang.
+"""Records what each thread is doing; the watchdog names the hook and sample that hang.
 
-One daemon thread in each process that makes microbatches. It is armed while a microbatch is being made; when that takes
-too long it logs rank, worker and unit (a lane, or a microbatch of a pass), the hook that runs, the sample it was given,
+The watchdog is one daemon thread in each process that makes microbatches, armed while a microbatch is being made. If
+that takes too long, it logs rank, worker and unit (a lane, or a microbatch of a pass), the running hook, its sample,
 and where in the code its thread is, as file, line and function. Further messages come at doubling intervals.
 
-A call that keeps the interpreter lock, or SIGSTOP, silences this thread. Then the training process, which waits for the
-worker, speaks in its place (`loader.pool`).
+A call that keeps the interpreter lock, or SIGSTOP, silences this thread. Then the training process, which is waiting
+for the worker, takes over (`loader.pool`).
 """
 
 from __future__ import annotations
@@ -30,26 +30,24 @@ from energon_bridge.stream.report import place_in
 # ---------------------------------------------------------------------------------------------------------------------
 # What a thread of the loader is doing: a few attributes that it sets and others may read at any time.
 #
-# They say which hook runs and which sample it has, to name both where the hook fails or hangs. Setting them is all the
-# cost there is for a sample that does neither.
+# They name the running hook and its sample for messages about failures and hangs. Setting them is the only cost.
 #
-# Hook and sample are also written as three integers, `words`. In a worker process these lie in memory that it shares
-# with the training process, which so knows what a worker was doing that was killed, or that holds the interpreter
-# lock.
+# Hook and sample are also written as three integers, `words`. A worker's words lie in memory shared with the training
+# process, which thus knows what a worker was doing when it was killed or while it holds the interpreter lock.
 
 
 SAMPLE_HOOKS = (
     *("decode", "part_filter", "sample_loader", "joiner", "cook_crude_sample", "encode_sample", "preencode_sample"),
     "postencode_sample",
 )
-"""What runs on one sample, which the words name."""
+"""Steps that run on one sample, which the words name."""
 HOOKS = (
     *("", *SAMPLE_HOOKS, "read", "field_map", "decode_deferred", "select_samples_to_pack", "pack_selected_samples"),
     *("batch_group_criterion", "batch", "encode_batch"),
 )
 _CODES = {hook: code for code, hook in enumerate(HOOKS)}
 HOOK, LEAF, INDEX = range(3)
-"""What the words of an activity are: the place of the hook in `HOOKS`, `LeafSource.user_key`, and the sample."""
+"""The words of an activity: the hook's place in `HOOKS`, `LeafSource.user_key`, and the sample's index."""
 WORDS = 3
 
 Words = MutableSequence[int] | memoryview
@@ -59,11 +57,11 @@ class Activity:
     """What one thread is doing.
 
     Args:
-        words: Where hook and sample are written as integers (`HOOK`, `LEAF`, `INDEX`).
+        words: Where to write hook and sample as integers (`HOOK`, `LEAF`, `INDEX`).
 
     Attributes:
-        hook: The hook or step of loading that runs, "" for none.
-        sample: The sample, or the list of samples, that the hook was given.
+        hook: The hook or step of loading that is running; "" for none.
+        sample: The sample, or the list of samples, passed to the hook.
         dataset, index, key: While loading: the dataset, the number of the sample and its key.
     """
 
@@ -87,18 +85,18 @@ class Activity:
         self.words[HOOK] = _CODES.get(hook, 0)
 
     def at(self, leaf: int, index: int) -> None:
-        """Note, for the training process only, which sample of which leaf the next hooks are for."""
+        """Record in the words which sample of which leaf the next hooks are for."""
         words = self.words
         words[LEAF], words[INDEX] = leaf, index
 
     def rest(self) -> None:
-        """Do nothing, and hold nothing."""
+        """Clear the current hook and drop its sample."""
         self.hook = self.key = ""
         self.sample = self.dataset = None
         self.index = -1
 
     def __str__(self) -> str:
-        """Name hook and sample; reads no file and shows no content."""
+        """Name hook and sample, without reading a file or showing content."""
         hook, sample, dataset = self.hook, self.sample, self.dataset
         if not hook:
             return "no hook"
@@ -122,7 +120,7 @@ class Activities:
     """The activities of the threads of one process, by thread.
 
     Args:
-        words: Where the threads write, one after the other; further threads write for themselves.
+        words: Words for the threads, in order of appearance; further threads get private ones.
     """
 
     def __init__(self, words: Sequence[Words] = ()) -> None:
@@ -130,7 +128,7 @@ class Activities:
         self._words = iter(words)
 
     def mine(self) -> Activity:
-        """Return the activity of the calling thread."""
+        """Return the calling thread's activity."""
         thread = threading.get_ident()
         found = self._by_thread.get(thread)
         if found is None:
@@ -138,20 +136,20 @@ class Activities:
         return found
 
     def all(self) -> list[tuple[int, Activity]]:
-        """Return threads with their activities."""
+        """Return all threads with their activities."""
         return list(self._by_thread.items())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The watchdog: names the hook and the sample that hang, without a look at their contents.
+# The watchdog.
 
 
 logger = logging.getLogger(__name__)
 
 EXIT_CODE = 86
-"""How a process ends whose hook cannot be interrupted."""
+"""Exit code of a process whose hook cannot be interrupted."""
 GRACE_SECONDS = 10.0
-"""Time for a hook that was interrupted to end."""
+"""Seconds that an interrupted hook gets to end."""
 _FRAMES = 30
 
 
@@ -162,8 +160,8 @@ class WatchdogSettings:
     Args:
         timeout: Seconds for a microbatch.
         initial_timeout: Seconds for the first one of a process; None: as for the others.
-        fail: End the process with HookTimeoutError instead of waiting on.
-        replace: Kill a worker process that takes longer, and start it again; without workers of no effect.
+        fail: End the run with HookTimeoutError instead of waiting on.
+        replace: Kill a worker process that takes longer and start it again; has no effect without workers.
     """
 
     timeout: float
@@ -185,7 +183,7 @@ class WatchdogSettings:
         return min(1.0, min(self.timeout, self.initial_timeout or self.timeout) / 4)
 
     def allowed(self, made: int) -> float:
-        """Return the seconds for a microbatch of a process that has made so many."""
+        """Return the seconds allowed for the next microbatch of a process that has made `made`."""
         return self.timeout if made or self.initial_timeout is None else self.initial_timeout
 
 
@@ -194,10 +192,10 @@ class Watchdog:
 
     Args:
         settings: How long a microbatch may take.
-        now: What the thread that makes microbatches does.
-        activities: What threads do that load.
+        now: The activity of the thread that makes microbatches.
+        activities: The activities of the loading threads.
         where: Names the process, such as "rank 0, worker 1".
-        said: Called when a message has been logged.
+        said: Called after each logged message.
     """
 
     def __init__(
@@ -222,7 +220,7 @@ class Watchdog:
         self._since: float | None = None
 
     def arm(self, unit: int) -> None:
-        """Begin to watch: the calling thread makes a microbatch of a unit."""
+        """Start watching: the calling thread is making a microbatch of a unit."""
         self._unit = unit
         self._maker = threading.get_ident()
         self._since = time.monotonic()
@@ -231,7 +229,7 @@ class Watchdog:
             self._thread.start()
 
     def disarm(self) -> None:
-        """The microbatch has been made, or has failed."""
+        """Stop watching: the microbatch was made or has failed."""
         with self._lock:
             self._since = None
             self._made += 1
@@ -240,7 +238,7 @@ class Watchdog:
         """Stop watching."""
         self._stopped.set()
         thread, self._thread = self._thread, None
-        # Where the interpreter ends, a daemon thread goes no further, and joining it would never end (Python 3.13).
+        # While the interpreter shuts down, daemon threads stop, and joining one would never end (Python 3.13).
         if thread is not None and thread is not threading.current_thread() and not sys.is_finalizing():
             thread.join()
 
@@ -261,7 +259,7 @@ class Watchdog:
                 reported += 1
                 self.message = self._describe(took, allowed)
                 if settings.fail:
-                    # Under the lock, so that it arrives before the microbatch counts as made.
+                    # Under the lock, so that the message comes before the microbatch counts as made.
                     _raise_in(self._maker, HookTimeoutError)
             logger.error("%s", self.message)
             self._said()
@@ -270,7 +268,7 @@ class Watchdog:
                 return
 
     def _end(self, made: int) -> None:
-        """Wait until the hook has been interrupted; end the process if it cannot be, as in a blocking call."""
+        """Interrupt the hook; end the process if that fails, as in a blocking call."""
         deadline = time.monotonic() + min(GRACE_SECONDS, self._settings.timeout)
         while time.monotonic() < deadline:
             if self._stopped.wait(0.01) or self._made != made:
@@ -291,7 +289,7 @@ class Watchdog:
         ]
         for thread, activity in busy:
             if thread == self._maker and activity is self._now and not activity.hook and len(busy) > 1:
-                continue  # it waits for what loads
+                continue  # it is waiting for a loading thread
             lines.append(f"  {activity}")
             lines += [f"    {line}" for line in _stack(frames.get(thread))]
         return "\n".join(lines)

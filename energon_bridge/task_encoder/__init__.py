@@ -1,11 +1,11 @@
-"""Task encoders: what becomes of raw samples on their way to a batch.
+"""Task encoders: turn raw samples into batches.
 
-`base` has the hooks, `augment` wraps an encoder, `current` says what a hook is working on, `decoder`, `images` and
-`deferred` turn bytes into values, `collate`, `convert` and `concat` turn samples into batches, records of one kind into
-another, and batches into one. `packing` (with `bins`) and `grouping` are ready-made choices of what shares a pack or a
-batch, and `costs` says what a batch costs. The `multimodal` encoder makes tokens, labels and pixel values of images and
-texts: `sample_encoders` say what a sample has to say, `conversation` how that is written, `sequences` and
-`packed_sequences` what the model is given.
+`base` has the hooks, `current` what a hook can ask the engine, `cooking` the cookers of crude datasets. `decoder`,
+`images` and `deferred` turn bytes into values; `collate` turns samples into batches. `packing` and `grouping` are
+ready-made choices of which samples share a pack or a batch, and `costs` computes what a batch costs. The `multimodal`
+encoder turns images and texts into tokens, labels and pixel values: `sample_encoders` extract the conversation of a
+sample, `conversation` renders it as text, `sequences` and `packed_sequences` build the model's input. `families` has
+encoders for models of Hugging Face.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""The task encoder: where a user says what becomes of samples and batches.
+"""The task encoder: the user's hooks for samples and batches.
 
-`encode_sample` sees every sample, `batch` the samples of a microbatch, `encode_batch` the microbatch. Around packing
-`preencode_sample` and `postencode_sample` take the place of `encode_sample`. The hooks of the base class do only what
-any encoder would, and say so by a mark (`__default_hook__`), which the engine reads to know that no code of the user's
-runs there; a hook of the user's has no mark.
+`encode_sample` gets every sample, `batch` the samples of a microbatch, `encode_batch` the microbatch. Around packing,
+`preencode_sample` and `postencode_sample` replace `encode_sample`. The base class's own hooks carry a mark
+(`__default_hook__`), which tells the engine that no user code runs in them.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ Hook = TypeVar("Hook", bound=Callable[..., Any])
 
 
 def default_hook(hook: Hook) -> Hook:
-    """Mark a hook as one in which no code of the user's runs."""
+    """Mark a hook as the package's own, in which no user code runs."""
     hook.__default_hook__ = True  # type: ignore[attr-defined]
     return hook
 
@@ -46,10 +45,17 @@ def stateless(*, restore_seeds: bool = False, failure_tolerance: int | None = No
 def stateless(
     hook: Hook | None = None, *, restore_seeds: bool = False, failure_tolerance: int | None = None
 ) -> Hook | Callable[[Hook], Hook]:
-    """Mark a hook as one that keeps nothing between samples; `@stateless` and `@stateless(…)` both work.
+    """Mark a hook as stateless between samples; `@stateless` and `@stateless(…)` both work.
 
-    Kept so that encoders written for megatron-energon load unchanged: here every hook draws from generators keyed to
-    its sample, so a hook is repeatable with or without the mark, and `restore_seeds` changes nothing.
+    Examples:
+        >>> class Noisy(DefaultTaskEncoder):
+        ...     @stateless(failure_tolerance=10)
+        ...     def encode_sample(self, sample):
+        ...         sample.image = sample.image + torch.randn_like(sample.image)  # the same on every resume
+        ...         return sample
+
+    The mark exists so that encoders written for megatron-energon load unchanged. Here every hook draws from generators
+    keyed to its sample, so a hook is repeatable with or without it, and `restore_seeds` changes nothing.
     """
 
     def mark(function: Hook) -> Hook:
@@ -62,10 +68,20 @@ def stateless(
 
 
 class TaskEncoder(Generic[SampleT, EncodedT, RawBatchT, BatchT]):
-    """The root of task encoders. Override the hooks you need. `encode_sample` may be a generator function.
+    """The base class of task encoders: override the hooks you need. `encode_sample` may be a generator function.
 
-    `decoder` turns the raw parts of a sample into values; None leaves them bytes. `cookers` make typed samples of those
-    of crude datasets; an encoder without any gets the crude samples themselves.
+    Examples:
+        >>> class Short(TaskEncoder):
+        ...     def encode_sample(self, sample):
+        ...         if len(sample.caption) > 15:
+        ...             raise SkipSample
+        ...         return sample
+        >>> dataset = get_train_dataset("data/captions", batch_size=4, task_encoder=Short())
+        >>> max(map(len, next(iter(get_savable_loader(dataset))).caption)) <= 15
+        True
+
+    `decoder` turns the raw parts of a sample into values; None leaves them bytes. `cookers` turn the samples of crude
+    datasets into typed ones; an encoder without cookers gets the crude samples.
     """
 
     cookers: Sequence[Cooker[Any]] = ()
@@ -74,32 +90,32 @@ class TaskEncoder(Generic[SampleT, EncodedT, RawBatchT, BatchT]):
 
     @property
     def pixel_settings(self) -> Mapping[str, str]:
-        """What changes the pixels that the encoder makes, by name: it stands in the state of a run. Nothing, as is."""
+        """Settings by name that change the encoder's pixels; they are part of the state. None by default."""
         return {}
 
     @property
     def current_sample_index(self) -> int:
-        """A number that stands for the draw whose sample a hook has, the same whenever it is encoded."""
+        """A number for the draw of the current sample, the same whenever it is encoded."""
         return current.current_sample_index()
 
     @property
     def current_batch_index(self) -> int:
-        """The number of the microbatch that a batch hook makes, counted over the whole run."""
+        """The number of the microbatch being made, counted over the whole run."""
         return current.current_batch_index()
 
     @property
     def current_buffer_is_last(self) -> bool:
-        """Whether nothing will join what `select_samples_to_pack` leaves over, because the stream ends."""
+        """Whether no sample will join those that `select_samples_to_pack` leaves over, because the stream ends."""
         return current.current_buffer_is_last()
 
     @property
     def cache(self) -> CachePool:
-        """The cache pool of the loader that runs the hook; one that keeps nothing where the loader has none."""
+        """The cache pool of the loader that runs the hook; one that keeps nothing if the loader has none."""
         return current.current_cache()
 
     @default_hook
     def cook_crude_sample(self, sample: CrudeSample, cooker: Cooker[SampleT], aux: dict[str, FileStore]) -> SampleT:
-        """Make a typed sample of a crude one. By default the cooker does, given the stores that it asks for.
+        """Turn a crude sample into a typed one. By default the cooker does it, with the stores that it asks for.
 
         `aux` has the auxiliary stores by name, and the dataset itself as `primary` if the cooker needs it.
         """
@@ -107,31 +123,31 @@ class TaskEncoder(Generic[SampleT, EncodedT, RawBatchT, BatchT]):
 
     @default_hook
     def encode_sample(self, sample: SampleT) -> EncodedT | Iterator[EncodedT]:
-        """Make what the model needs of one sample. The sample itself, unless overridden."""
+        """Encode one sample for the model. Returns the sample itself unless overridden."""
         return cast(EncodedT, sample)
 
     @default_hook
     def preencode_sample(self, sample: SampleT) -> EncodedT | Iterator[EncodedT]:
-        """Make what the packer needs of one sample, without what only the model needs. The sample itself by default."""
+        """Encode what the packer needs of a sample, without what only the model needs. By default the sample itself."""
         return cast(EncodedT, sample)
 
     @default_hook
     def postencode_sample(self, sample: EncodedT) -> EncodedT:
-        """Make what the model needs of a sample that is about to be packed or batched. The sample itself by default."""
+        """Finish a sample that will be packed or batched next. By default the sample itself."""
         return sample
 
     @default_hook
     def select_samples_to_pack(self, samples: list[EncodedT]) -> list[list[EncodedT]]:
-        """Return lists of some of the samples, each to become a pack. What is in none waits for the next selection.
+        """Return lists of samples, each to become a pack. Samples in no list wait for the next selection.
 
-        Where `current_buffer_is_last`, nothing joins what waits, and what is never selected is skipped. The lists hold
-        the very samples of the argument, each at most once.
+        If `current_buffer_is_last`, no samples will join those that wait; samples never selected are skipped. The lists
+        must hold the sample objects passed in, each at most once.
         """
         raise NotImplementedError(f"{type(self).__name__} does not override select_samples_to_pack")
 
     @default_hook
     def pack_selected_samples(self, samples: list[EncodedT]) -> EncodedT | Iterator[EncodedT]:
-        """Make one row of a batch of the samples of a pack."""
+        """Join the samples of a pack into one row of a batch."""
         raise NotImplementedError(f"{type(self).__name__} does not override pack_selected_samples")
 
     @default_hook
@@ -141,21 +157,21 @@ class TaskEncoder(Generic[SampleT, EncodedT, RawBatchT, BatchT]):
 
     @default_hook
     def batch(self, samples: list[EncodedT]) -> RawBatchT | Iterator[RawBatchT]:
-        """Collate samples. A record of their own type, its tensors padded and stacked, unless overridden."""
+        """Collate samples. By default into a record of their own type, tensors padded and stacked."""
         kind = type(samples[0])
         return batch_samples(samples, kind) if is_record_type(kind) else generic_batch(samples)
 
     @default_hook
     def encode_batch(self, batch: RawBatchT) -> BatchT | Iterator[BatchT]:
-        """Make what the training step needs of a batch. The batch itself, unless overridden."""
+        """Encode a batch for the training step. By default the batch itself."""
         return cast(BatchT, batch)
 
 
 class _ConvertingHook:
-    """A hook that is the base's own on encoders without the setting it serves, and converts on those with it.
+    """A hook that converts records if its setting is given, and otherwise is the base class's own hook.
 
-    The choice is made where the hook is looked up, so that `super()` reaches it like any method, and so that the mark
-    of the base's hook shows exactly where nothing is converted.
+    The choice is made when the hook is looked up, so that `super()` reaches it like any method, and so that the mark of
+    the base class's hook is present exactly if nothing is converted.
     """
 
     def __init__(self, setting: str, convert: Callable[..., Any]) -> None:
@@ -173,7 +189,7 @@ class _ConvertingHook:
 
 
 def _converts_to(setting: str) -> Callable[[Hook], Hook]:
-    """Make a method a _ConvertingHook; to a type checker it stays the method it is."""
+    """Make a method a _ConvertingHook; type checkers still see the method."""
 
     def wrap(hook: Hook) -> Hook:
         return cast(Hook, _ConvertingHook(setting, hook))
@@ -182,7 +198,15 @@ def _converts_to(setting: str) -> Callable[[Hook], Hook]:
 
 
 class DefaultTaskEncoder(TaskEncoder[SampleT, EncodedT, RawBatchT, BatchT]):
-    """A task encoder that works as it is, and converts between record types if told to.
+    """A task encoder that works as it is, and converts between record types on request.
+
+    Examples:
+        >>> class Lengths(DefaultTaskEncoder):
+        ...     def encode_sample(self, sample):
+        ...         return {"__key__": sample.__key__, "length": torch.tensor(len(sample.caption))}
+        >>> dataset = get_train_dataset("data/captions", batch_size=4, task_encoder=Lengths())
+        >>> next(iter(get_savable_loader(dataset)))["length"].shape
+        torch.Size([4])
 
     Each type is a dataclass, a named tuple or a dict; fields are carried over by name. Raises ConfigurationError for
     any other type.
@@ -201,14 +225,14 @@ class DefaultTaskEncoder(TaskEncoder[SampleT, EncodedT, RawBatchT, BatchT]):
     ) -> None:
         for target in (encoded_sample_type, raw_batch_type, batch_type):
             if target is not None:
-                target_fields(target)  # refuses what cannot be made by field names
+                target_fields(target)  # raises for types that cannot be made by field names
         self._encoded_sample_type = encoded_sample_type
         self._raw_batch_type = raw_batch_type
         self._batch_type = batch_type
 
     @_converts_to("_encoded_sample_type")
     def encode_sample(self, sample: SampleT) -> EncodedT | Iterator[EncodedT]:
-        """Return the sample as an `encoded_sample_type`, or as it is if none was given."""
+        """Return the sample as an `encoded_sample_type`, or unchanged if none was given."""
         return convert_record(sample, cast(type, self._encoded_sample_type))
 
     @_converts_to("_raw_batch_type")
@@ -218,7 +242,7 @@ class DefaultTaskEncoder(TaskEncoder[SampleT, EncodedT, RawBatchT, BatchT]):
 
     @_converts_to("_batch_type")
     def encode_batch(self, batch: RawBatchT) -> BatchT | Iterator[BatchT]:
-        """Return the batch as a `batch_type`, or as it is if none was given."""
+        """Return the batch as a `batch_type`, or unchanged if none was given."""
         return convert_record(batch, cast(type, self._batch_type))
 
     def _batch(
@@ -233,11 +257,11 @@ class DefaultTaskEncoder(TaskEncoder[SampleT, EncodedT, RawBatchT, BatchT]):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# An encoder around another encoder: every hook is the inner one's unless it is overridden.
+# An encoder around another encoder: hooks are the inner encoder's unless overridden.
 
 
 class _Inner:
-    """An attribute of the encoder inside. A hook that it did not override keeps its mark, and costs nothing here."""
+    """An attribute of the inner encoder. A hook that it did not override keeps its mark, and costs nothing here."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -247,10 +271,18 @@ class _Inner:
 
 
 class AugmentTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
-    """Wraps a task encoder; override the hooks that should do more, and call `super()` for what it does.
+    """Wraps a task encoder: override the hooks that should do more, and call `super()` for the inner encoder's.
+
+    Examples:
+        >>> class Uppercase(AugmentTaskEncoder):
+        ...     def encode_sample(self, sample):
+        ...         return super().encode_sample(dataclasses.replace(sample, caption=sample.caption.upper()))
+        >>> dataset = get_train_dataset("data/captions", batch_size=4, task_encoder=Uppercase(DefaultTaskEncoder()))
+        >>> next(iter(get_savable_loader(dataset))).caption[0].isupper()
+        True
 
     Args:
-        task_encoder: The encoder inside.
+        task_encoder: The inner encoder.
     """
 
     __class_getitem__: ClassVar[Any] = classmethod(GenericAlias)  # annotations of energon users give it type arguments

@@ -1,8 +1,8 @@
-"""What is looked at of a task encoder when a dataset is made with it: mistakes that would stay silent in training.
+"""Checks a task encoder when a dataset is made with it, for mistakes that would stay silent in training.
 
-A hook under a misspelt name is never called, and the samples arrive as they were. A name is taken for a misspelt hook
-where three things come together: it is a letter or two away from that of a hook, which the class does not override;
-it does not begin with an underscore; and nothing in the class uses it. So a helper may be called what it likes.
+A hook with a misspelt name is never called, and samples stay unencoded. A name counts as misspelt if three things hold:
+it is a letter or two away from the name of a hook that the class does not override; it has no leading underscore; and
+nothing in the class uses it. So helpers may have any name.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ HOOKS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "encode_batch": ("batch",),
     }
 )
-"""The hooks, each with the arguments it is called with."""
+"""The hooks with their arguments."""
 
 _NEEDED = ("encode_sample", "batch", "encode_batch", "decoder")
 _LONG = 10
-"""Letters of a name from which two may be wrong."""
+"""In names of at least so many letters, two may be wrong."""
 
 
 def check_encoder(encoder: Any) -> None:
-    """Refuse a task encoder that cannot be meant so.
+    """Raise if a task encoder has an obvious mistake.
 
     Raises:
         ConfigurationError: It is a class, a hook cannot be called, an attribute has the wrong kind, or a name looks
@@ -103,11 +103,11 @@ def _check_call(encoder: Any, hook: str, arguments: tuple[str, ...]) -> None:
             f"{name}.{hook} cannot be called with ({', '.join(arguments)}): {error}; expected {expected}"
         ) from error
     except ValueError:
-        return  # a builtin that does not say what it takes
+        return  # a builtin without a signature
 
 
 def _check_names(encoder: Any, own: Sequence[type], written: set[str]) -> None:
-    """Refuse names that can only be misspelt ones of hooks, of `decoder` or of `cookers`."""
+    """Raise for names that look like misspelt hooks, `decoder` or `cookers`."""
     name = type(encoder).__name__
     for kind in own:
         for wrong, value in vars(kind).items():
@@ -140,7 +140,7 @@ _KINDS: Mapping[str, Callable[[Any], bool]] = MappingProxyType(
 
 
 def _meant(name: str, known: Mapping[str, Any] | Sequence[str]) -> str | None:
-    """Return the known name that a name is a slip of the hand away from; None where it is one, or is private."""
+    """Return the known name that a name is probably a typo of; None if the name is known or private."""
     if name.startswith("_") or name in HOOKS or name in known:
         return None
     for right in known:
@@ -151,7 +151,7 @@ def _meant(name: str, known: Mapping[str, Any] | Sequence[str]) -> str | None:
 
 
 def _distance(a: str, b: str) -> int:
-    """Return how many letters are to be put in, left out, changed or swapped with the next one to make b of a."""
+    """Return the edit distance of two names: insertions, deletions, changes and swaps of neighbouring letters."""
     before: list[int] = []
     row = list(range(len(b) + 1))
     for i, letter in enumerate(a):
@@ -165,7 +165,7 @@ def _distance(a: str, b: str) -> int:
 
 
 def _names_used(kind: type, *, beside: str) -> Iterator[str]:
-    """Yield the names of attributes and variables that the methods of a class use, those of one method left out."""
+    """Yield the names of attributes and variables used in the methods of a class, except in one method."""
     for name, value in vars(kind).items():
         function = getattr(value, "__func__", getattr(value, "fget", value))
         if name != beside and isinstance(function, FunctionType):

@@ -116,12 +116,22 @@ REMEDY_FOR_TYPES = (
 
 
 def batch_list(values: Sequence[Any]) -> list[Any]:
-    """Return the values as they are, one entry per row."""
+    """Return the values as they are, one entry per row.
+
+    Examples:
+        >>> batch_list(["a", "b"])
+        ['a', 'b']
+    """
     return list(values)
 
 
 def generic_batch(values: Sequence[Any]) -> Any:
     """Collate one column of a batch by what it holds (see the module).
+
+    Examples:
+        >>> generic_batch([{"tokens": torch.tensor([1, 2]), "name": "a"}, {"tokens": torch.tensor([3]), "name": "b"}])
+        {'tokens': tensor([[1, 2],
+                [3, 0]]), 'name': ['a', 'b']}
 
     A dataclass with a `from_samples` of its own collates itself. Raises ConfigurationError if tensors differ in rank or
     dicts in their keys.
@@ -218,6 +228,11 @@ BatchT = TypeVar("BatchT")
 def generic_concat(values: Sequence[Any]) -> Any:
     """Join the values of one field of several batches by what they are (see the module).
 
+    Examples:
+        >>> generic_concat([{"tokens": torch.tensor([[1, 2]])}, {"tokens": torch.tensor([[3]])}])
+        {'tokens': tensor([[1, 2],
+                [3, 0]])}
+
     Raises ConfigurationError if tensors differ in rank or dicts in their keys.
     """
     if is_tensor_column(values):
@@ -241,7 +256,13 @@ def generic_concat(values: Sequence[Any]) -> Any:
 
 
 def homogeneous_concat_mix(samples: Sequence[BatchT]) -> BatchT:
-    """Join batches of one type into one batch. Raises ConfigurationError if they differ in type or there are none."""
+    """Join batches of one type into one batch. Raises ConfigurationError if they differ in type or there are none.
+
+    Examples:
+        >>> one, two = (Batch.from_samples([TextSample(__key__=key, text=key)]) for key in "ab")
+        >>> homogeneous_concat_mix([one, two]).__key__
+        ['a', 'b']
+    """
     kinds = sorted({type(sample).__name__ for sample in samples})
     if len(kinds) != 1:
         raise ConfigurationError(f"batches of one type can be joined, not of {', '.join(kinds) or 'none'}")

@@ -1,8 +1,8 @@
-"""Turning questions and answers into text: what the model is shown, and what it must say.
+"""Renders questions and answers as text: what the model sees, and what it must learn to say.
 
-A conversation is rendered to pieces of text, each shown or learned, that are tokenised separately. The borders between
-them are therefore the borders of the loss, exactly, and a prompt at generation time is tokenised as it was in training.
-An answer is learned together with what ends it (the stop string or the end-of-sequence token), and nothing else is.
+A conversation is rendered to pieces of text, each shown or learned, which are tokenised separately. So the loss begins
+and ends exactly where they do, and a prompt at generation time is tokenised as in training. Only answers are learned,
+each with its end (the stop string or the end-of-sequence token).
 """
 
 from __future__ import annotations
@@ -18,10 +18,13 @@ from energon_bridge.errors import ConfigurationError, SampleError, UnfitSampleEr
 class ImageToken:
     """The placeholder of an image in a text, and the tokens that stand for it.
 
+    Examples:
+        >>> config = MultiModalSampleConfig(image_token=ImageToken(token_str="<image>", token_id=-200))
+
     Args:
         token_str: The placeholder in the texts of the dataset.
-        token_id: Written to `tokens` once per image token. -200 is what LLaVA and megatron-core's `LLaVAModel` look
-            for; models of transformers need an id of their vocabulary. None: the tokenizer's id of `token_str`.
+        token_id: Written to `tokens` once per image token. LLaVA and megatron-core's `LLaVAModel` expect -200; models
+            of transformers need an id of their vocabulary. None: the tokenizer's id of `token_str`.
         before: Text in front of the image tokens, for example `<|vision_start|>` for models of the Qwen family.
         after: Text behind them, for example `<|vision_end|>`.
     """
@@ -38,11 +41,11 @@ class TurnLayout:
 
     Args:
         system: The system prompt.
-        question: A turn of who asks.
-        prompt: What an answer is written after.
-        answer: An answer that is not empty. It is learned, with the stop string behind it.
+        question: A turn of the user.
+        prompt: The text in front of an answer.
+        answer: A non-empty answer. It is learned, with the stop string behind it.
         between: Between an answer and the next question; not learned.
-        has_special_tokens: The layout writes the tokens that begin and end a turn as text, so none are added.
+        has_special_tokens: The layout contains the tokens that begin and end a turn as text, so none are added.
     """
 
     system: str = "{text}\n"
@@ -57,14 +60,18 @@ class TurnLayout:
 class ConversationTemplateConfig:
     """How questions and answers become text.
 
+    Examples:
+        >>> template = ConversationTemplateConfig(system="You are helpful.", stop_string="</s>")
+        >>> config = MultiModalSampleConfig(conversation_template_config=template)
+
     Args:
-        system: Put in front of every conversation that does not bring a system prompt of its own.
-        roles: Names of who asks and who answers.
+        system: System prompt of every conversation without its own.
+        roles: The roles of the user and the assistant.
         stop_string: Ends an answer, as text; None ends it with the tokenizer's end-of-sequence token. A chat template
             writes its own.
         chat_template: A Jinja template in the manner of transformers.
-        layout: Texts around the turns instead of a template. With neither, the tokenizer's own chat template is taken,
-            and where it has none `USER: question ASSISTANT: answer`.
+        layout: Texts around the turns instead of a template. Without both, the tokenizer's own chat template is used,
+            and if it has none, `USER: question ASSISTANT: answer`.
 
     Raises:
         ConfigurationError: Both a chat template and a layout are given.
@@ -110,13 +117,15 @@ def chatml_template(system: str | None = None) -> ConversationTemplateConfig:
 class MultiModalSampleConfig:
     """How samples with images become token sequences.
 
+    Examples:
+        >>> config = MultiModalSampleConfig(image_token=ImageToken(token_str="<img>"), ignore_place_holder=-100)
+
     Args:
         image_token: The image placeholder.
-        ignore_place_holder: Label of every position that carries no loss.
+        ignore_place_holder: Label of every position without loss.
         conversation_template_config: Rendering of question and answer.
-        image_following_text: Where a question has no placeholder, put its images after the text, else before it; so
-            too for the images of a similarity-interleaved sample and the texts they match. An image always precedes
-            its caption.
+        image_following_text: If a question has no placeholder, put its images after the text (False: before it); the
+            same for the images and texts of a similarity-interleaved sample. An image always precedes its caption.
     """
 
     image_token: ImageToken = field(default_factory=ImageToken)
@@ -133,7 +142,7 @@ class Turn(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A piece of text that is tokenised by itself: shown or learned; `ends` puts the end-of-sequence token behind."""
+    """A piece of text, tokenised separately: shown or learned; with `ends`, the end-of-sequence token follows it."""
 
     text: str
     learned: bool = False
@@ -142,7 +151,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conversation:
-    """Questions and answers, to be rendered by the template; each placeholder in a question stands for an image."""
+    """Questions and answers, rendered by the template; each placeholder in a question stands for an image."""
 
     turns: Sequence[Turn]
     images: Sequence[Any] = ()
@@ -150,14 +159,14 @@ class Conversation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Document:
-    """Text as it is, shown or learned piece by piece; each placeholder in a shown piece stands for an image."""
+    """Plain text, each piece shown or learned; each placeholder in a shown piece stands for an image."""
 
     pieces: Sequence[Piece]
     images: Sequence[Any] = ()
 
 
 class Rendered(NamedTuple):
-    """A sample as text, and whether the tokens that begin and end it are already written there."""
+    """A sample as text, and whether that text already has its begin and end tokens."""
 
     pieces: list[Piece]
     has_special_tokens: bool
@@ -190,7 +199,7 @@ def render(content: Conversation | Document, config: MultiModalSampleConfig, tok
 
 
 def place_images(question: str, count: int, config: MultiModalSampleConfig) -> str:
-    """Put the placeholders of images into a question that has none."""
+    """Insert the placeholders of images into a question that has none."""
     placeholder = config.image_token.token_str
     if placeholder in question or not count:
         return question
@@ -224,7 +233,7 @@ def _lay_out(turns: Sequence[Turn], layout: TurnLayout, template: ConversationTe
 def _render_chat(
     turns: Sequence[Turn], chat_template: str, template: ConversationTemplateConfig, tokenizer: Any
 ) -> Iterator[Piece]:
-    """Find what the template makes of each answer: what a rendering up to it has more than the prompt for it."""
+    """Find the text of each answer: what the template adds after the prompt for it."""
     names = {"system": "system", "user": template.roles[0], "assistant": template.roles[1]}
     messages = [{"role": names[turn.role], "content": turn.text} for turn in turns]
 
@@ -240,7 +249,7 @@ def _render_chat(
             continue
         prompt = text_of(number, add_generation_prompt=True)
         whole = text_of(number + 1)
-        # A template ends its turns with a line break, which is no part of the answer.
+        # A template ends its turns with a line break, which is not part of the answer.
         answer = whole[len(prompt) :].rstrip()
         if not (prompt.startswith(done) and whole.startswith(prompt) and turn.text.strip() in answer):
             raise UnfitSampleError(

@@ -1,8 +1,8 @@
-"""Cookers: functions that make typed samples of crude ones, chosen by the labels of a dataset.
+"""Cookers: functions that turn crude samples into typed ones, chosen by the labels of a dataset.
 
-An encoder lists them in `cookers`; the first whose `has_subflavors` are all among a dataset's subflavors cooks its
-samples, with the auxiliary stores of the dataset as keyword arguments, and, if it asks for them, `primary` (the
-dataset itself as a store) and `cache` (the loader's pool).
+An encoder lists them in `cookers`. The first one whose `has_subflavors` are all among a dataset's subflavors cooks its
+samples. It gets the auxiliary stores of the dataset as keyword arguments and, on request, `primary` (the dataset itself
+as a store) and `cache` (the loader's pool).
 """
 
 from __future__ import annotations
@@ -25,11 +25,17 @@ PRIMARY, CACHE = "primary", "cache"
 
 @dataclass(frozen=True)
 class Cooker(Generic[T_co]):
-    """A function that cooks the samples of the datasets that have certain subflavors.
+    """A function that cooks the samples of datasets with certain subflavors.
+
+    Examples:
+        >>> def cook(sample: dict) -> TextSample:
+        ...     return TextSample(**basic_sample_keys(sample), text=sample["json"]["text"])
+        >>> class Encoder(DefaultTaskEncoder):
+        ...     cookers = (Cooker(cook, has_subflavors={"kind": "text"}),)
 
     Args:
         cook: Takes a crude sample (a dict) and stores by name, and returns a sample. It may raise `SkipSample`.
-        has_subflavors: Labels that the dataset must have; None: any dataset.
+        has_subflavors: Labels that the dataset must have; None: all datasets.
     """
 
     cook: Callable[..., T_co]
@@ -42,7 +48,7 @@ class Cooker(Generic[T_co]):
 
     @property
     def name(self) -> str:
-        """The name of its function, for people."""
+        """The name of its function, for messages."""
         return getattr(self.cook, "__qualname__", type(self.cook).__qualname__)
 
     @property
@@ -63,7 +69,13 @@ def cooker(*, need_cache: bool = False, need_primary: bool = False) -> Callable[
 def cooker(
     fn: Function | None = None, *, need_cache: bool = False, need_primary: bool = False
 ) -> Function | Callable[[Function], Function]:
-    """Mark a function as a cooker, and say which of `cache` and `primary` it takes; `@cooker` and `@cooker(…)` work."""
+    """Mark a function as a cooker that takes `cache` or `primary`; `@cooker` and `@cooker(…)` both work.
+
+    Examples:
+        >>> @cooker(need_cache=True)
+        ... def cook(sample: dict, cache: CachePool) -> TextSample:
+        ...     return TextSample(**basic_sample_keys(sample), text=sample["txt"])
+    """
 
     def mark(function: Function) -> Function:
         function.__need_cache__ = need_cache  # type: ignore[attr-defined]
@@ -76,7 +88,13 @@ def cooker(
 def basic_sample_keys(
     crude_sample: Mapping[str, Any], additional_source_info: Iterable[SourceInfo] = ()
 ) -> dict[str, Any]:
-    """Return the fields that every sample carries, as keyword arguments for the sample that a cooker makes."""
+    """Return the meta fields of a crude sample, as keyword arguments for the typed sample.
+
+    Examples:
+        >>> crude = {"__key__": "a", "__restore_key__": (), "__subflavors__": None, "__sources__": (), "txt": "hello"}
+        >>> TextSample(**basic_sample_keys(crude), text=crude["txt"]).__key__
+        'a'
+    """
     return {
         "__key__": crude_sample["__key__"],
         "__restore_key__": crude_sample.get("__restore_key__", ()),
@@ -86,7 +104,7 @@ def basic_sample_keys(
 
 
 def matching_cooker(cookers: Sequence[Cooker[Any]], subflavors: Mapping[str, Any] | None) -> Cooker[Any] | None:
-    """Return the first cooker for these subflavors, None if there is none."""
+    """Return the first cooker for these subflavors; None if there is none."""
     return next((one for one in cookers if one.is_match(subflavors)), None)
 
 
@@ -101,7 +119,7 @@ def check_call(of: Cooker[Any], stores: Iterable[str]) -> None:
             "a parameter for each store of `aux`; @cooker(need_primary=…, need_cache=…) asks for the other two"
         ) from error
     except ValueError:
-        return  # a builtin that does not say what it takes
+        return  # a builtin without a signature
 
 
 def cook_sample(sample: CrudeSample, of: Cooker[Any], stores: Mapping[str, FileStore], cache: CachePool) -> Any:

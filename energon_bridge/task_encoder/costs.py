@@ -77,6 +77,11 @@ def vision_patches(batch: Any, patch_size: int = 14) -> float:
 class BatchCost:
     """The weighted sum of what a batch has of tokens, attention and patches.
 
+    Examples:
+        >>> cost = BatchCost(tokens=1.0, attention=1e-4)
+        >>> cost({"tokens": torch.zeros(2, 100)})
+        202.0
+
     Args:
         tokens: Cost of a token (`num_tokens`).
         attention: Cost of a pair of tokens (`attention_pairs`). In a transformer of hidden size h with causal attention

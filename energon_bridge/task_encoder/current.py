@@ -1,6 +1,6 @@
-"""What the engine is working on while it calls a hook, for hooks that ask.
+"""What the engine is working on while a hook runs, for hooks that ask.
 
-A context variable, so that encoders that wrap one another see the same, and lanes in threads of their own each theirs.
+These are context variables, so that nested encoders see the same values and each thread sees its own.
 """
 
 from __future__ import annotations
@@ -17,35 +17,35 @@ from energon_bridge.samples import SourceInfo
 from energon_bridge.stores import CachePool, NoCachePool
 
 SAMPLE: ContextVar[tuple[int, ...]] = ContextVar("energon_bridge_sample")
-"""Keys of the draw whose sample a hook has."""
+"""Key of the draw of the current sample."""
 BATCH: ContextVar[int] = ContextVar("energon_bridge_batch")
-"""Number of the microbatch in the global sequence (as drop-in: of the rank), or `UNKNOWN`."""
+"""Number of the microbatch in the global sequence (as a drop-in: of the rank), or `UNKNOWN`."""
 NUMBER: ContextVar[int] = ContextVar("energon_bridge_number", default=-1)
-"""As drop-in: number of the draw whose sample a hook has, as megatron-energon counts, or `UNKNOWN`; else -1."""
+"""As a drop-in: the number of the current draw as megatron-energon counts, or `UNKNOWN`; else -1."""
 UNKNOWN = -2
-"""Stands for a number that would not be the same if the sample were encoded again."""
+"""For a number that might differ if the sample were encoded again."""
 DELIVERING: ContextVar[bool] = ContextVar("energon_bridge_delivering", default=False)
-"""Whether samples are about to be delivered, after which nothing stays deferred."""
+"""Whether samples will be delivered next, so that nothing may stay deferred."""
 CACHE: ContextVar[CachePool] = ContextVar("energon_bridge_cache")
 """The cache pool of the loader."""
 LAST: ContextVar[bool] = ContextVar("energon_bridge_last_buffer", default=False)
-"""Whether the buffer that is selected from will not be filled again."""
+"""Whether the packing buffer will not be filled again."""
 FAILED: ContextVar[tuple[Any, tuple[SourceInfo, ...]]] = ContextVar("energon_bridge_failed", default=(None, ()))
-"""While the policy decides on a failure: the sample or samples that the hook was given, and where they come from."""
+"""While the policy decides about a failure: the argument of the hook, and where its samples come from."""
 CONFIG: ContextVar[Any] = ContextVar("energon_bridge_config", default=None)
-"""As drop-in: the worker configuration of the loader whose hooks run."""
+"""As a drop-in: the worker configuration of the loader whose hooks run."""
 TALLY: ContextVar[Counter[str]] = ContextVar("energon_bridge_tally")
-"""What `count_over_long` has counted since the engine last took it."""
+"""Counts of `count_over_long` since the engine last took them."""
 
 
 def current_sample_index() -> int:
-    """Return a number of 63 bits that stands for the draw whose sample a hook has, the same whenever it is encoded.
+    """Return a 63-bit number for the draw of the current sample, the same whenever it is encoded.
 
-    Under the drop-in of megatron-energon it is a running number of the rank, as there: workers count for themselves and
-    take turns.
+    As a drop-in for megatron-energon it is a running number of the rank, as there: each worker counts its own samples,
+    and workers take turns.
 
     Raises:
-        ConfigurationError: No hook that has a sample is running, or, as drop-in, the number cannot be known again.
+        ConfigurationError: No hook with a sample is running or, as a drop-in, the number may not be reproducible.
     """
     keys = SAMPLE.get(())
     if not keys:
@@ -61,9 +61,9 @@ def current_sample_index() -> int:
 
 
 def current_batch_index() -> int:
-    """Return the number of the microbatch that is being made, counted over the whole run.
+    """Return the number of the microbatch being made, counted over the whole run.
 
-    Under the drop-in of megatron-energon it counts the microbatches of this rank, as there.
+    As a drop-in for megatron-energon it counts the microbatches of this rank, as there.
 
     Raises:
         ConfigurationError: No hook is running, or the sample may be encoded for one microbatch and again for another.
@@ -80,11 +80,11 @@ def current_batch_index() -> int:
 
 
 def count_over_long(what: str, number: int = 1) -> None:
-    """Count what became of a sample that no pack can hold, for its dataset; outside of hooks, do nothing.
+    """Count a sample that is too long for a pack, for its dataset; does nothing outside of hooks.
 
     Args:
-        what: One of `dropped`, `truncated`, `split` and `pieces`, as `loader.counters()` names them.
-        number: How many.
+        what: What was done: `dropped`, `truncated`, `split` or `pieces`, as in `loader.counters()`.
+        number: The number to add.
     """
     tally = TALLY.get(None)
     if tally is not None:
@@ -93,7 +93,7 @@ def count_over_long(what: str, number: int = 1) -> None:
 
 @contextmanager
 def tallying(tally: Counter[str]) -> Iterator[None]:
-    """Let `count_over_long` add to a tally."""
+    """Make `count_over_long` add to a tally."""
     token = TALLY.set(tally)
     try:
         yield

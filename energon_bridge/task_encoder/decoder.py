@@ -1,21 +1,20 @@
-"""From the raw parts of a sample to values, by the extension of each part's name.
+"""Decodes the raw parts of a sample by the extension of each part's name.
 
-    .gz                          unpacked first, up to `max_part_bytes`; what is left of the name decides
+    .gz                          unpacked first, up to `max_part_bytes`; then the rest of the name decides
     image extensions             decode_image (upper or lower case)
     txt text transcript          str (UTF-8)
     cls cls2 id index inx        int
-    json jsn                     what json.loads gives
+    json jsn                     json.loads
     npy, npz                     an array, a dict of arrays
-    pth                          what torch.load(weights_only=True) gives
+    pth                          torch.load(weights_only=True)
     ten tb                       a list of arrays (webdataset's tenbin)
-    mp msg, cbor                 what msgpack, cbor2 or cbor gives, where that package is installed
+    mp msg, cbor                 msgpack, cbor2 or cbor, if that package is installed
     AV_EXTENSIONS                an AVDecoder, or as `av_decode` says (upper or lower case)
     anything else                the bytes
 
-The extension is what stands after the last dot of the part's name. Pickles (`pkl`, `pickle`, `pyd`) stay bytes, since
-reading one runs the code that it holds; with `read_pickles` those of plain values, arrays and tensors are read, and any
-other is a DecodeError (`pickled`). A decoder keeps no state and may be used from many
-threads; image codecs release the GIL.
+The extension follows the last dot of the part's name. Pickles (`pkl`, `pickle`, `pyd`) stay bytes, since reading one
+can run code; with `read_pickles`, pickles of plain values, arrays and tensors are read, and any other is a DecodeError
+(`pickled`). A decoder keeps no state and may be used from many threads; image codecs release the GIL.
 """
 
 from __future__ import annotations
@@ -68,6 +67,13 @@ AV_FORMS = ("AVDecoder", "pyav", "torch")
 class SampleDecoder:
     """Decodes the parts of a sample.
 
+    Examples:
+        >>> class Bytes(DefaultTaskEncoder):
+        ...     decoder = SampleDecoder(image_decode="torchrgb8")
+        >>> dataset = get_train_dataset("data/captions", batch_size=4, task_encoder=Bytes())
+        >>> next(iter(get_savable_loader(dataset))).image.dtype
+        torch.uint8
+
     `image_decode` is one of IMAGE_FORMS, or None to leave images as the bytes of their files; `av_decode` is one of
     AV_FORMS; with `guess_content` an image is known by its first bytes, whatever its part is called; with
     `defer_images` it is a `DeferredImage`, decoded when it is needed.
@@ -76,16 +82,15 @@ class SampleDecoder:
     `image_target` declares that images need be no larger than so many pixels, or `(height, width)`: JPEGs are then
     decoded at 1/2, 1/4 or 1/8 of their size where that is not smaller, which gives other pixels.
 
-    A few bytes can ask for any amount of memory, so there are two limits: images of more than `max_pixels` (width times
+    A few bytes can demand any amount of memory, so there are two limits: images of more than `max_pixels` (width times
     height in the file; 89 million by default), and parts that unpack to more than `max_part_bytes` (`.gz`, `.npz` and
-    `.pth`; 2 GiB by default) are not decoded. Each is a DecodeError, so the sample is skipped and counted like any that
-    cannot be decoded. None: no limit. Pillow's own `Image.MAX_IMAGE_PIXELS` holds beside `max_pixels`: for larger
-    images raise both.
+    `.pth`; 2 GiB by default) raise DecodeError, so the sample is skipped and counted like any damaged one. None: no
+    limit. Pillow's own `Image.MAX_IMAGE_PIXELS` applies besides `max_pixels`: raise both for larger images.
 
-    With `read_pickles` pickles of plain values are read; otherwise they stay bytes. `av_class` is what videos and sound
-    become, AVDecoder or a class derived from it.
+    With `read_pickles`, pickles of plain values are read; otherwise they stay bytes. `av_class` is the class for videos
+    and sound: AVDecoder or a subclass.
 
-    Raises ConfigurationError for a form that does not exist, or a size or limit that is none.
+    Raises ConfigurationError for an unknown form, or an invalid size or limit.
     """
 
     image_decode: str | None = "torchrgb"
@@ -102,11 +107,11 @@ class SampleDecoder:
 
     @property
     def unread_from(self) -> int | None:
-        """Return the size in bytes from which a sample is not read before its parts are asked for; None: read all."""
+        """Return the size in bytes from which a sample is not read until its parts are needed; None: read all."""
         return _UNREAD_FROM if self.av_decode == "AVDecoder" else None
 
     def keeps_unread(self, part_name: str) -> bool:
-        """Return whether a part is decoded from where it lies, without being read first."""
+        """Return whether a part is decoded straight from storage, without being read first."""
         return self.av_decode == "AVDecoder" and part_name.rpartition(".")[2].lower() in AV_EXTENSIONS
 
     def __post_init__(self) -> None:
@@ -137,9 +142,9 @@ class SampleDecoder:
         }
 
     def decode(self, part_name: str, data: bytes | bytearray | memoryview | ByteRange) -> Any:
-        """Decode one part, given its bytes or, where `keeps_unread` says so, where they lie.
+        """Decode one part, given its bytes, or its range in storage if `keeps_unread` is true for it.
 
-        Raises DecodeError, naming the part and the codec's complaint.
+        Raises DecodeError, naming the part and the codec's message.
         """
         if isinstance(data, ByteRange):
             if self.keeps_unread(part_name):
@@ -175,7 +180,7 @@ class SampleDecoder:
         """Decode the first image of each sample, given with the number of its row, into rows of a slab.
 
         `turn` is called with the number of the row before its image is decoded. Returns the name of the part and the
-        image by number. What is left out, which may be everything, has to go through `decode`.
+        image by number. Images left out, possibly all, must go through `decode`.
         """
         if self._form is None or self.defer_images or type(self).decode is not SampleDecoder.decode:
             return {}
@@ -196,7 +201,7 @@ class SampleDecoder:
         return decoder.get_frames(self.video_decode_audio) if self.av_decode == "torch" else decoder.open_container()
 
     def config(self) -> dict[str, Any]:
-        """Return the settings as plain values, for logs; `image_target` also stands in the state of a run."""
+        """Return the settings as plain values, for logs; `image_target` is also part of the state of a run."""
         return {
             "type": type(self).__qualname__,
             "image_decode": self.image_decode,
@@ -225,7 +230,7 @@ def _run(kind: str, codec: Callable[[Any], Any], part: str, data: bytes | bytear
             return codec(data)
         except (ImportError, MemoryError):
             raise  # not the data's fault
-        except Exception as error:  # codecs raise whatever they like
+        except Exception as error:  # codecs raise anything
             tries += 1
             # Python 3.11 raises SystemError where several threads parse literals, which numpy does for its headers.
             if isinstance(error, SystemError) and tries < _INTERPRETER_TRIES:
@@ -259,7 +264,7 @@ def _gunzip(data: bytes | bytearray | memoryview, most: int | None) -> bytes:
 
 
 def _bounded(data: bytes, codec: Callable[[bytes], Any], most: int) -> Any:
-    """Decode a part that may be a ZIP archive, if what is in it is small enough."""
+    """Decode a part that may be a ZIP archive, if its content is small enough."""
     if data[:2] == b"PK":
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             if sum(entry.file_size for entry in archive.infolist()) > most:
@@ -291,7 +296,7 @@ def _array(file: Any, size: int) -> np.ndarray:
     try:
         return np.lib.format.read_array(file, allow_pickle=False)
     except MemoryError as error:
-        # numpy asks for the memory before it looks whether there are so many values.
+        # numpy allocates the memory before it checks that the values are there.
         file.seek(0)
         version = np.lib.format.read_magic(file)
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
@@ -306,7 +311,7 @@ def _pth(data: bytes) -> Any:
 
 
 def _tenbin(data: bytes) -> list[np.ndarray]:
-    # webdataset's own splitting into chunks trusts the lengths, and never ends on a negative one
+    # webdataset's own splitting trusts the lengths, and never ends on a negative one
     from webdataset import tenbin
 
     chunks: list[bytearray] = []
@@ -356,7 +361,7 @@ _CODECS: dict[str, Callable[[bytes], Any]] = {
 
 
 class _Kind(NamedTuple):
-    """What the name of a part says about it."""
+    """How a part is decoded, by its name."""
 
     zipped: bool
     extension: str

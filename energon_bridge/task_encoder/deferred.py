@@ -1,9 +1,9 @@
-"""Images that are decoded when they are needed: what `SampleDecoder(defer_images=True)` gives in place of pixels.
+"""Deferred images: `SampleDecoder(defer_images=True)` decodes them when they are needed.
 
-Around packing most of what is drawn is far from being delivered. A deferred image keeps the encoded bytes and knows its
-size from their header, which is what a packer needs; `get` decodes. Where an encoder has `postencode_sample`, the
-engine decodes what is still deferred in a sample's fields right before it, all of a pack at once and on its threads;
-what the hook itself gets from stores and lazies is decoded too, so that it never sees a deferred image.
+With packing, most samples wait long before they are delivered. A deferred image keeps the encoded bytes and knows its
+size from their header, which is enough for a packer; `get` decodes. If an encoder has `postencode_sample`, the engine
+decodes the deferred images in a sample's fields right before it, all of a pack at once and on its threads. Images that
+the hook gets from stores and lazies are decoded, too, so it never sees a deferred image.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class DeferredImage:
 
     Attributes:
         data: The encoded bytes.
-        form: What decoding gives.
+        form: The form of the decoded image.
         part: Name of the part, for errors.
     """
 
@@ -41,7 +41,7 @@ class DeferredImage:
         """Width and height in pixels, read from the header.
 
         Raises:
-            DecodeError: There is no header to be read.
+            DecodeError: The header cannot be read.
         """
         try:
             with Image.open(io.BytesIO(self.data)) as image:
@@ -52,15 +52,15 @@ class DeferredImage:
             ) from error
 
     def get(self) -> Any:
-        """Return the pixels, decoded anew at each call. Raises DecodeError."""
+        """Decode and return the pixels; each call decodes again. Raises DecodeError."""
         return decode_image(self.data, self.form, part=self.part)
 
     def with_data(self, data: bytes) -> DeferredImage:
-        """Return an image of the same form and name of other bytes."""
+        """Return an image of other bytes with the same form and name."""
         return replace(self, data=data)
 
     def when_got(self) -> Any:
-        """Return what a lazy gives for it: the pixels where samples are about to be delivered. Raises DecodeError."""
+        """Return what `Lazy.get` hands out: the pixels if samples will be delivered next. Raises DecodeError."""
         return self.get() if DELIVERING.get() else self
 
     def __repr__(self) -> str:
@@ -68,7 +68,7 @@ class DeferredImage:
 
 
 def deferred_in(sample: Any) -> list[tuple[Callable[[Any], None], DeferredImage]]:
-    """Return the deferred images in a sample's fields, or in lists there, each with what puts pixels in its place."""
+    """Return the deferred images in a sample's fields (or lists there), each with a function that replaces it."""
     found: list[tuple[Callable[[Any], None], DeferredImage]] = []
     for name, value in sample_parser(sample):
         if isinstance(value, DeferredImage):
@@ -81,7 +81,7 @@ def deferred_in(sample: Any) -> list[tuple[Callable[[Any], None], DeferredImage]
 
 
 def sample_parser(sample: Any) -> list[tuple[str, Any]]:
-    """Return the fields of a sample, of whatever kind, with their values."""
+    """Return the fields of a sample of any kind with their values."""
     if isinstance(sample, dict):
         return list(sample.items())
     if is_dataclass(sample) and not isinstance(sample, type):
@@ -90,7 +90,7 @@ def sample_parser(sample: Any) -> list[tuple[str, Any]]:
 
 
 def decode_deferred(samples: Iterable[Any], over: Callable[..., Iterable[Any]] = map) -> None:
-    """Decode what is deferred in some samples, in place; `over` maps, on threads if it likes. Raises DecodeError."""
+    """Decode the deferred images of some samples, in place; `over` maps, possibly on threads. Raises DecodeError."""
     found = [entry for sample in samples for entry in deferred_in(sample)]
     for (put, _), pixels in zip(found, over(DeferredImage.get, [image for _, image in found]), strict=True):
         put(pixels)

@@ -1,8 +1,8 @@
 """Ready-made grouping: samples of similar length share a batch, so that little of it is padding.
 
-A `LengthGrouper` is the hook `batch_group_criterion`: of a sample it returns the group it belongs to and the batch size
-of that group. Group b holds the lengths above boundary b-1 up to boundary b, and is named by the latter, so a batch
-may be padded to its group's name and the model sees as many shapes as there are groups.
+A `LengthGrouper` implements the hook `batch_group_criterion`: it returns the group of a sample and the batch size of
+that group. Group b holds the lengths above boundary b-1 up to boundary b, and is named by the latter, so a batch may be
+padded to its group's name and the model sees as many shapes as there are groups.
 
     grouper = LengthGrouper.geometric(longest=4096, length_of=lambda s: len(s.tokens), max_tokens=16384)
 
@@ -31,13 +31,19 @@ T = TypeVar("T")
 class LengthGrouper(Generic[T]):
     """Groups of samples by length.
 
+    Examples:
+        >>> class Grouped(DefaultTaskEncoder):
+        ...     grouper = LengthGrouper(length_of=lambda sample: len(sample.caption), boundaries=(15,), batch_size=4)
+        ...     def batch_group_criterion(self, sample):
+        ...         return self.grouper(sample)
+
     Args:
         length_of: The length of a sample.
         boundaries: The longest length of each group, ascending. No sample may be longer than the last.
-        max_tokens: Give each group the batch size with which a batch of its longest samples holds at most this many
+        max_tokens: Give each group the largest batch size at which a batch of its longest samples has at most this many
             tokens, padding included. None: every group has `batch_size`.
-        batch_size: The batch size of every group; None leaves it to the run. Not together with `max_tokens`.
-        batch_multiple: Batch sizes made from `max_tokens` are multiples of this, where the group's batch holds as many.
+        batch_size: The batch size of every group; None: that of the run. Not together with `max_tokens`.
+        batch_multiple: Make batch sizes from `max_tokens` multiples of this, if the group's batch is large enough.
 
     Raises:
         ConfigurationError: The boundaries do not ascend, both sizes are given, or a batch cannot hold one sample.
@@ -91,7 +97,7 @@ class LengthGrouper(Generic[T]):
 
     @classmethod
     def of_equal_size(cls, lengths: Iterable[int], *, groups: int, longest: int | None = None, **values: Any) -> Self:
-        """Make groups that equally many of some example lengths fall into, fewer where lengths repeat.
+        """Make groups with equally many of some example lengths each; fewer groups if lengths repeat.
 
         `longest` adds a last boundary for samples longer than any example. Raises ConfigurationError if there are no
         examples or no groups.

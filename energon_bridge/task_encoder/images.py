@@ -1,19 +1,19 @@
-"""Images: encoded bytes in, an array, a tensor or a Pillow image out.
+"""Decodes images: from encoded bytes to an array, a tensor or a Pillow image.
 
 A form names the container (numpy, torch, Pillow), the mode (grey, RGB, RGBA) and, with a trailing 8, bytes instead of
-floats. All of them give the pixels that Pillow gives; EXIF orientation is not applied. Ordinary JPEGs are decoded by
-libjpeg-turbo through simplejpeg, which is about three times faster; everything else, and whatever it will not read
-without complaint, is Pillow's to decode or to refuse.
+floats. All forms give the same pixels as Pillow; EXIF orientation is not applied. Ordinary JPEGs are decoded by
+libjpeg-turbo through simplejpeg, which is about three times faster. Everything else, and any JPEG that it complains
+about, is left to Pillow.
 
 Shapes: grey (height, width); colour (height, width, channels) in numpy, (channels, height, width) in torch. The colour
 tensor is a view over the decoder's memory, because a contiguous copy would cost a quarter of the decode. Floats are
 the bytes divided by 255, exactly. `fastrgb` is what costs least: uint8 in numpy for ordinary JPEGs, a Pillow image for
 anything else.
 
-A form may have a target size. A JPEG is then decoded at 1/2, 1/4 or 1/8 of its size, by computing fewer pixels from
-its DCT blocks, as long as neither side falls below the target's; what comes out is as a rule larger than the target,
-and for the encoder to resize. (libjpeg's other scales, such as 5/8, gain little or nothing.) Other formats, and JPEGs
-too small for it, come in full size.
+A form may have a target size. A JPEG is then decoded at 1/2, 1/4 or 1/8 of its size, by computing fewer pixels from its
+DCT blocks, as long as neither side falls below the target's. The result is usually larger than the target; the encoder
+resizes it. (libjpeg's other scales, such as 5/8, gain little or nothing.) Other formats, and JPEGs too small for it,
+keep their full size.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ logger = logging.getLogger(__name__)
 Mode = Literal["L", "RGB", "RGBA"]
 
 MAX_PIXELS = 89_478_485
-"""Default of `SampleDecoder(max_pixels=...)`: where Pillow warns of bombs. They take 1.1 GB as floats."""
+"""Default of `SampleDecoder(max_pixels=...)`: Pillow's own limit for its warning. So many take 1.1 GB as floats."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageForm:
-    """How a decoded image is handed over."""
+    """The form of a decoded image."""
 
     container: Literal["numpy", "torch", "pil", "fast"]
     mode: Mode
@@ -87,20 +87,20 @@ if find_spec("PIL.AvifImagePlugin"):  # Pillow 11.3 and later
     _PILLOW_FORMATS.append("AVIF")
 
 _MOST_SCRATCH = 1 << 19
-"""Bytes of an image up to which warm memory for it leaves the caches room for the rest."""
+"""Images up to this many bytes are decoded into warm memory, which leaves the caches room for the rest."""
 _SCRATCH: ContextVar[np.ndarray | None] = ContextVar("energon_bridge_scratch", default=None)
-# Of a CMYK JPEG libjpeg-turbo makes other colours than Pillow.
+# libjpeg-turbo's colours of CMYK JPEGs differ from Pillow's.
 _TURBO_COLORSPACES = frozenset({"YCbCr", "RGB", "Gray"})
 
 
 def image_form(
     name: str, target: int | tuple[int, int] | None = None, *, max_pixels: int | None = MAX_PIXELS
 ) -> ImageForm:
-    """Return the form of that name, for images of which a size (height and width, or both at once) is enough.
+    """Return the form of a name, for images that need not be larger than a size (one number, or height and width).
 
-    Images of more than `max_pixels` are refused; None: none are.
+    Images of more than `max_pixels` raise DecodeError; None: no limit.
 
-    Raises ConfigurationError, naming the nearest match, if there is no such form, or if the size is none.
+    Raises ConfigurationError, naming the nearest match, for an unknown form or an invalid size.
     """
     if name in IMAGE_FORMS:
         most = sys.maxsize if max_pixels is None else max_pixels
@@ -117,9 +117,9 @@ def _size(target: int | tuple[int, int]) -> tuple[int, int]:
 
 
 def guess_image_extension(data: bytes | bytearray | memoryview) -> str | None:
-    """Return the extension that fits the first bytes of an image, or None if they are no image's."""
+    """Return the extension of an image by its first bytes; None if it is no image."""
     head = bytes(data[:16])
-    if head.startswith(b"BM") and head[6:10] == bytes(4):  # two letters alone would take in texts
+    if head.startswith(b"BM") and head[6:10] == bytes(4):  # two letters alone would match texts
         return "bmp"
     if head.startswith(b"RIFF") and head[8:12] == b"WEBP":
         return "webp"
@@ -141,7 +141,7 @@ _MAGIC = (
 
 
 def decode_image(data: bytes | bytearray | memoryview, form: ImageForm, *, part: str) -> Any:
-    """Decode one image into the form asked for. Raises DecodeError, naming `part` and the codec's complaint."""
+    """Decode one image into a form. Raises DecodeError, naming `part` and the codec's message."""
     try:
         if form.container == "pil":
             return _pillow_image(data, form, part)
@@ -165,15 +165,15 @@ def _refusal(part: str, data: bytes | bytearray | memoryview, reason: str) -> De
 
 
 def _turbo_header(data: bytes | bytearray | memoryview, form: ImageForm) -> tuple[dict[str, int], str] | None:
-    """Return how an ordinary JPEG is decoded, and its colour space; None where Pillow has to decide.
+    """Return the arguments to decode an ordinary JPEG, and its colour space; None if Pillow must decode it.
 
-    How: the arguments that ask libjpeg-turbo for the scale, which are the height and width that come out.
+    The arguments ask libjpeg-turbo for a scale; they are the height and width of the result.
     """
     try:
         height, width, colorspace, _ = simplejpeg.decode_jpeg_header(data)
     except ValueError:
         return None
-    # A bomb is Pillow's to warn of or to refuse, by our limit and by the one that the user may have set there.
+    # Pillow warns of or refuses bombs, by our limit and by the one that the user may have set there.
     most = min(form.max_pixels, Image.MAX_IMAGE_PIXELS or form.max_pixels)
     if colorspace not in _TURBO_COLORSPACES or height * width > most:
         return None
@@ -185,13 +185,13 @@ def decode_rows(
 ) -> dict[int, tuple[str, torch.Tensor]]:
     """Decode ordinary colour JPEGs, each given as number of its row, name and bytes, into rows of a slab.
 
-    `turn` is called with the number of an image before it is decoded. Returns names and images by number; what is no
-    such image, has another size, or does not decode is left out.
+    `turn` is called with the number of an image before it is decoded. Returns names and images by number, without those
+    that are no such JPEG, have another size, or do not decode.
     """
     mode = form.mode
     if form.container != "torch" or mode == "L":
         return {}
-    # Whatever needs no pixels comes first: the caches hold little of the code around it after an image.
+    # Everything that needs no pixels comes first: decoding an image evicts the surrounding code from the caches.
     turns: list[tuple[int, str, Any, dict[str, int], np.ndarray, torch.Tensor]] = []
     size, rows, misfits = None, None, 0
     for number, name, data in images:
@@ -226,7 +226,7 @@ def decode_rows(
 
 
 def _by_scratch(form: ImageForm, size: int) -> bool:
-    """Tell whether an image of so many bytes is decoded into warm memory and written from there."""
+    """Return whether an image of so many bytes is decoded into warm memory and written from there."""
     return form.scaled or (streaming.STREAMS and size <= _MOST_SCRATCH)
 
 
@@ -240,7 +240,7 @@ def _scratch(size: int) -> np.ndarray:
 
 
 def _turbo_pixels(data: bytes | bytearray | memoryview, form: ImageForm) -> np.ndarray | None:
-    """Decode an ordinary JPEG; return None where Pillow has to decide."""
+    """Decode an ordinary JPEG; return None if Pillow must decode it."""
     header = _turbo_header(data, form)
     if header is None:
         return None
@@ -250,15 +250,15 @@ def _turbo_pixels(data: bytes | bytearray | memoryview, form: ImageForm) -> np.n
             return simplejpeg.decode_jpeg(data, form.mode, **size)
         if colorspace == "Gray":
             return simplejpeg.decode_jpeg(data, "GRAY", **size)[..., 0]
-        # The file's own luma differs from what Pillow computes from RGB.
+        # The file's own luma differs from the one that Pillow computes from RGB.
         return np.array(Image.fromarray(simplejpeg.decode_jpeg(data, "RGB", **size)).convert("L"))
     except ValueError:  # also for oddities that do not matter, such as stray bytes between markers
         return None
 
 
-@lru_cache(maxsize=4096)  # one dict for a size, so that images of one size are known by it
+@lru_cache(maxsize=4096)  # one dict per size, so that images of equal size are recognised by it
 def _scaled(height: int, width: int, target: tuple[int, int] | None) -> dict[str, int]:
-    """Return what asks libjpeg-turbo for the smallest scale that Pillow's `draft` would choose."""
+    """Return the arguments that ask libjpeg-turbo for the smallest scale that Pillow's `draft` would choose."""
     scale = 1
     if target is not None:
         fits = (scale for scale in (8, 4, 2) if height >= scale * target[0] and width >= scale * target[1])
@@ -276,7 +276,7 @@ def _pillow_image(data: bytes | bytearray | memoryview, form: ImageForm, part: s
         if form.target is not None and image.format == "JPEG":
             image.draft(None, form.target[::-1])
         if form.mode != "RGBA" and isinstance(image.info.get("transparency"), bytes):
-            # Pillow leaves it out as well, with a warning for each image that does not say where it comes from.
+            # Pillow drops it as well, with a warning per image that does not name the image.
             del image.info["transparency"]
             _say_transparent(part)
         return image.convert(form.mode)
@@ -294,7 +294,7 @@ def _say_transparent(part: str) -> None:
 
 def _in_form(pixels: np.ndarray, form: ImageForm) -> Any:
     if form.scaled:
-        # not torch, whose threads would get in the way of those that decode
+        # not torch, whose threads would compete with the decoding threads
         floats = np.empty(pixels.shape, np.float32)
         streaming.divide(np.ascontiguousarray(pixels), floats)
         pixels = floats

@@ -1,9 +1,8 @@
-"""Positions of three axes: time, height and width, as models of the Qwen-VL family take them (M-RoPE).
+"""Positions on three axes (time, height, width), as models of the Qwen-VL family take them (M-RoPE).
 
-A token of text stands at one number on all three axes. The tokens of an image or video stand on a grid that begins
-where the text before it ended; behind it the text goes on at the grid's longer side, so that a picture takes as many
-numbers as it is wide or high, not as it has tokens. Source: `get_rope_index` of the models in transformers, which this
-gives exactly.
+A text token has the same position on all three axes. The tokens of an image or video lie on a grid that begins where
+the text before it ended; after it, the text continues at the grid's longer side, so that a picture takes as many
+positions as it is wide or high, not as it has tokens. Equal to `get_rope_index` of the models in transformers.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""From samples with images and texts to what a vision-language model trains on.
+"""Turns samples with images and texts into the inputs of a vision-language model.
 
 A sample is rendered to pieces of text (`sample_encoders`, `conversation`), its placeholders are expanded to as many
-image tokens as the model needs, and the whole becomes one token sequence with shifted labels (`sequences`), of which
-only what the model must say carries loss.
+image tokens as the model needs, and the result becomes one token sequence with shifted labels (`sequences`). Only the
+answers carry loss.
 
-Sequences longer than `seq_length` are cut on the right, but never inside the tokens of an image: it goes, with all that
-follows it. Where nothing that could be learned is left the sample is refused, and the failure policy of the run counts
-it and names it.
+Sequences longer than `seq_length` are cut on the right, but never inside the tokens of an image: such an image is
+dropped with everything after it. If nothing to learn is left, the sample fails, and the error policy counts and names
+it.
 """
 
 from __future__ import annotations
@@ -48,27 +48,35 @@ from energon_bridge.task_encoder.visual import concat_visual
 __all__ = ["ImageTokenCount", "MultiModalBatch", "MultiModalSample", "MultiModalTaskEncoder"]
 
 ImageTokenCount = int | Callable[[Mapping[str, Tensor]], int]
-"""Image tokens per image: a number, or a function of what the image processor returned for the image."""
+"""Image tokens per image: a number, or a function of the image processor's result for the image."""
 
 
 class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, MultiModalBatch, MultiModalBatch]):
     """Encode samples of images and text with any tokenizer and image processor of the transformers interface.
+
+    Examples:
+        >>> tokenizer = AutoTokenizer.from_pretrained("llava-hf/llava-1.5-7b-hf")  # doctest: +SKIP
+        >>> image_processor = AutoImageProcessor.from_pretrained("openai/clip-vit-large-patch14-336")  # doctest: +SKIP
+        >>> encoder = MultiModalTaskEncoder(tokenizer, image_processor, seq_length=128)
+        >>> dataset = get_train_dataset("data/captions", batch_size=4, task_encoder=encoder)
+        >>> next(iter(get_savable_loader(dataset))).tokens.shape
+        torch.Size([4, ...])
 
     Args:
         tokenizer: Has `encode(text, add_special_tokens=False)` and the ids of its special tokens.
         image_processor: Called as `image_processor(images=[image], return_tensors="pt")`; None: for texts only.
         multimodal_sample_config: Placeholders and conversation template.
         seq_length: Longest sequence, image tokens included.
-        image_tokens_per_image: Tokens that stand for one image. None: computed from `image_grid_thw` where the image
+        image_tokens_per_image: Tokens that stand for one image. None: computed from `image_grid_thw` if the image
             processor returns it, else 1 (the model itself makes room for the features, as megatron-core's does).
         pad_to_multiple_of: Batches, and the samples of packs, are padded to a multiple of this length.
         pad_to_max_length: Pad every batch, and every pack, to `seq_length`: one shape for all batches.
-        add_bos: Begin with the tokenizer's begin-of-sequence token where it has one.
-        packer: How samples are packed; what no pack can hold is dropped, truncated, split or refused as it says, when
-            it is encoded. None: by best fit into `seq_length` tokens, where packing is on.
-        pixels: Whose values the pixels have: `torch` or `pillow`, those of transformers' processors that go by
-            torchvision or by Pillow; `processor` calls the image processor. None: those of its class.
-        pixels_dtype: Of the pixels: `float32`, `bfloat16`, `float16`, or `uint8`, for `normalise_on_device`.
+        add_bos: Begin with the tokenizer's begin-of-sequence token, if it has one.
+        packer: Packs samples, and drops, truncates, splits or rejects those that no pack can hold. None: best fit into
+            `seq_length` tokens, if packing is on.
+        pixels: Which values the pixels have: `torch` or `pillow`, those of transformers' torchvision-backed or
+            Pillow-backed processors; `processor` calls the image processor. None: those of its class.
+        pixels_dtype: Type of the pixels: `float32`, `bfloat16`, `float16`, or `uint8`, for `normalise_on_device`.
 
     Raises:
         ConfigurationError: No tokenizer, image tokens that alone fill `seq_length`, or an image token without an id.
@@ -124,19 +132,19 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
             )
 
     def register_encoder(self, sample_type: type, encoder: SampleEncoder) -> None:
-        """Encode samples of a type, and of types derived from it, by a function of the sample and the configuration.
+        """Encode samples of a type, and of its subtypes, by a function of the sample and the configuration.
 
-        It returns a `Conversation` or a `Document`, and takes the place of an encoder registered before.
+        The function returns a `Conversation` or a `Document`, and replaces one registered before.
         """
         self._encoders[sample_type] = encoder
 
     def encode_sample(self, sample: Any) -> MultiModalSample | Iterator[MultiModalSample]:
-        """Encode one sample; a packer that splits may make a generator of several.
+        """Encode one sample; with a packer that splits, the result may be a generator of several.
 
         Raises:
             SampleError: The sample cannot be trained on: no answer, a wrong number of placeholders, or an image that
                 does not fit into `seq_length`.
-            SkipSample, OverLongSampleError: It is more than a pack of the given packer holds, by its policy.
+            SkipSample, OverLongSampleError: It does not fit into a pack of the given packer; its policy decides.
         """
         encoder = self._encoder_of(sample)
         try:
@@ -173,11 +181,11 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
 
     @property
     def pixel_settings(self) -> dict[str, str]:
-        """What the state of a run says of its pixels."""
+        """The settings of pixels in the state of a run."""
         return pixel_settings(self.image_processor, self._path, self.pixels_dtype)
 
     def padded_length(self, sample: MultiModalSample) -> int:
-        """Return how many tokens a sample takes in a pack."""
+        """Return the number of tokens of a sample in a pack."""
         length = sample.tokens.shape[0]
         return length + -length % self.pad_to_multiple_of
 
@@ -186,7 +194,7 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
         return self.packer.select(samples)
 
     def pack_selected_samples(self, samples: Sequence[Any]) -> MultiModalPack:
-        """Put the encoded samples of a pack into one sequence."""
+        """Join the encoded samples of a pack into one sequence."""
         length = self._row_length if self.pad_to_max_length else None
         return pack_sequences(samples, self._filling, multiple_of=self.pad_to_multiple_of, length=length)
 
@@ -226,7 +234,7 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
             raise SampleError(f"the text has {found} placeholders {placeholder!r} but the sample has {images}")
 
     def _fill(self, sequence: Sequencer, rendered: Rendered, images: Sequence[Any]) -> list[dict[str, Tensor]]:
-        """Add all pieces to a sequence until it is full; return what the image processor made of the images in it."""
+        """Add pieces to a sequence until it is full; return the image processor's results for the images in it."""
         bos, eos = self._bos_and_eos
         if bos is not None and not rendered.has_special_tokens:
             sequence.add([bos], learned=False)

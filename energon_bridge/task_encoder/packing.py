@@ -170,7 +170,11 @@ _LEAST_SHARE = 3
 
 
 class OverLong(StrEnum):
-    """What becomes of a sample that exceeds a limit by itself."""
+    """What becomes of a sample that exceeds a limit by itself.
+
+    Examples:
+        >>> packer = Packer(limits={"tokens": 8192}, size_of=len, over_long=OverLong.DROP)
+    """
 
     DROP = "drop"
     """Leave it out as `SkipSample` does."""
@@ -185,6 +189,11 @@ class OverLong(StrEnum):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Packer(Generic[T]):
     """A choice of packs under several limits.
+
+    Examples:
+        >>> packer = Packer(limits={"tokens": 10}, size_of=len)
+        >>> [sorted(map(len, pack)) for pack in packer.select(["a" * n for n in (7, 6, 3, 4)])]
+        [[3, 7], [4, 6]]
 
     Args:
         limits: The most that a pack holds, by name. Under `samples` every sample counts one.

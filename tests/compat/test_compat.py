@@ -15,8 +15,6 @@ from forked import run_forked
 from paths import REPOSITORY, TESTS
 
 from energon_bridge import (
-    NotProvidedError,
-    StateFormatError,
     WorkerConfig,
     get_loader,
     get_savable_loader,
@@ -26,7 +24,7 @@ from energon_bridge import (
 from energon_bridge.compat import install, table
 from energon_bridge.compat.__main__ import main
 from energon_bridge.compat.surface import modules
-from energon_bridge.errors import ConfigurationError
+from energon_bridge.errors import ConfigurationError, NotProvidedError, StateFormatError
 from energon_bridge.testing import create_captioning_test_dataset
 
 NAMES: dict[str, list[str]] = json.loads((TESTS / "fixtures" / "energon-7.4.1-names.json").read_text())

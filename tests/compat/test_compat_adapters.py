@@ -17,13 +17,12 @@ from energon_bridge import (
     DecodeFileStore,
     DefaultTaskEncoder,
     FileStore,
-    NotProvidedError,
     SampleDecoder,
     SourceInfo,
     errors,
 )
 from energon_bridge.compat import dataset_classes, epath, loading, preparing, records, wrapped
-from energon_bridge.errors import ConfigurationError, MetadataError
+from energon_bridge.errors import ConfigurationError, MetadataError, NotProvidedError
 from energon_bridge.testing import create_captioning_test_dataset
 
 

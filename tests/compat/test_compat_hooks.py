@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 from forked import run_forked
 
-from energon_bridge import NotProvidedError, WorkerConfig
+from energon_bridge import WorkerConfig
 from energon_bridge.compat import factories, hooks, install, wrapped
 from energon_bridge.compat.encoders import DatasetBlendMode, DefaultTaskEncoder
 from energon_bridge.compat.loading import get_savable_loader
+from energon_bridge.errors import NotProvidedError
 from energon_bridge.testing import create_captioning_test_dataset
 
 CONFIG = WorkerConfig(rank=0, world_size=1, num_workers=0)

@@ -17,7 +17,8 @@ import torch
 import yaml
 from click.testing import CliRunner
 
-from energon_bridge import AVDecoder, Cooker, NotProvidedError, SystemFileStore, WorkerConfig, get_val_dataset
+from energon_bridge import Cooker, SystemFileStore, WorkerConfig, get_val_dataset
+from energon_bridge.av import AVDecoder
 from energon_bridge.compat import (
     dataset_classes,
     epath,
@@ -28,7 +29,7 @@ from energon_bridge.compat import (
     table,
     wrapped,
 )
-from energon_bridge.errors import ConfigurationError, DatasetNotFoundError, MetadataError
+from energon_bridge.errors import ConfigurationError, DatasetNotFoundError, MetadataError, NotProvidedError
 from energon_bridge.format import open_dataset
 from energon_bridge.mix.opener import MIN_DATASETS
 from energon_bridge.prepare import prepare_dataset

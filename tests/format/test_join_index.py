@@ -22,8 +22,8 @@ from click.testing import CliRunner
 from hypothesis import given, settings, strategies as st
 from keyed import join, keyed_dataset, shards, shuffled, write_mix
 
-from energon_bridge import EmptyDatasetError, KeyIndexError
 from energon_bridge.cli.main import main
+from energon_bridge.errors import EmptyDatasetError, KeyIndexError
 from energon_bridge.format import open_dataset
 from energon_bridge.format.join import JoinIndex, JoinPart, open_index
 

@@ -19,12 +19,8 @@ from hypothesis import given, strategies as st
 from rival_fixtures import EXPECTED, validation
 
 from energon_bridge import (
-    CorruptShardError,
     CrudeSample,
-    DatasetMismatchError,
     DefaultTaskEncoder,
-    EmptyDatasetError,
-    NotPreparedError,
     TextSample,
     get_loader,
     get_savable_loader,
@@ -33,7 +29,13 @@ from energon_bridge import (
 )
 from energon_bridge.cli.main import main
 from energon_bridge.cli.output import format_bytes
-from energon_bridge.errors import StorageError
+from energon_bridge.errors import (
+    CorruptShardError,
+    DatasetMismatchError,
+    EmptyDatasetError,
+    NotPreparedError,
+    StorageError,
+)
 from energon_bridge.format import jsonl
 from energon_bridge.format.jsonl import index_jsonl, open_jsonl
 from energon_bridge.storage import LocalStore

@@ -15,23 +15,25 @@ from click.testing import CliRunner
 from crude import prepared
 from PIL import Image
 
-from energon_bridge import (
-    AVMetadata,
+from energon_bridge import DecodeFileStore, PrimaryFileStore, SampleDecoder, SystemFileStore
+from energon_bridge.cli.main import main
+from energon_bridge.errors import (
     ConfigurationError,
-    DecodeFileStore,
     EmptyDatasetError,
     FileNotInStoreError,
-    ImageMetadata,
     KeyIndexError,
     MediaMetadataError,
-    PrimaryFileStore,
-    SampleDecoder,
-    SystemFileStore,
-    WebdatasetFileStore,
 )
-from energon_bridge.cli.main import main
-from energon_bridge.format.media import kind_by_head, kind_by_name, metadata_row, read_metadata
+from energon_bridge.format.media import (
+    AVMetadata,
+    ImageMetadata,
+    kind_by_head,
+    kind_by_name,
+    metadata_row,
+    read_metadata,
+)
 from energon_bridge.prepare import MediaFilter, parse_ratio, prepare_dataset, prepare_media
+from energon_bridge.stores import WebdatasetFileStore
 
 EXTENSION, HEADER = MediaFilter(strategy="EXTENSION"), MediaFilter(strategy="HEADER")
 

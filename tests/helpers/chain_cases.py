@@ -23,7 +23,6 @@ from mixing import metadataset
 from energon_bridge import (
     Cooker,
     DefaultTaskEncoder,
-    MetadataError,
     SkipSample,
     TextSample,
     basic_sample_keys,
@@ -31,6 +30,7 @@ from energon_bridge import (
     get_train_dataset,
     register_joiner,
 )
+from energon_bridge.errors import MetadataError
 from energon_bridge.loader.run_plan import DatasetSpec
 from energon_bridge.mix import evaluate_subset
 from energon_bridge.mix.subset import SubsetRange, parse_subset

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from energon_bridge import ConfigurationError, DefaultTaskEncoder
+from energon_bridge import DefaultTaskEncoder
+from energon_bridge.errors import ConfigurationError
 from energon_bridge.integrations.bridge import (
     DatasetBuildContext,
     EnergonDatasetBuilder,

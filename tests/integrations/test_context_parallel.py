@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, strategies as st
 from torch import Tensor
 
-from energon_bridge import ConfigurationError
+from energon_bridge.errors import ConfigurationError
 from energon_bridge.integrations.context_parallel import (
     packed_indices,
     pad_for_context_parallel,

@@ -20,7 +20,6 @@ from lightning.pytorch.loggers import CSVLogger, Logger
 
 from energon_bridge import (
     Blender,
-    ConfigurationError,
     DefaultTaskEncoder,
     EnergonDataloader,
     EnergonMultiModalDataModule,
@@ -29,6 +28,7 @@ from energon_bridge import (
     get_train_dataset,
     get_val_dataset,
 )
+from energon_bridge.errors import ConfigurationError
 from energon_bridge.integrations.lightning import DataMonitor, EnergonProgressBar
 from energon_bridge.loader.metrics import dataset_names
 from energon_bridge.testing import create_captioning_test_dataset

@@ -11,7 +11,8 @@ import pytest
 import torch
 from rank_states import rank_file, write_rank_file
 
-from energon_bridge import ConfigurationError, DefaultTaskEncoder
+from energon_bridge import DefaultTaskEncoder
+from energon_bridge.errors import ConfigurationError
 from energon_bridge.integrations.bridge import (
     DatasetBuildContext,
     EnergonDatasetBuilder,

@@ -21,10 +21,7 @@ from megatron.core.rerun_state_machine import RerunDataIterator
 from rank_states import rank_file
 from replicas import digests, module, on_ranks, place, save_files
 
-from energon_bridge import (
-    LoaderError,
-)
-from energon_bridge.errors import ConfigurationError, StepMismatchError
+from energon_bridge.errors import ConfigurationError, LoaderError, StepMismatchError
 from energon_bridge.integrations.megatron_lm import LIMIT, train_valid_test_dataloaders_provider
 from energon_bridge.testing import create_captioning_test_dataset
 

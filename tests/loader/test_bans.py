@@ -35,19 +35,16 @@ from mixing import metadataset, mix_data, mixed
 from workers import worker_pids
 
 from energon_bridge import (
-    ConfigurationError,
     CrudeSample,
-    EmptyDatasetError,
     EnergonDataloader,
     EnergonMultiModalDataModule,
     SkipSample,
-    StateFormatError,
-    StorageError,
     get_savable_loader,
     get_train_dataset,
     get_val_dataset,
     load_keys,
 )
+from energon_bridge.errors import ConfigurationError, EmptyDatasetError, StateFormatError, StorageError
 from energon_bridge.loader.bans import samples_by_key
 from energon_bridge.loader.document import merge, read, sign
 from energon_bridge.loader.run_plan import DatasetSpec

@@ -32,7 +32,8 @@ from engine import (
     train_dataset,
 )
 
-from energon_bridge import AugmentTaskEncoder, ConfigurationError, get_savable_loader, get_train_dataset
+from energon_bridge import AugmentTaskEncoder, get_savable_loader, get_train_dataset
+from energon_bridge.errors import ConfigurationError
 from energon_bridge.loader.run_plan import DatasetSpec
 from energon_bridge.loader.savable import SavableDataLoader
 from energon_bridge.testing import create_captioning_test_dataset

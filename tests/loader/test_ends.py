@@ -13,7 +13,8 @@ import pytest
 from engine import digest, is_masked, loaders_of, numbers_of
 from mixing import metadataset, mix_data, mixed
 
-from energon_bridge import ConfigurationError, EnergonDataloader, get_savable_loader
+from energon_bridge import EnergonDataloader, get_savable_loader
+from energon_bridge.errors import ConfigurationError
 from energon_bridge.loader.savable import SavableDataLoader
 
 

@@ -17,11 +17,10 @@ from energon_bridge import (
     DefaultTaskEncoder,
     EnergonDataloader,
     EnergonMultiModalDataModule,
-    MaskedMicrobatchesError,
     get_savable_loader,
     get_val_dataset,
 )
-from energon_bridge.errors import ConfigurationError
+from energon_bridge.errors import ConfigurationError, MaskedMicrobatchesError
 from energon_bridge.loader.run_plan import DatasetSpec
 from energon_bridge.loader.savable import SavableDataLoader
 from energon_bridge.testing import create_captioning_test_dataset

@@ -19,7 +19,6 @@ from energon_bridge import (
     ErrorPolicy,
     SampleDecoder,
     TextSample,
-    UnfitSampleError,
     WorkerConfig,
     get_savable_loader,
     get_train_dataset,
@@ -27,7 +26,7 @@ from energon_bridge import (
     get_val_datasets,
     stateless,
 )
-from energon_bridge.errors import ConfigurationError, FatalSampleError
+from energon_bridge.errors import ConfigurationError, FatalSampleError, UnfitSampleError
 from energon_bridge.format.field_map import FieldMap
 from energon_bridge.loader.savable import SavableDataLoader
 from energon_bridge.testing import create_captioning_test_dataset

@@ -16,8 +16,7 @@ from megatron.core import parallel_state
 from rank_states import rank_file, write_rank_file
 from replicas import on_ranks, save_files
 
-from energon_bridge import StateError
-from energon_bridge.errors import MissingRankError, StateFormatError, StepMismatchError
+from energon_bridge.errors import MissingRankError, StateError, StateFormatError, StepMismatchError
 from energon_bridge.integrations import megatron_lm as rank_files
 from energon_bridge.integrations.megatron_lm import read_rank_files
 from energon_bridge.testing import create_captioning_test_dataset

@@ -17,10 +17,8 @@ import torch
 from engine import ENCODERS, NEEDED, TensorEncoder, config_of, text_dataset
 
 from energon_bridge import (
-    ConfigurationError,
     DefaultTaskEncoder,
     EnergonDataloader,
-    ResumeMismatchError,
     SavableDataLoader,
     SkipSample,
     WorkerConfig,
@@ -29,6 +27,7 @@ from energon_bridge import (
     get_val_dataset,
     verify_resume,
 )
+from energon_bridge.errors import ConfigurationError, ResumeMismatchError
 from energon_bridge.testing import create_captioning_test_dataset
 from energon_bridge.verify import differing, fields_of
 

@@ -16,13 +16,13 @@ from engine import ENCODERS, NEEDED, config_of, deliver, digest, loaders_of
 from keyed import join, keyed_dataset, shards, shuffled, write_mix
 
 from energon_bridge import (
-    DatasetMismatchError,
     DefaultTaskEncoder,
     TextSample,
     get_loader,
     get_savable_loader,
     get_train_dataset,
 )
+from energon_bridge.errors import DatasetMismatchError
 from energon_bridge.loader.document import read_lanes
 
 

@@ -12,12 +12,9 @@ from engine import PackingEncoder, config_of, counts_of, deliver, loaders_of
 from keyed import CRUDE, join, keyed_dataset, shards, shuffled, write_mix
 
 from energon_bridge import (
-    ConfigurationError,
     Cooker,
     CrudeSample,
     DefaultTaskEncoder,
-    FatalSampleError,
-    MetadataError,
     SkipSample,
     TextSample,
     basic_sample_keys,
@@ -25,6 +22,7 @@ from energon_bridge import (
     get_train_dataset,
     register_joiner,
 )
+from energon_bridge.errors import ConfigurationError, FatalSampleError, MetadataError
 
 COUNT = 36
 KEYS = [f"{number:03d}" for number in range(COUNT)]

@@ -14,18 +14,14 @@ import pytest
 from engine import config_of
 from keyed import CRUDE, KEYS, both, join, keyed_dataset, shards, shuffled, write_mix
 
-from energon_bridge import (
+from energon_bridge import TextSample, edataclass, get_loader, get_val_dataset, register_joiner
+from energon_bridge.errors import (
     ConfigurationError,
     EmptyDatasetError,
     KeyIndexError,
     MetadataError,
-    TextSample,
     UnmatchedKeyError,
     UntrustedCodeError,
-    edataclass,
-    get_loader,
-    get_val_dataset,
-    register_joiner,
 )
 
 

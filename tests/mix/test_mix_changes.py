@@ -14,13 +14,8 @@ import pytest
 from engine import SeveralEncoder, TensorEncoder, deliver, digest, loaders_of, text_dataset
 from mixing import metadataset, mix_data, mixed
 
-from energon_bridge import (
-    ConfigurationError,
-    DatasetMismatchError,
-    EnergonMultiModalDataModule,
-    WeightSchedule,
-    get_savable_loader,
-)
+from energon_bridge import EnergonMultiModalDataModule, WeightSchedule, get_savable_loader
+from energon_bridge.errors import ConfigurationError, DatasetMismatchError
 from energon_bridge.loader.document import read_lanes, read_leaves
 from energon_bridge.loader.savable import SavableDataLoader
 from energon_bridge.mix import Blender

@@ -18,13 +18,19 @@ from PIL import Image
 from energon_bridge import (
     CaptioningSample,
     DefaultTaskEncoder,
-    EmptyDatasetError,
     ShardWriter,
     get_savable_loader,
     get_val_dataset,
 )
 from energon_bridge.cli.main import main
-from energon_bridge.errors import ConfigurationError, DatasetMismatchError, EnergonError, MetadataError, SampleError
+from energon_bridge.errors import (
+    ConfigurationError,
+    DatasetMismatchError,
+    EmptyDatasetError,
+    EnergonError,
+    MetadataError,
+    SampleError,
+)
 from energon_bridge.format.columns import column_of, read_columns
 from energon_bridge.format.dataset import open_dataset
 from energon_bridge.loader.run_plan import DatasetSpec, plan_run

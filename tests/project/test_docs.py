@@ -125,8 +125,10 @@ def test_the_generated_pages_are_fresh(reference):
 
 def test_the_reference_has_every_public_name_once(reference):
     pages = "\n".join(reference.api_pages().values())
-    named = re.findall(r"^::: energon_bridge\.(\w+)$", pages, re.MULTILINE)
-    assert sorted(named) == sorted({*energon_bridge.__all__, "EnergonMultiModalDataModule"} - {"__version__"})
+    named = re.findall(r"^::: energon_bridge\.([\w.]+)$", pages, re.MULTILINE)
+    top = {*energon_bridge.__all__, "EnergonMultiModalDataModule"} - {"__version__"}
+    assert sorted(name for name in named if "." not in name) == sorted(top)
+    assert len(named) == len(set(named))
 
 
 def test_the_menu_of_the_site_has_every_page_once():

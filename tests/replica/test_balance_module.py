@@ -13,9 +13,9 @@ pytest.importorskip("megatron.core")
 
 from replicas import digest, module, on_ranks, place
 
-from energon_bridge import StageKeys
 from energon_bridge.errors import ConfigurationError, WrongUseError
 from energon_bridge.integrations.megatron_lm import train_valid_test_dataloaders_provider
+from energon_bridge.replica import StageKeys
 from energon_bridge.testing import create_captioning_test_dataset
 
 ROUNDS, STEPS = 4, 3

@@ -18,10 +18,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from replicas import digest, digests, module, on_ranks, place
 
 from energon_bridge import (
-    DatasetNotFoundError,
     DefaultTaskEncoder,
     EnergonDataloader,
-    StageKeys,
     WorkerConfig,
     get_savable_loader,
     get_train_dataset,
@@ -31,9 +29,11 @@ from energon_bridge.errors import (
     BroadcastError,
     ConfigurationError,
     DataParallelError,
+    DatasetNotFoundError,
     EnergonError,
     UnknownArgumentError,
 )
+from energon_bridge.replica import StageKeys
 from energon_bridge.testing import create_captioning_test_dataset
 
 STEPS = 6

@@ -14,8 +14,9 @@ import torch.distributed as dist
 from forked import run_forked
 from hypothesis import given, strategies as st
 
-from energon_bridge import CaptioningSample, SourceInfo, StageKeys, make_replica
+from energon_bridge import CaptioningSample, SourceInfo, make_replica
 from energon_bridge.errors import ConfigurationError, UnknownArgumentError
+from energon_bridge.replica import StageKeys
 from energon_bridge.replica.exchange import FRAME, Channel
 from energon_bridge.replica.structure import check_keys, decode, encode, select
 from energon_bridge.samples import CrudeSample

@@ -18,15 +18,9 @@ from forked import run_forked
 from sources import converted, picture
 
 from energon_bridge import (
-    ConfigurationError,
     Cooker,
-    DatasetError,
-    DatasetMismatchError,
     DefaultTaskEncoder,
     ErrorPolicy,
-    FatalSampleError,
-    FieldMapError,
-    MetadataError,
     WorkerConfig,
     get_loader,
     get_savable_loader,
@@ -34,7 +28,17 @@ from energon_bridge import (
     get_val_dataset,
 )
 from energon_bridge.cli.main import main
-from energon_bridge.errors import EnergonError, SourceError, UnknownSplitError
+from energon_bridge.errors import (
+    ConfigurationError,
+    DatasetError,
+    DatasetMismatchError,
+    EnergonError,
+    FatalSampleError,
+    FieldMapError,
+    MetadataError,
+    SourceError,
+    UnknownSplitError,
+)
 from energon_bridge.rows import dataset as tables
 from energon_bridge.rows.dataset import TableDataset, open_tables
 

@@ -19,13 +19,13 @@ from PIL import Image
 from energon_bridge import (
     CaptioningSample,
     DefaultTaskEncoder,
-    FatalSampleError,
     SampleDecoder,
     SkipSample,
     WorkerConfig,
     get_savable_loader,
     get_train_dataset,
 )
+from energon_bridge.errors import FatalSampleError
 from energon_bridge.loader.transport import Arena, BatchMessage, Outbox, unpack
 from energon_bridge.prepare import parse_patterns, prepare_dataset, render_dataset_yaml
 from energon_bridge.samples.slabs import SLABS, Slab, SlabPool, block_over

@@ -25,15 +25,14 @@ from paths import HELPERS, REPOSITORY
 
 from energon_bridge import (
     CachePool,
-    ConfigurationError,
     CrudeSample,
     DecodeFileStore,
     FileStoreCachePool,
-    LoaderError,
     NoCachePool,
     SampleDecoder,
     SourceInfo,
 )
+from energon_bridge.errors import ConfigurationError, LoaderError
 from energon_bridge.stores.cache import from_bytes, to_bytes
 
 

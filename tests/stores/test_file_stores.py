@@ -20,22 +20,23 @@ from crude import npy, prepared
 
 from energon_bridge import (
     CrudeSample,
-    DatasetNotFoundError,
-    DecodeError,
     DecodeFileStore,
-    FileNotInStoreError,
     FileStore,
-    JsonlFileStore,
-    KeyIndexError,
-    MediaMetadataError,
     PrimaryFileStore,
     SampleDecoder,
     SourceInfo,
-    StorageError,
     SystemFileStore,
     TextSample,
-    WebdatasetFileStore,
 )
+from energon_bridge.errors import (
+    DatasetNotFoundError,
+    DecodeError,
+    FileNotInStoreError,
+    KeyIndexError,
+    MediaMetadataError,
+    StorageError,
+)
+from energon_bridge.stores import JsonlFileStore, WebdatasetFileStore
 
 PARTS = {f"s{n}": {"txt": b"text %d" % n, "a.npy": npy(np.arange(n))} for n in range(6)}
 

@@ -15,13 +15,15 @@ from engine import Numbers, PrePostEncoder, config_of, deliver, digest, loaders_
 from hypothesis import given, strategies as st
 from PIL import Image
 
-from energon_bridge import ConfigurationError, DeferredImage, WorkerConfig
+from energon_bridge import WorkerConfig
+from energon_bridge.errors import ConfigurationError
 from energon_bridge.loader.document import read_lanes
 from energon_bridge.loader.savable import SavableDataLoader
 from energon_bridge.stream.draws import size_of
 from energon_bridge.stream.lane import Lane
 from energon_bridge.stream.pipeline import Budget, Pipeline
 from energon_bridge.stream.state import Stage
+from energon_bridge.task_encoder import DeferredImage
 from energon_bridge.task_encoder.images import IMAGE_FORMS
 
 LANES = 6

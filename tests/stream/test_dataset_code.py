@@ -18,12 +18,12 @@ from keyed import join, keyed_dataset, shards, shuffled, write_mix
 
 from energon_bridge import (
     DefaultTaskEncoder,
-    FatalSampleError,
     TextSample,
     get_savable_loader,
     get_train_dataset,
     register_joiner,
 )
+from energon_bridge.errors import FatalSampleError
 from energon_bridge.prepare import parse_patterns, prepare_dataset
 from energon_bridge.prepare.lint import lint_dataset, lint_parts
 from energon_bridge.testing import write_shard
@@ -34,7 +34,8 @@ CODE = """
 import random
 import numpy as np
 import torch
-from energon_bridge import FatalSampleError, SkipSample
+from energon_bridge import SkipSample
+from energon_bridge.errors import FatalSampleError
 
 def noise():
     return f"{random.random()} {np.random.random()} {torch.rand(())}"

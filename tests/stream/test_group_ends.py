@@ -26,7 +26,8 @@ from engine import (
 )
 from forked import run_forked
 
-from energon_bridge import EmptyDatasetError, SettingMismatchError, SkipSample, get_val_dataset
+from energon_bridge import SkipSample, get_val_dataset
+from energon_bridge.errors import EmptyDatasetError, SettingMismatchError
 from energon_bridge.loader.run_plan import DatasetSpec
 from energon_bridge.loader.savable import SavableDataLoader
 

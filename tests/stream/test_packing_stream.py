@@ -30,14 +30,13 @@ from engine import (
 from forked import run_forked
 
 from energon_bridge import (
-    ConfigurationError,
     DefaultTaskEncoder,
-    FatalSampleError,
     Packer,
     SkipSample,
     get_savable_loader,
     get_val_dataset,
 )
+from energon_bridge.errors import ConfigurationError, FatalSampleError
 from energon_bridge.loader.document import read_lanes
 from energon_bridge.loader.run_plan import DatasetSpec
 from energon_bridge.stream.state import Stage

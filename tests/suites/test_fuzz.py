@@ -29,15 +29,10 @@ from engine import config_of
 from hostile import LONG, Note, damaged_bytes, limited, seed_of
 from PIL import Image
 
-from energon_bridge import (
-    ErrorPolicy,
-    SampleDecoder,
-    WebdatasetFileStore,
-    get_loader,
-    get_train_dataset,
-)
+from energon_bridge import ErrorPolicy, SampleDecoder, get_loader, get_train_dataset
 from energon_bridge.errors import DecodeError, EnergonError
 from energon_bridge.prepare import parse_patterns, prepare_dataset, render_dataset_yaml
+from energon_bridge.stores import WebdatasetFileStore
 from energon_bridge.testing import write_shard
 
 SAMPLES = 12

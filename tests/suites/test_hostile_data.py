@@ -32,7 +32,6 @@ from energon_bridge import (
     SampleDecoder,
     SystemFileStore,
     TextSample,
-    WebdatasetFileStore,
     WorkerConfig,
     basic_sample_keys,
     cooker,
@@ -52,6 +51,7 @@ from energon_bridge.format.documents import parse_document
 from energon_bridge.format.key_index import local_key_index
 from energon_bridge.format.nvmeta import expand_braces, meta_path
 from energon_bridge.storage import LocalStore
+from energon_bridge.stores import WebdatasetFileStore
 
 MIB = 1 << 20
 

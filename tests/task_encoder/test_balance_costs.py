@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from energon_bridge import BatchCost, Segment, attention_pairs, num_tokens, vision_patches
+from energon_bridge import BatchCost
 from energon_bridge.errors import ConfigurationError
+from energon_bridge.samples import Segment
+from energon_bridge.task_encoder import attention_pairs, num_tokens, vision_patches
 from energon_bridge.task_encoder.costs import fit_cost
 from energon_bridge.task_encoder.packed_sequences import batch_packs, pack_sequences
 from energon_bridge.task_encoder.sequences import MultiModalSample, PaddingValues, batch_sequences

@@ -14,18 +14,10 @@ from engine import config_of, counts_of, deliver, digest, loaders_of, train_data
 
 from energon_bridge import (
     AugmentTaskEncoder,
-    ConfigurationError,
     Cooker,
     CrudeSample,
-    DatasetError,
-    DatasetMismatchError,
-    DatasetNotFoundError,
     DefaultTaskEncoder,
-    FatalSampleError,
     FileStore,
-    KeyIndexError,
-    MetadataError,
-    NoCookerError,
     SkipSample,
     SourceInfo,
     TextSample,
@@ -35,6 +27,16 @@ from energon_bridge import (
     get_savable_loader,
     get_val_dataset,
     stateless,
+)
+from energon_bridge.errors import (
+    ConfigurationError,
+    DatasetError,
+    DatasetMismatchError,
+    DatasetNotFoundError,
+    FatalSampleError,
+    KeyIndexError,
+    MetadataError,
+    NoCookerError,
 )
 from energon_bridge.loader.savable import SavableDataLoader
 from energon_bridge.task_encoder.cooking import matching_cooker

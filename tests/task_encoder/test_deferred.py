@@ -18,9 +18,7 @@ from PIL import Image
 from energon_bridge import (
     CaptioningSample,
     Cooker,
-    DecodeError,
     DefaultTaskEncoder,
-    DeferredImage,
     FileStoreCachePool,
     SampleDecoder,
     TextSample,
@@ -29,8 +27,10 @@ from energon_bridge import (
     get_savable_loader,
     get_train_dataset,
 )
+from energon_bridge.errors import DecodeError
 from energon_bridge.loader.run_plan import DatasetSpec
 from energon_bridge.prepare import parse_patterns, prepare_dataset, render_dataset_yaml
+from energon_bridge.task_encoder import DeferredImage
 from energon_bridge.testing import create_captioning_test_dataset, write_shard
 
 

@@ -25,9 +25,10 @@ from families import (
 
 pytest.importorskip("transformers")
 
-from energon_bridge import CaptioningSample, DeferredImage, SampleDecoder, VidQASample, VQASample, get_train_dataset
+from energon_bridge import CaptioningSample, SampleDecoder, VidQASample, VQASample, get_train_dataset
 from energon_bridge.errors import ConfigurationError, SampleError
 from energon_bridge.samples import CrudeSample, InterleavedSample
+from energon_bridge.task_encoder import DeferredImage
 from energon_bridge.task_encoder.families import ChatConfig, ChatSample, ChatTemplateTaskEncoder, VideoFrames
 from energon_bridge.task_encoder.packing import Packer
 

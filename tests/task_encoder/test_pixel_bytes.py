@@ -19,7 +19,6 @@ from transformers import CLIPImageProcessorPil, Siglip2ImageProcessorPil
 
 from energon_bridge import (
     CaptioningSample,
-    ChatSample,
     EnergonMultiModalDataModule,
     WorkerConfig,
     get_savable_loader,
@@ -31,7 +30,7 @@ from energon_bridge.integrations.bridge_encoders import BridgeTaskEncoder
 from energon_bridge.integrations.huggingface import model_inputs
 from energon_bridge.integrations.megatron_lm import train_valid_test_dataloaders_provider
 from energon_bridge.replica.structure import decode, encode, select
-from energon_bridge.task_encoder.families import ChatConfig, FixedTokenFamily, VideoFrames
+from energon_bridge.task_encoder.families import ChatConfig, ChatSample, FixedTokenFamily, VideoFrames
 from energon_bridge.task_encoder.pixels import pixel_path
 from energon_bridge.testing import create_captioning_test_dataset
 

@@ -13,7 +13,8 @@ import pytest
 import torch
 from clips import all_samples, tone, write_sound
 
-from energon_bridge import AVDecoder, ConfigurationError, DecodeError, get_clips_uniform
+from energon_bridge.av import AVDecoder, get_clips_uniform
+from energon_bridge.errors import ConfigurationError, DecodeError
 
 KINDS: dict[str, dict[str, Any]] = {
     "16.wav": {"codec": "pcm_s16le"},

@@ -21,13 +21,8 @@ import pytest
 import torch
 from clips import HEIGHT, WIDTH, X264, Frame, all_frames, write_video
 
-from energon_bridge import (
-    AVDecoder,
-    ConfigurationError,
-    DecodeError,
-    get_clips_uniform,
-    get_single_frames_uniform,
-)
+from energon_bridge.av import AVDecoder, get_clips_uniform, get_single_frames_uniform
+from energon_bridge.errors import ConfigurationError, DecodeError
 
 LONG = bool(os.environ.get("ENERGON_LONG_TESTS"))
 H264 = {"x264-params": X264}
@@ -240,7 +235,7 @@ def test_without_pyav_the_extra_is_named(folder: Path, monkeypatch: pytest.Monke
 MEMORY = """
 import gc, sys
 from pathlib import Path
-from energon_bridge import AVDecoder, get_single_frames_uniform
+from energon_bridge.av import AVDecoder, get_single_frames_uniform
 
 gc.disable()  # what is closed must be gone without it
 files = [path.read_bytes() for path in sorted(Path(sys.argv[1]).iterdir()) if path.name in sys.argv[3:]]

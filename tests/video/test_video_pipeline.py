@@ -17,11 +17,7 @@ from engine import config_of, counts_of, deliver, digest, loaders_of, train_data
 
 import energon_bridge.stream.reader as reader_module
 from energon_bridge import (
-    AVData,
-    AVDecoder,
-    AVMetadata,
     Cooker,
-    DecodeError,
     DecodeFileStore,
     DefaultTaskEncoder,
     PrimaryFileStore,
@@ -29,16 +25,18 @@ from energon_bridge import (
     SystemFileStore,
     TextSample,
     VidQASample,
-    WebdatasetFileStore,
     basic_sample_keys,
     cooker,
     get_savable_loader,
-    get_single_frames_uniform,
     get_train_dataset,
     stateless,
 )
+from energon_bridge.av import AVData, AVDecoder, get_single_frames_uniform
+from energon_bridge.errors import DecodeError
+from energon_bridge.format.media import AVMetadata
 from energon_bridge.loader.savable import SavableDataLoader
 from energon_bridge.prepare import MediaFilter, parse_patterns, prepare_dataset, prepare_media, render_dataset_yaml
+from energon_bridge.stores import WebdatasetFileStore
 from energon_bridge.testing import write_shard
 
 LONG = bool(os.environ.get("ENERGON_LONG_TESTS"))

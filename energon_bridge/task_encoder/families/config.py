@@ -15,6 +15,10 @@ from energon_bridge.task_encoder.pixels import PixelDtype, Profile
 class ChatConfig:
     """How conversations are rendered, learned, limited and padded.
 
+    Examples:
+        >>> config = ChatConfig(seq_length=8192, learn="last")
+        >>> ChatTemplateTaskEncoder.from_pretrained("Qwen/Qwen2.5-VL-7B-Instruct", config)  # doctest: +SKIP
+
     Args:
         seq_length: Longest sequence that the model is shown, image tokens included.
         chat_template: A Jinja template in place of the tokenizer's own.

@@ -58,6 +58,10 @@ from energon_bridge.task_encoder.visual import size_of
 class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalBatch]):
     """Encode conversations with images and videos for a model of transformers, by its tokenizer's chat template.
 
+    Examples:
+        >>> encoder = ChatTemplateTaskEncoder.from_pretrained("Qwen/Qwen2.5-VL-7B-Instruct")  # doctest: +SKIP
+        >>> dataset = get_train_dataset("data/chats", batch_size=1, task_encoder=encoder)  # doctest: +SKIP
+
     Args:
         tokenizer: Of the transformers interface, with a chat template unless the configuration has one.
         family: What the model makes of images and videos: `family_of(model.config, tokenizer, image_processor)`, a
