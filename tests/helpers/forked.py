@@ -123,6 +123,7 @@ def become_rank(rank: int, size: int, port: int) -> None:
 
 def import_for_training() -> None:
     """Import here, once, what every training run would import in its own fork: ten seconds of work each time."""
+    import torch._dynamo  # noqa: F401  (optimizers do)
     from transformers import LlavaForConditionalGeneration  # noqa: F401
 
     import energon_bridge.datamodule
