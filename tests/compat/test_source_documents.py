@@ -333,7 +333,7 @@ def test_tutorial_5_saving_and_restoring(source: str, path: str, opened: list[An
     loader.restore_state_rank(torch.load({str(tmp_path / "state.pt")!r}))
     print([batch.__key__ for batch in islice(loader, 20)])
     """
-    result = run_program(["-c", textwrap.dedent(program)], tmp_path)
+    result = run_program(["-c", textwrap.dedent(program)], Path.cwd())
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip() == str(following)
     assert batch.__key__ not in following[: NUM_TRAIN // 4 - 1] or source != path
