@@ -135,7 +135,8 @@ class Program:
     """`python ARGUMENTS...` in a fork: what a new interpreter would do, without its imports.
 
     Its standard error comes with its output, as a terminal shows them, or goes to a descriptor. It has the environment
-    of this process with `environment` over it. Use `subprocess` where the start of an interpreter is what is tested.
+    of this process with `environment` over it. Use `subprocess` where the start of an interpreter is what is tested, and
+    for programs that leave a pool of processes to the end of the interpreter, which a fork has none of.
     """
 
     def __init__(
@@ -177,7 +178,9 @@ def run_program(
     """Run a program to its end."""
     with tempfile.TemporaryFile("w+") as errors:
         program = Program(arguments, cwd, environment, errors.fileno())
-        limit = threading.Timer(5 * TIMEOUT, program.kill)
+        limit = threading.Timer(
+            5 * TIMEOUT, os.killpg, (program.pid, signal.SIGKILL)
+        )  # its children hold the pipe, too
         limit.start()
         output = program.output.read()
         limit.cancel()
@@ -190,6 +193,7 @@ def _become(
     arguments: list[str], cwd: Path, environment: dict[str, str], writing: int, errors: int | None, reading: int
 ) -> None:
     """Be the program: in a fork, without what pytest has set up in this process."""
+    os.setpgid(0, 0)
     os.close(reading)
     os.dup2(writing, 1)
     os.dup2(writing if errors is None else errors, 2)

@@ -9,6 +9,8 @@ import json
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,6 @@ from typing import Any
 import pytest
 import sources
 from click.testing import CliRunner
-from forked import run_program
 from previews import mix_of
 from recipes import captions_dataset, crude_conversations
 from test_readme import REPOSITORY, name_of, write_raw_dataset
@@ -43,11 +44,12 @@ NOT_RUN = {
     "sbatch": "tests/training/test_launch.py, with the commands of a cluster stood in for",
 }
 ELSEWHERE = {"docs/start.md": "tests/project/test_docs.py", "README.md line 11": "the same in docs/start.md"}
+CHAINS = REPOSITORY / "tests/suites/chains.py"
 METADATASET = {"__module__": "megatron.energon", "__class__": "MetadatasetV2"}
 STANDS_FOR = {
     " /data/": " {here}/data/",
     " /shared/": " {here}/shared/",
-    "tests/suites/chains.py --chains 10000 --processes 16": f"{REPOSITORY}/tests/suites/chains.py --chains 1",
+    "tests/suites/chains.py --chains 10000 --processes 16": f"{CHAINS} --chains 1 --processes 1",
     "$SLURM_ARRAY_TASK_ID/16": "0/1",  # every task must have run before the last line
     "3/16": "0/1",
     "step-0005000.ckpt --step 5123 --world-size 8": "step-0000004.ckpt --step 10 --world-size 1",
@@ -169,7 +171,8 @@ def run_training(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def run_python(words: list[str]) -> None:
-    result = run_program(words[words.index("-m") :] if "-m" in words else words[1:], Path.cwd())
+    words = [sys.executable, *words[words.index("-m") :]] if "-m" in words else [sys.executable, *words[1:]]
+    result = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     assert result.returncode == 0, f"{shlex.join(words)}\n{result.stdout}{result.stderr}"
 
 
