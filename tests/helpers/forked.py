@@ -135,8 +135,8 @@ class Program:
     """`python ARGUMENTS...` in a fork: what a new interpreter would do, without its imports.
 
     Its standard error comes with its output, as a terminal shows them, or goes to a descriptor. It has the environment
-    of this process with `environment` over it. Use `subprocess` where the start of an interpreter is what is tested, and
-    for programs that leave a pool of processes to the end of the interpreter, which a fork has none of.
+    of this process with `environment` over it. Use `subprocess` where the start of an interpreter is what is tested,
+    and for programs that leave a pool of processes to the end of the interpreter, which a fork has none of.
     """
 
     def __init__(
@@ -178,9 +178,8 @@ def run_program(
     """Run a program to its end."""
     with tempfile.TemporaryFile("w+") as errors:
         program = Program(arguments, cwd, environment, errors.fileno())
-        limit = threading.Timer(
-            5 * TIMEOUT, os.killpg, (program.pid, signal.SIGKILL)
-        )  # its children hold the pipe, too
+        # With its children, which have the other end of the pipe, too.
+        limit = threading.Timer(5 * TIMEOUT, os.killpg, (program.pid, signal.SIGKILL))
         limit.start()
         output = program.output.read()
         limit.cancel()
