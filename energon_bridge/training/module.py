@@ -200,7 +200,7 @@ class VisionLanguageModule(LightningModule):
         """Return the summed loss of one microbatch; a masked one has loss 0 and zero gradients."""
         key = key_of("step", self.config.seed, self.trainer.global_step, batch_idx, self.global_rank)
         torch.manual_seed(key & _SEED_BITS)
-        losses, mask = self._token_losses(batch)
+        losses, mask = self.token_losses(batch)
         loss, tokens = (losses * mask).sum(), mask.sum()
         if not loss.requires_grad:  # only vision parts are trained, and the batch has no images
             loss = loss + sum(0.0 * parameter.sum() for parameter in self.model.parameters() if parameter.requires_grad)
@@ -232,10 +232,10 @@ class VisionLanguageModule(LightningModule):
 
     def validation_step(self, batch: MultiModalBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Add the loss of a microbatch, and generate its answers."""
-        losses, mask = self._token_losses(batch)
+        losses, mask = self.token_losses(batch)
         self._validation_sums[dataloader_idx] += torch.stack([(losses * mask).sum(), mask.sum()]).double().cpu()
         if self.config.validation.generate:
-            self._written[dataloader_idx].append(self._predict(batch))
+            self._written[dataloader_idx].append(self.predict(batch))
 
     def on_validation_epoch_end(self) -> None:
         """Gather the ranks' sums and predictions, the latter in the order of the split, or of its packs.
@@ -285,7 +285,7 @@ class VisionLanguageModule(LightningModule):
     def _learning_rate_factor(self, step: int) -> float:
         return learning_rate_factor(self.config.optimizer, step, self.config.train.max_steps)
 
-    def _token_losses(self, batch: MultiModalBatch) -> tuple[Tensor, Tensor]:
+    def token_losses(self, batch: MultiModalBatch) -> tuple[Tensor, Tensor]:
         """Return cross entropies and their weights, both float32 of shape (B, S)."""
         mask = batch.loss_mask
         if batch.__valid__ is not None:
@@ -294,7 +294,8 @@ class VisionLanguageModule(LightningModule):
         labels = batch.labels.clamp(min=0)  # positions without loss have weight zero, whatever marks them
         return functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none"), mask
 
-    def _predict(self, batch: MultiModalBatch) -> list[Prediction]:
+    def predict(self, batch: MultiModalBatch) -> list[Prediction]:
+        """Return what the model generates after the prompt of each real row, or of each sample of a pack."""
         if batch.__valid__ is not None and not batch.__valid__.any():
             return []
         if batch.cu_seqlens is not None:

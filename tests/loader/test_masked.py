@@ -247,7 +247,7 @@ def expected_steps(config: Any, accumulate: int) -> tuple[list[dict[str, torch.T
         tokens: Any = 0.0
         for _ in range(accumulate):
             for _ in range(ownership.step_size(m)):
-                token_losses, mask = module._token_losses(next(batches))
+                token_losses, mask = module.token_losses(next(batches))
                 losses, tokens = losses + (token_losses * mask).sum(), tokens + mask.sum()
             m += ownership.step_size(m)
         module.zero_grad()

@@ -14,6 +14,7 @@ from contextlib import closing
 
 import pytest
 from click.testing import CliRunner
+from forked import import_for_training, run_program
 from paths import REPOSITORY
 from PIL import Image
 from sources import (
@@ -478,8 +479,8 @@ def test_it_trains_by_the_line_that_is_shown(tmp_path, name):
     result = convert(source, tmp_path / "out", *flags, "--split-ratio", "4,1,0")
     line = next(line for line in result.output.splitlines() if line.startswith("Try it")).partition(": ")[2]
     arguments = [*shlex.split(line)[1:], f"run_dir={tmp_path / 'run'}", "train.max_steps=3", "validation.interval=3"]
-    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run([sys.executable, *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    import_for_training()
+    done = run_program(arguments, tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "loss" in (done.stdout + done.stderr)
 

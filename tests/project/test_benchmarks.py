@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import pytest
+from forked import run_program
 from paths import REPOSITORY
 
 import energon_bridge
@@ -18,31 +18,38 @@ from energon_bridge.prepare import parse_patterns, prepare_dataset, render_datas
 
 sys.path.insert(0, str(REPOSITORY))
 
-from benchmarks import data, models, packing
+from benchmarks import data, models, packing, processes, run
 from benchmarks.run import warmup_batches
 from benchmarks.systems.measure import Job, consume
 from benchmarks.systems.same_api import PACK, PACKING_BUFFER, SIDE, open_loader, touch
 
 
-def test_every_part_runs(tmp_path):
+@pytest.fixture
+def fewer_interpreters(monkeypatch):
+    """Measure in a new interpreter once, and afterwards in forks of this process."""
+    in_interpreter, calls = processes.call, []
+
+    def call(command):
+        calls.append(command[1])
+        if command[1] == "-m" and calls.count("-m") == 1:
+            return in_interpreter(command)
+        result = run_program(command[1:], REPOSITORY)
+        assert result.returncode == 0, result.stderr
+        return result.stdout
+
+    monkeypatch.setattr(processes, "call", call)
+    monkeypatch.setattr(run, "call", call)
+    return calls
+
+
+def test_every_part_runs(tmp_path, monkeypatch, capsys, fewer_interpreters):
     results = tmp_path / "results.json"
     options = "--systems ours --points text/raw --workers 0 --seconds 0.1 --warmup 0 --repetitions 1 --consumed 3"
-    sizes = [
-        "--scale",
-        "0",
-        "--batch-size",
-        "4",
-        "--datasets",
-        "1",
-        "3",
-        "--cache",
-        str(tmp_path / "cache"),
-        "--json",
-        str(results),
-    ]
-    call = [sys.executable, str(REPOSITORY / "benchmarks" / "run.py"), *options.split(), *sizes]
-    result = subprocess.run(call, cwd=tmp_path, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout + result.stderr
+    options += f" --scale 0 --batch-size 4 --datasets 1 3 --cache {tmp_path / 'cache'} --json {results}"
+    monkeypatch.setattr(sys, "argv", ["run.py", *options.split()])
+    run.main()
+    printed = capsys.readouterr().out
+    assert len(fewer_interpreters) > 10
 
     measured = json.loads(results.read_text())
     assert [(m["kind"], m["mode"]) for m in measured["throughput"]] == [("text", "raw")]
@@ -61,8 +68,8 @@ def test_every_part_runs(tmp_path):
         "Mixes",
         "Frames of videos",
     ):
-        assert title in result.stdout
-    assert str(tmp_path) not in result.stdout  # the tables go into docs/: no paths of the machine
+        assert title in printed
+    assert str(tmp_path) not in printed  # the tables go into docs/: no paths of the machine
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,6 @@ import io
 import re
 import shlex
 import signal
-import subprocess
-import sys
 import tokenize
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -19,6 +17,7 @@ from types import ModuleType
 import click
 import pytest
 import yaml
+from forked import Program, free_port, import_for_training, rank_environment
 from paths import REPOSITORY
 
 import energon_bridge
@@ -47,23 +46,23 @@ def commands() -> Iterator[tuple[str, list[str]]]:
 
 def run(command: str, folder: Path, *, kill_after: str | None = None) -> str:
     """Run a command of the page in a folder; with `kill_after`, until a line has this text."""
-    words = shlex.split(command)
-    programs = {
-        "energon": [sys.executable, "-c", "from energon_bridge.cli.main import main; main()"],
-        "python": [sys.executable],
-        "torchrun": [sys.executable, "-m", "torch.distributed.run"],
-    }
-    words = [*programs[words[0]], *words[1:]]
-    words = [str(REPOSITORY / word) if word.startswith("scripts/") else word for word in words]
-    process = subprocess.Popen(words, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    name, *words = shlex.split(command)
+    if name == "energon":
+        words = ["-c", "from energon_bridge.cli.main import main; main()", *words]
+    if name != "torchrun":
+        programs = [Program(words, folder)]
+    else:  # as torchrun starts them; a real one is in training/test_torchrun.py
+        port, (option, count, *words) = free_port(), words
+        assert option == "--nproc-per-node"
+        programs = [Program(words, folder, rank_environment(rank, int(count), port)) for rank in range(int(count))]
     lines = []
-    assert process.stdout is not None
-    with process, process.stdout:
-        for line in process.stdout:
+    for program in programs:
+        for line in program.output:
             lines.append(line)
             if kill_after is not None and kill_after in line:
-                process.send_signal(signal.SIGKILL)
-    assert process.returncode == (0 if kill_after is None else -signal.SIGKILL), f"{command}\n{''.join(lines)}"
+                program.kill()
+    end = 0 if kill_after is None else -signal.SIGKILL
+    assert {program.wait() for program in programs} == {end}, f"{command}\n{''.join(lines)}"
     return "".join(lines)
 
 
@@ -74,6 +73,7 @@ def plain(text: str) -> str:
 
 def test_the_first_page_works(tmp_path):
     """Its data, commands and outputs; the training of eight steps instead of 200 is killed after four."""
+    import_for_training()
     make_shapes, load = blocks("python")
     (tmp_path / "make_shapes.py").write_text(make_shapes)
     (tmp_path / "load.py").write_text(load)

@@ -44,11 +44,12 @@ NOT_RUN = {
     "sbatch": "tests/training/test_launch.py, with the commands of a cluster stood in for",
 }
 ELSEWHERE = {"docs/start.md": "tests/project/test_docs.py", "README.md line 11": "the same in docs/start.md"}
+CHAINS = REPOSITORY / "tests/suites/chains.py"
 METADATASET = {"__module__": "megatron.energon", "__class__": "MetadatasetV2"}
 STANDS_FOR = {
     " /data/": " {here}/data/",
     " /shared/": " {here}/shared/",
-    "tests/suites/chains.py --chains 10000 --processes 16": f"{REPOSITORY}/tests/suites/chains.py --chains 1",
+    "tests/suites/chains.py --chains 10000 --processes 16": f"{CHAINS} --chains 1 --processes 1",
     "$SLURM_ARRAY_TASK_ID/16": "0/1",  # every task must have run before the last line
     "3/16": "0/1",
     "step-0005000.ckpt --step 5123 --world-size 8": "step-0000004.ckpt --step 10 --world-size 1",

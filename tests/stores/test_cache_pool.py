@@ -20,6 +20,7 @@ import pytest
 import torch
 from caching import Slow, files_in, wait_for
 from engine import digest
+from forked import Program
 from paths import HELPERS, REPOSITORY
 
 from energon_bridge import (
@@ -266,24 +267,21 @@ pool = FileStoreCachePool(parent_cache_dir=parent)
 lazies = [pool.get_lazy(Slow(), str(n)) for n in range(5)]
 wait_for(lambda: len([path for path in files_in(parent) if f"_{{os.getpid()}}_" in str(path)]) == 5)
 print("ready", flush=True)
-if {end!r} == "kill":
-    time.sleep(60)
 """
+HELD = f"{CHILD}time.sleep(60)\n"
 
 
-def start_child(parent: Path, end: str) -> subprocess.Popen[str]:
-    paths = [str(HELPERS), str(REPOSITORY)]
-    code = CHILD.format(paths=paths, parent=str(parent), end=end)
-    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    assert child.stdout is not None
-    assert child.stdout.readline() == "ready\n"
-    return child
+def start_held(parent: Path) -> Program:
+    """Start a process that holds files."""
+    program = Program(["-c", HELD.format(paths=[str(HELPERS)], parent=str(parent))], parent.parent)
+    assert program.output.readline() == "ready\n"
+    return program
 
 
 def test_a_killed_process_leaves_what_the_next_one_clears_away(tmp_path: Path) -> None:
-    killed, living = start_child(tmp_path, "kill"), start_child(tmp_path, "kill")
-    killed.send_signal(signal.SIGKILL)
-    killed.wait()
+    killed, living = start_held(tmp_path), start_held(tmp_path)
+    killed.kill()
+    assert killed.wait() == -signal.SIGKILL
     assert len(files_in(tmp_path)) == 10
     pool, store = FileStoreCachePool(parent_cache_dir=tmp_path), Slow()
     lazy = pool.get_lazy(store, "0")
@@ -295,9 +293,6 @@ def test_a_killed_process_leaves_what_the_next_one_clears_away(tmp_path: Path) -
     del lazy
     living.kill()
     living.wait()
-    for process in (killed, living):
-        assert process.stdout is not None
-        process.stdout.close()
     pool.close()
     FileStoreCachePool(parent_cache_dir=tmp_path).get_lazy(store, "1")
     gc.collect()
@@ -305,10 +300,9 @@ def test_a_killed_process_leaves_what_the_next_one_clears_away(tmp_path: Path) -
 
 
 def test_a_process_that_ends_leaves_nothing(tmp_path: Path) -> None:
-    child = start_child(tmp_path, "end")
-    assert child.wait() == 0
-    assert child.stdout is not None
-    child.stdout.close()
+    code = CHILD.format(paths=[str(HELPERS), str(REPOSITORY)], parent=str(tmp_path))
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "ready\n")
     assert list(tmp_path.iterdir()) == []
 
 

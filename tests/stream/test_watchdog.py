@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-import subprocess
-import sys
 import textwrap
 import threading
 import time
@@ -15,6 +13,7 @@ from typing import Any
 
 import pytest
 from engine import PackingEncoder, config_of, text_dataset, train_dataset
+from forked import run_program
 
 from energon_bridge import DefaultTaskEncoder, TextSample, get_loader, get_savable_loader
 from energon_bridge.errors import ConfigurationError, HookTimeoutError
@@ -150,9 +149,7 @@ def test_a_training_process_that_cannot_be_interrupted_is_ended(data: Path) -> N
         dataset = get_train_dataset({str(data)!r}, batch_size=2, worker_config=config, task_encoder=Hanging())
         next(iter(get_loader(dataset, watchdog_timeout_seconds=0.2, fail_on_timeout=True)))
     """
-    found = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=60, check=False
-    )
+    found = run_program(["-c", textwrap.dedent(program)], data)
     assert found.returncode == 86, found.stderr
     assert "encode_sample of" in found.stderr
     assert "cannot be interrupted; the process ends with" in found.stderr

@@ -79,7 +79,7 @@ def test_the_loss_falls_by_half_in_30_steps(family: str, packs: bool) -> None:
     optimizer = torch.optim.AdamW(module.parameters(), lr=5e-3)
     losses = []
     for _ in range(31):
-        values, mask = module._token_losses(batch)
+        values, mask = module.token_losses(batch)
         loss = (values * mask).sum() / mask.sum()
         losses.append(float(loss.detach()))
         optimizer.zero_grad()
@@ -107,8 +107,8 @@ def test_every_token_has_the_loss_in_a_pack_that_it_has_alone(family: str) -> No
         batch = encoder.batch([encoder.pack_selected_samples(group) for group in groups])
         assert batch.cu_seqlens_padded is not None
         with torch.no_grad():
-            losses, mask = module._token_losses(batch)
-            alone, alone_mask = module._token_losses(encoder.batch(samples))
+            losses, mask = module.token_losses(batch)
+            alone, alone_mask = module.token_losses(encoder.batch(samples))
         for number, sample in enumerate(samples):
             start, count = int(batch.cu_seqlens_padded[number]), len(sample.tokens)
             place = slice(start, start + count)
@@ -125,7 +125,7 @@ def test_a_sample_is_blind_to_the_others_of_its_pack(family: str) -> None:
         encoder.batch([encoder.pack_selected_samples([first, *samples[1:3]])]) for first in (samples[0], samples[3])
     ]
     with torch.no_grad():
-        ours, others = (module._token_losses(pack)[0][0] for pack in packs)
+        ours, others = (module.token_losses(pack)[0][0] for pack in packs)
     rest = sum(len(sample.tokens) for sample in samples[1:3])
     torch.testing.assert_close(ours[-rest:], others[-rest:], rtol=1e-4, atol=1e-4)
 
@@ -179,10 +179,10 @@ def test_packs_of_the_multimodal_encoder_have_the_losses_of_their_samples(qwen: 
     module = module_of(qwen, made)
     packs, rows = encoder.batch([encoder.pack_selected_samples(samples)]), encoder.batch(samples)
     with torch.no_grad():
-        packed, alone = (module._token_losses(batch)[0][batch.loss_mask.bool()] for batch in (packs, rows))
+        packed, alone = (module.token_losses(batch)[0][batch.loss_mask.bool()] for batch in (packs, rows))
         torch.testing.assert_close(packed, alone, rtol=1e-4, atol=1e-4)
         rows.mrope_position_ids = None  # the model's own
-        torch.testing.assert_close(module._token_losses(rows)[0][rows.loss_mask.bool()], alone, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(module.token_losses(rows)[0][rows.loss_mask.bool()], alone, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("qwen", QWENS)
@@ -197,9 +197,9 @@ def test_a_model_learns_from_videos_and_images_together(qwen: str) -> None:
     ]
     batch = encoder.batch([encoder.pack_selected_samples(samples)])
     with torch.no_grad():
-        packed = module._token_losses(batch)[0][batch.loss_mask.bool()]
+        packed = module.token_losses(batch)[0][batch.loss_mask.bool()]
         rows = encoder.batch(samples)
-        torch.testing.assert_close(packed, module._token_losses(rows)[0][rows.loss_mask.bool()], rtol=1e-4, atol=1e-4)
-    losses, mask = module._token_losses(batch)
+        torch.testing.assert_close(packed, module.token_losses(rows)[0][rows.loss_mask.bool()], rtol=1e-4, atol=1e-4)
+    losses, mask = module.token_losses(batch)
     (losses * mask).sum().backward()
     assert any(p.grad is not None and p.grad.any() for p in module.model.model.visual.parameters())

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from forked import run_program
 from paths import REPOSITORY
 from recipes import CAPTIONS, jpeg
 
@@ -19,8 +18,9 @@ from energon_bridge.training.llava_data import write_captions, write_conversatio
 
 def run(*arguments: str) -> None:
     """Call `energon`."""
-    command = [sys.executable, "-c", "from energon_bridge.cli.main import main; main()", *arguments]
-    subprocess.run(command, env={"PYTHONPATH": str(REPOSITORY)}, check=True, capture_output=True, timeout=60)
+    command = ["-c", "from energon_bridge.cli.main import main; main()", *arguments]
+    done = run_program(command, REPOSITORY)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_documented_line_converts_captions(tmp_path: Path) -> None:
@@ -103,14 +103,9 @@ def test_a_folder_in_use_is_not_written_to(tmp_path: Path) -> None:
 
 def test_the_script_says_what_it_wrote(tmp_path: Path) -> None:
     (tmp_path / "list.json").write_text(json.dumps(entries(4, tmp_path / "images")))
-    command = [sys.executable, str(REPOSITORY / "scripts" / "llava_data.py"), "conversations", "list.json", "data"]
-
-    def run() -> subprocess.CompletedProcess[str]:
-        environment = {"PYTHONPATH": str(REPOSITORY)}
-        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
-
-    result = run()
+    command = [str(REPOSITORY / "scripts" / "llava_data.py"), "conversations", "list.json", "data"]
+    result = run_program(command, tmp_path)
     assert (result.returncode, result.stdout) == (0, "00001: 2\n00000: 1\nval: 1\n"), result.stderr
-    again = run()
+    again = run_program(command, tmp_path)
     assert again.returncode == 2
     assert "is not empty" in again.stderr

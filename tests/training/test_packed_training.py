@@ -95,9 +95,9 @@ def test_every_token_has_the_loss_that_it_has_alone(bundle: ModelBundle, multipl
     assert batch.cu_seqlens is not None
     assert batch.cu_seqlens_padded is not None
     with torch.no_grad():
-        losses, mask = module._token_losses(batch)
+        losses, mask = module.token_losses(batch)
         for number, sample in enumerate(samples):
-            alone, alone_mask = module._token_losses(task_encoder(bundle).batch([sample]))
+            alone, alone_mask = module.token_losses(task_encoder(bundle).batch([sample]))
             place = slice(
                 int(batch.cu_seqlens_padded[number]), int(batch.cu_seqlens_padded[number]) + len(sample.tokens)
             )
@@ -111,7 +111,7 @@ def test_a_sample_is_blind_to_the_others_of_its_pack(bundle: ModelBundle) -> Non
     samples = samples_of(bundle)
     batch, exchanged = packed(bundle, [samples[:3]]), packed(bundle, [[samples[4], *samples[1:3]]])
     with torch.no_grad():
-        ours, others = module._token_losses(batch)[0][0], module._token_losses(exchanged)[0][0]
+        ours, others = module.token_losses(batch)[0][0], module.token_losses(exchanged)[0][0]
     rest = len(samples[1].tokens) + len(samples[2].tokens)
     torch.testing.assert_close(ours[-rest:], others[-rest:], rtol=1e-5, atol=1e-5)
     assert not torch.allclose(ours[:10], others[:10], rtol=1e-2)
@@ -187,29 +187,29 @@ def test_the_answers_of_packed_samples_are_those_of_each_alone(bundle: ModelBund
     config = RunConfig(validation=ValidationConfig(max_new_tokens=6))
     module = VisionLanguageModule(bundle, config)
     samples = samples_of(bundle)
-    alone = [module._predict(task_encoder(bundle).batch([sample])) for sample in samples]
+    alone = [module.predict(task_encoder(bundle).batch([sample])) for sample in samples]
     batch = packed(bundle, [samples[:4], samples[4:6], samples[6:]], 8)
-    predictions = module._predict(batch)
+    predictions = module.predict(batch)
     assert predictions == [prediction for (prediction,) in alone]
     assert [p.key for p in predictions] == [sample.__key__ for sample in samples]
     assert len({p.generated for p in predictions}) > 3
     batch.__valid__ = torch.tensor([True, False, True])
-    assert [p.key for p in module._predict(batch)] == [s.__key__ for s in [*samples[:4], *samples[6:]]]
+    assert [p.key for p in module.predict(batch)] == [s.__key__ for s in [*samples[:4], *samples[6:]]]
     batch.__valid__ = torch.tensor([False, False, False])
-    assert module._predict(batch) == []
+    assert module.predict(batch) == []
 
 
 def test_images_are_told_apart_by_the_text_between_them(bundle: ModelBundle) -> None:
     known = VisionLanguageModule(bundle, RunConfig())
     unknown = VisionLanguageModule(replace(bundle, image_tokens=None), RunConfig())
     batch = packed(bundle, [samples_of(bundle)])
-    assert unknown._predict(batch) == known._predict(batch)
+    assert unknown.predict(batch) == known.predict(batch)
     images = [picture_of(color) for color in ("red", "green", "blue")]
     side_by_side = InterleavedSample(__key__="doc", sequence=[*images[:2], "red", images[2], "blue"])
     batch = packed(bundle, [[task_encoder(bundle).encode_sample(side_by_side)]])
-    assert len(known._predict(batch)) == 1
+    assert len(known.predict(batch)) == 1
     with pytest.raises(ConfigurationError, match=r"images behind the first answer.*side by side.*generate=false"):
-        unknown._predict(batch)
+        unknown.predict(batch)
 
 
 # Runs ----------------------------------------------------------------------------------------------------------------
@@ -303,7 +303,7 @@ def test_packed_and_unpacked_validation_have_the_same_loss(finished: tuple[RunCo
     losses, tokens = 0.0, 0.0
     with torch.no_grad():
         for batch in data.val_dataloader().one_pass():
-            token_losses, mask = module._token_losses(batch)
+            token_losses, mask = module.token_losses(batch)
             losses, tokens = losses + float((token_losses * mask).sum()), tokens + float(mask.sum())
     data.close()
     assert result.validation_loss == pytest.approx(losses / tokens, rel=1e-5)

@@ -5,15 +5,13 @@ from __future__ import annotations
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from forked import become_rank, free_port, run_forked, start_forked
+from forked import Program, become_rank, free_port, run_forked, run_program, start_forked
 from paths import CONFIGS, REPOSITORY
 
 pytest.importorskip("lightning.pytorch")
@@ -101,13 +99,14 @@ def test_losses_after_a_kill_are_those_of_the_uninterrupted_run(
 def test_the_script_goes_on_after_a_kill(dataset: Path, tmp_path: Path, uninterrupted: dict[int, str]) -> None:
     config = configuration(dataset, tmp_path / "run")
     training.write_config(config, tmp_path / "config.yaml")
-    command = [sys.executable, str(REPOSITORY / "scripts" / "pretrain_vlm.py"), f"--config={tmp_path / 'config.yaml'}"]
-    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
-    with subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL) as process:
-        while steps_done(config) < 7 and process.poll() is None:
-            time.sleep(0.001)
-        process.kill()
-    subprocess.run([*command, "--resume"], env=environment, check=True, capture_output=True, timeout=120)
+    command = [str(REPOSITORY / "scripts" / "pretrain_vlm.py"), f"--config={tmp_path / 'config.yaml'}"]
+    program = Program(command, tmp_path)
+    while steps_done(config) < 7:
+        time.sleep(0.001)
+    program.kill()
+    assert program.wait() == -signal.SIGKILL
+    resumed = run_program([*command, "--resume"], tmp_path)
+    assert resumed.returncode == 0, resumed.stderr
     assert hexes(config) == uninterrupted
 
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from forked import run_program
 from paths import REPOSITORY
 
 pytest.importorskip("lightning.pytorch")
@@ -23,29 +24,23 @@ def test_two_processes_of_torchrun_train_and_validate_as_one(tmp_path: Path) -> 
     dataset = create_captioning_test_dataset(tmp_path / "data", num_train=12, num_val=5)
     script = ["-m", "energon_bridge.training", "--config", "configs/smoke.yaml"]  # the package's
     script += [f"data.path={dataset}", "train.max_steps=3", "data.num_workers=1"]
-    commands = {
-        "one": [sys.executable, *script],
-        "two": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *script],
-    }
-    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
-    runs = {
-        name: subprocess.run(
-            [*command, f"run_dir={tmp_path / name}"],
-            capture_output=True,
-            text=True,
-            env=environment,
-            cwd=tmp_path,
-            timeout=200,
-            check=False,
-        )
-        for name, command in commands.items()
-    }
-    for run in runs.values():
-        assert run.returncode == 0, run.stderr
-    assert runs["two"].stdout == runs["one"].stdout
-    assert runs["two"].stdout.startswith("validation samples read: ")
-    losses = {name: read_losses(tmp_path / name / "metrics.jsonl") for name in runs}
+    one = run_program([*script, f"run_dir={tmp_path / 'one'}"], tmp_path)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    two = subprocess.run(
+        [*torchrun, *script, f"run_dir={tmp_path / 'two'}"],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        cwd=tmp_path,
+        timeout=600,
+        check=False,
+    )
+    assert one.returncode == 0, one.stderr
+    assert two.returncode == 0, two.stderr
+    assert two.stdout == one.stdout
+    assert two.stdout.startswith("validation samples read: ")
+    losses = {name: read_losses(tmp_path / name / "metrics.jsonl") for name in ("one", "two")}
     assert list(losses["two"]) == [1, 2, 3]
     assert losses["two"] == pytest.approx(losses["one"], rel=1e-4)
-    keys = [[p.key for p in read_predictions(tmp_path / name / "predictions.jsonl")] for name in runs]
+    keys = [[p.key for p in read_predictions(tmp_path / name / "predictions.jsonl")] for name in ("one", "two")]
     assert keys[0] == keys[1] == [f"val-{number:05d}" for number in range(5)]

@@ -9,7 +9,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from paths import CONFIGS, REPOSITORY
 pytest.importorskip("lightning.pytorch")
 pytest.importorskip("transformers")
 
-from forked import become_rank, free_port, run_forked
+from forked import become_rank, free_port, run_forked, run_program
 from run_outputs import read_losses, read_predictions
 
 from energon_bridge.errors import BatchSizeMismatchError, ConfigurationError, DatasetNotFoundError
@@ -312,9 +311,7 @@ def test_exact_match_is_the_share_of_right_answers(texts: list[tuple[str, str]],
 
 
 def script(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(REPOSITORY / "scripts" / "pretrain_vlm.py"), *arguments]
-    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
+    return run_program([str(REPOSITORY / "scripts" / "pretrain_vlm.py"), *arguments], REPOSITORY)
 
 
 def test_the_script_ends_with_the_share_that_was_read(dataset: Path, tmp_path: Path) -> None:

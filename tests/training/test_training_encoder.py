@@ -175,8 +175,8 @@ def test_a_prompt_is_shown_its_own_images_of_any_size(bundles: dict[str, ModelBu
         assert torch.equal(values, torch.cat([visual[name] for visual in firsts])), name
     module = VisionLanguageModule(bundle, RunConfig())
     bundle.model.eval()
-    alone = [module._predict(encoder.batch([encode(encoder, chat(size, key="x"))])) for size in ((16, 16), (64, 16))]
-    assert [p.generated for p in module._predict(batch)] == [p.generated for (p,) in alone]
+    alone = [module.predict(encoder.batch([encode(encoder, chat(size, key="x"))])) for size in ((16, 16), (64, 16))]
+    assert [p.generated for p in module.predict(batch)] == [p.generated for (p,) in alone]
 
 
 def test_videos_of_a_prompt_stay_when_images_behind_it_are_left_out() -> None:
