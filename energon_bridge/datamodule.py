@@ -102,7 +102,7 @@ class EnergonMultiModalDataModule(_Base):
             same work (see `make_balance`). It needs `global_batch_size`; all processes must ask for the data in the
             same order; states exist after whole global batches only. `none`: each rank runs what it loads.
         balance_cost: A function of a batch, default `BatchCost()`, its tokens; or a `ColumnCost`: see `make_balance`.
-        balance_window: Global batches that are cut anew together, by cost (`make_balance`); 1: none is.
+        balance_window: Global batches that are cut again together, by cost (`make_balance`); 1: none is.
         stage_keys: With `one_rank`: the fields of a batch that each pipeline stage gets; None: all fields.
         cache_pool: Caches files that cookers and hooks need later, for training and validation.
         **kwargs: Further arguments of `get_train_dataset`, checked by name.

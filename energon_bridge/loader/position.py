@@ -54,9 +54,9 @@ class Position:
         microbatches: Microbatches delivered by the whole run; for a finite stream, in this pass.
         epoch: Completed passes of a finite stream.
         epoch_steps: Delivered steps of the virtual epoch.
-        lanes: The state of each lane after its last delivered microbatch; in a run that is shared out before it is
+        lanes: The state of each lane after its last delivered microbatch; in a run that is divided before it is
             loaded, of all its lanes at the beginning of the window.
-        sharing: How the run is shared out before it is loaded; None: each rank loads its own lanes.
+        sharing: How the run is divided before it is loaded; None: each rank loads its own lanes.
     """
 
     def __init__(self, data: Description, config: WorkerConfig) -> None:

@@ -32,7 +32,7 @@ Floats = npt.NDArray[np.float64]
 
 _RESOLUTION = 2.0**40
 _GAIN = 200
-"""A step that is lower by one part in this many is worth less even rounds."""
+"""A step lower by at least one part in this many justifies less even rounds."""
 _EXCHANGES, _FREE_EXCHANGES = 64, 256
 """Most exchanges within rounds that are tried, and of any microbatches; each looks at all of them."""
 _MOST_PAIRS = 1 << 20

@@ -238,7 +238,7 @@ class LaneBatch:
         reports: Failures on the way to it.
         seconds: Time that its process spent on it: in all, waiting for samples to be read and decoded, and in `batch`
             and `encode_batch`; then, if servers were asked, the counters of `network.REQUESTS`.
-        end: The end of a rank's share of a global batch, if it was shared out before it was loaded; else None.
+        end: The end of a rank's share of a global batch, if it was divided before it was loaded; else None.
     """
 
     batch: Any
