@@ -9,6 +9,8 @@ import importlib
 import logging
 import os
 import shutil
+import subprocess
+import sys
 import textwrap
 from argparse import Namespace
 from collections import Counter
@@ -20,7 +22,6 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from forked import run_program
 
 import energon_bridge
 from energon_bridge.cli.main import main
@@ -333,7 +334,9 @@ def test_tutorial_5_saving_and_restoring(source: str, path: str, opened: list[An
     loader.restore_state_rank(torch.load({str(tmp_path / "state.pt")!r}))
     print([batch.__key__ for batch in islice(loader, 20)])
     """
-    result = run_program(["-c", textwrap.dedent(program)], Path.cwd())
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=120, check=False
+    )
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip() == str(following)
     assert batch.__key__ not in following[: NUM_TRAIN // 4 - 1] or source != path
