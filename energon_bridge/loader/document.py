@@ -446,9 +446,9 @@ def _read_bans(bans: Any) -> tuple[Ban, ...]:
             raise damaged("bans", "should hold pairs of a global draw and a list of keys, and perhaps a dataset's path")
         start, keys, *dataset = entry
         _number(start, "bans", 0, LARGEST)
-        wrong = next((text for text in (*keys, *dataset) if not isinstance(text, str) or not text), None)
-        if wrong is not None or not keys:
-            raise damaged("bans", f"should hold strings that are not empty, found {_shown(wrong)}")
+        wrong = [text for text in (*keys, *dataset) if not isinstance(text, str) or not text]
+        if wrong or not keys:
+            raise damaged("bans", f"should hold strings that are not empty, found {_shown([*wrong, keys][0])}")
         found.append(Ban(start=start, keys=tuple(keys), dataset=dataset[0] if dataset else ""))
     places = [(ban.start, ban.dataset) for ban in found]
     if any(later <= place for place, later in pairwise(places)):

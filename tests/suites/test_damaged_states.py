@@ -117,6 +117,7 @@ DAMAGES: list[tuple[str, Any, str]] = [
     ("bans", [[2**60, ["00003"]]], "bans should be a number from 0"),
     ("bans", [[7, []]], "bans should hold strings that are not empty"),
     ("bans", [[7, ["00003", 5]]], "bans should hold strings that are not empty, found 5"),
+    ("bans", [[7, [None]]], "bans should hold strings that are not empty, found None"),
     ("bans", [[7, ["00003"], ""]], "bans should hold strings that are not empty, found ''"),
     ("bans", [[9, ["00003"]], [7, ["00005"]]], "bans should be in order"),
     ("bans", [[9, ["00003"]], [9, ["00005"]]], "bans should be in order"),
