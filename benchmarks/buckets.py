@@ -50,11 +50,12 @@ from benchmarks.servers import counts, nginx, proxy  # noqa: E402
 from benchmarks.systems.measure import Job  # noqa: E402
 from energon_bridge import DefaultTaskEncoder, WorkerConfig, get_savable_loader, get_train_dataset  # noqa: E402
 from energon_bridge.prepare import parse_patterns, prepare_dataset, render_dataset_yaml  # noqa: E402
+from energon_bridge.storage import as_far, open_store  # noqa: E402
 from energon_bridge.testing import write_shard  # noqa: E402
 
 Record = dict[str, Any]
 
-PARTS = ("systems", "faults", "start", "settings")
+PARTS = ("systems", "requests", "faults", "cache", "start", "settings")
 COUNTS = {"caption": 20_000, "large": 4_000}
 NAMES = {
     "ours": "energon_bridge, `http://`",
@@ -160,6 +161,7 @@ def systems(options: argparse.Namespace, folder: Path) -> Iterator[Record]:
                     slice_size=100 if name == "energon100" else None,
                     seconds=options.seconds,
                     warmup_seconds=options.warmup,
+                    warmup_batches=options.warmup_samples // _BATCH if RUNNERS.get(name) == "ours" else 0,
                 )
                 found = run(known[name], job, environment(urls["far" if place == "local" else place], folder))
                 if found is not None:
@@ -267,21 +269,24 @@ def rotating(path: Path, seconds: float) -> Iterator[None]:
             path.write_text(before)
 
 
-def read(path: str, workers: int, samples: int) -> Record:
-    """Read so many decoded samples, beside as many as a start reads ahead; return rate, digest and counters."""
-    config = WorkerConfig(rank=0, world_size=1, num_workers=workers)
-    dataset = get_train_dataset(path, batch_size=_BATCH, worker_config=config)
+def read(path: str, workers: int, samples: int, rank: int = 0, ranks: int = 1, raw: bool = False) -> Record:
+    """Read so many samples, beside as many as a start reads ahead; return rate, digest and counters."""
+    config = WorkerConfig(rank=rank, world_size=ranks, num_workers=workers)
+    encoder = Bytes() if raw else DefaultTaskEncoder()
+    dataset = get_train_dataset(path, batch_size=_BATCH, worker_config=config, task_encoder=encoder)
     digest, slowest = hashlib.blake2b(), 0.0
     with closing(get_savable_loader(dataset)) as loader:
         stream = iter(loader)
-        batch = next(stream)
+        next(stream)
         began = last = time.perf_counter()
         for batch in islice(stream, samples // _BATCH):
             digest.update(repr(batch.__key__).encode())
-            digest.update(repr([image[0, 0, :8].tolist() for image in batch.image]).encode())
+            for image in batch.image:
+                digest.update(image if raw else image[0, 0, :8].numpy())
             slowest, last = max(slowest, time.perf_counter() - last), time.perf_counter()
         took, found = last - began, loader.metrics()
-    counters = {name: found.get(name, 0) for name in ("requests", "request_retries", "request_hedges", "stalled_reads")}
+    names = ("requests", "request_retries", "request_hedges", "request_bytes", "stalled_reads")
+    counters = {name: found.get(name, 0) for name in names}
     return {"samples_per_s": samples / took, "slowest_batch_s": slowest, "digest": digest.hexdigest()[:16], **counters}
 
 
@@ -301,6 +306,82 @@ def table_of_faults(records: list[Record]) -> Iterator[str]:
             f"| {name} | {shown(rate)} | {share} | {slowest:.1f} | {' | '.join(map(shown, figures))} | "
             f"{'identical' if same else 'DIFFERENT'} |"
         )
+
+
+# Requests ------------------------------------------------------------------------------------------------------------
+
+
+def requests(options: argparse.Namespace, folder: Path) -> Iterator[Record]:
+    """Give the CPU time of this process for a request of some sizes, the least of five rounds."""
+    path, chooser = dataset(options, "large"), random.Random(0)
+    files = {file.name: file.stat().st_size for file in path.glob("*.tar")}
+    with nginx(path) as port:
+        store = as_far(open_store(f"http://127.0.0.1:{port}"))
+        assert store is not None
+        for kib, count in ((80, 640), (1024, 128)):
+            spent = []
+            for _ in range(5):
+                names = chooser.choices(sorted(files), k=count)
+                wanted = [(name, [chooser.randrange(files[name] - (kib << 10))], [kib << 10]) for name in names]
+                before = time.process_time()
+                for low in range(0, count, 64):
+                    store.read_all(wanted[low : low + 64])
+                spent.append((time.process_time() - before) / count)
+            yield {"kib": kib, "cpu_us": min(spent) * 1e6}
+
+
+def table_of_requests(records: list[Record]) -> Iterator[str]:
+    yield "\n| KiB of a request | CPU us |\n|---|---|"
+    for kib in dict.fromkeys(one["kib"] for one in records):
+        yield f"| {kib:,} | {shown(median(one['cpu_us'] for one in records if one['kib'] == kib))} |"
+
+
+# The cache of a node -------------------------------------------------------------------------------------------------
+
+
+def cache(options: argparse.Namespace, folder: Path) -> Iterator[Record]:
+    """Read an epoch with the ranks of a node, which share an empty cache; then with a cap of a tenth of the data."""
+    path = dataset(options, "large")
+    total = sum(file.stat().st_size for file in path.glob("*.tar*"))
+    epoch = max(256, int(COUNTS["large"] * options.scale))
+    with nginx(path.parent) as port:
+        for ranks, cap in ((1, 0), (2, 0), (4, 0), (2, total // 10)):
+            with proxy(port, latency=options.latency) as url:
+                more = {"ENERGON_CACHE_DIR": tempfile.mkdtemp(dir=folder)}
+                more |= {"ENERGON_CACHE_BYTES": str(cap)} if cap else {}
+                found, expected = (
+                    of_ranks(where, ranks, epoch // ranks, env)
+                    for where, env in ((f"{url}/{path.name}", more), (str(path), {}))
+                )
+                yield {
+                    "ranks": ranks,
+                    "cap": cap / total,
+                    "requests": counts(url)["requests"],
+                    "fetched": sum(one["request_bytes"] for one in found) / total,
+                    "hedged": sum(one["request_hedges"] for one in found),
+                    "same": [one["digest"] for one in found] == [one["digest"] for one in expected],
+                }
+
+
+def of_ranks(path: str, ranks: int, samples: int, more: dict[str, str]) -> list[Record]:
+    """Read by several ranks at once; return what each has found."""
+    what = {"path": path, "workers": 1, "samples": samples, "ranks": ranks, "raw": True}
+    commands = [[sys.executable, __file__, "--read", json.dumps(what | {"rank": rank})] for rank in range(ranks)]
+    running = [subprocess.Popen(one, env=os.environ | more, stdout=subprocess.PIPE, text=True) for one in commands]
+    found = [one.communicate()[0] for one in running]
+    if any(one.returncode for one in running):
+        raise BenchmarkError(f"{path} cannot be read by {ranks} ranks")
+    return [json.loads(output.splitlines()[-1]) for output in found]
+
+
+def table_of_caches(records: list[Record]) -> Iterator[str]:
+    yield "\n| ranks | limit of the cache | requests of all | fetched bytes by bytes | hedged | keys and bytes |"
+    yield "|---|---|---|---|---|---|"
+    for one in records:
+        cap = f"{one['cap']:.0%} of the data" if one["cap"] else "none"
+        same = "those of the local run" if one["same"] else "DIFFERENT"
+        figures = f"{one['requests']:,} | {one['fetched']:.3f} | {one['hedged']:,.0f}"
+        yield f"| {one['ranks']} | {cap} | {figures} | {same} |"
 
 
 # The first batch of a mix --------------------------------------------------------------------------------------------
@@ -467,6 +548,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--latency", type=float, default=0.03)
     parser.add_argument("--seconds", type=float, default=5.0, help="at least this long a point")
     parser.add_argument("--warmup", type=float, default=2.0, help="seconds before the measured ones")
+    help_text = "so many at least, of ours: what is read ahead at first, 256 MiB a process, must not count"
+    parser.add_argument("--warmup-samples", type=int, default=3200, help=help_text)
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--scale", type=float, default=1.0, help=f"times {COUNTS} samples")
     parser.add_argument("--samples", type=int, default=2000, help="of the part `settings`")
@@ -478,20 +561,23 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+WITH_RECORDS = {"systems": systems, "requests": requests, "faults": faults, "cache": cache, "start": start}
+
+
 def main() -> None:
     """Measure, and print the tables."""
     options = arguments()
     if options.read:
         print(json.dumps(read(**json.loads(options.read))))
         return
-    results: dict[str, list[Record]] = {"systems": [], "faults": [], "start": []}
+    results: dict[str, list[Record]] = {part: [] for part in PARTS}
     if options.json and options.json.exists():
-        results = json.loads(options.json.read_text())
+        results |= json.loads(options.json.read_text())
     with tempfile.TemporaryDirectory(prefix="energon-buckets-") as folder:
         for part in options.parts:
             if part == "settings":
                 continue
-            for found in {"systems": systems, "faults": faults, "start": start}[part](options, Path(folder)):
+            for found in WITH_RECORDS[part](options, Path(folder)):
                 say(json.dumps({"part": part} | found))
                 results[part].append(found)
                 if options.json:
@@ -499,7 +585,9 @@ def main() -> None:
     print(f"{datetime.date.today().isoformat()}, {report.machine()}")
     for line in [
         *table_of_systems(results["systems"], options.latency),
+        *(table_of_requests(results["requests"]) if results["requests"] else ()),
         *(table_of_faults(results["faults"]) if results["faults"] else ()),
+        *(table_of_caches(results["cache"]) if results["cache"] else ()),
         *(table_of_starts(results["start"]) if results["start"] else ()),
     ]:
         print(line)

@@ -79,7 +79,10 @@ def used(cache: Path) -> int:
     return total
 
 
-def test_each_byte_is_fetched_once_by_any_number_of_processes(server: ObjectServer, cache: Path) -> None:
+def test_each_byte_is_fetched_once_by_any_number_of_processes(
+    server: ObjectServer, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("energon_bridge.storage.http._HEDGE_SECONDS", 60.0)  # a second request on a busy machine
     server.latency = 0.002
     fetched = run_forked(4, lambda rank: read_much(server.url, rank, 25))
     assert TOTAL <= sum(fetched) <= 1.02 * TOTAL
