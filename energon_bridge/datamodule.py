@@ -76,7 +76,8 @@ class EnergonMultiModalDataModule(_Base):
         micro_batch_size: Samples per batch that the loader yields.
         global_batch_size: Samples per optimizer step, all ranks together; a multiple of `micro_batch_size` times the
             data-parallel size. It makes the order fit every legal number of ranks. 1, the default, means "not given".
-        num_workers, num_val_workers: Worker processes for training, and for validation (default: as many); 0: none.
+        num_workers: Worker processes for training; 0 loads in this process.
+        num_val_workers: The same for validation; default: `num_workers`.
         pin_memory: Copy batches to pinned memory if there is a GPU.
         shuffle_buffer_size: Samples among which the order is shuffled.
         max_samples_per_sequence: The most samples in a slice, the unit of shuffled reading; None: no cap.
