@@ -167,6 +167,8 @@ class Case:
         settings = needed | self.settings
         if encoder == "grouping":
             settings["batch_size"] = None
+        elif encoder == "lengths":  # its microbatches have as many samples as fit
+            settings["batch_size"] = settings["batch_size"] and 1
         elif encoder in BATCHING:
             settings["batch_size"] = settings["batch_size"] or 2
         if "packing_buffer_size" not in needed:

@@ -181,7 +181,7 @@ def gradients_of_whole(config: Any, keys: list[str]) -> dict[str, torch.Tensor]:
             batches = {batch.__key__[0]: batch for batch in get_loader(dataset)}
         module = VisionLanguageModule(bundle, config)
         module.train()
-        pairs = [module._token_losses(batches[key]) for key in keys]
+        pairs = [module.token_losses(batches[key]) for key in keys]
         total = sum((losses * mask).sum() for losses, mask in pairs)
         (total / sum(mask.sum() for _, mask in pairs)).backward()
         named = module.model.named_parameters()

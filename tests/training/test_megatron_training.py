@@ -172,8 +172,10 @@ def after_step(step: int, disturbed: int, number: signal.Signals) -> Callable[[i
     def disturb(rank: int) -> None:
         original = run_module.train_step
 
-        def train_step(training: Training, batches: Sequence[MultiModalBatch], before: int) -> tuple[Tensor, float]:
-            answer = original(training, batches, before)
+        def train_step(
+            training: Training, batches: Sequence[MultiModalBatch], before: int, *others: Any
+        ) -> tuple[Tensor, float]:
+            answer = original(training, batches, before, *others)
             if (rank, before + 1) == (disturbed, step):
                 os.kill(os.getpid(), number)
             return answer
