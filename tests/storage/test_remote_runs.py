@@ -160,10 +160,9 @@ def test_credentials_that_expire_are_looked_for_again(
         assert server.keys > 2
         assert server.refused > 1
         assert server.refused < server.answers
-        store, old = (
-            open_store(f"s3://{bucket}/texts"),
-            "[default]\naws_access_key_id = old\naws_secret_access_key = s\n",
-        )
+        store = open_store(f"s3://{bucket}/texts")
+        old = "[default]\naws_access_key_id = old\naws_secret_access_key = s\n"
+        assert store.read(".nv-meta/dataset.yaml")  # who has never read does not wait
         server.rotate()
         server.rotate()
         server.file.write_text(old)
