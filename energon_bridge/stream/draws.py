@@ -139,9 +139,9 @@ class Draws:
         return _Draw(loaded.leaves[at], loaded.sizes[at], loaded.keys[at], loaded.samples[at])
 
     def _begin(self, wanted: int) -> None:
-        """Run the first hook over the draws that give so many samples, at least one, and decode their images at once.
+        """Run the first hook on draws until they give `wanted` samples, and decode their images together.
 
-        A draw says how many samples it gives before images are decoded, so none is begun that is not needed now.
+        The number of samples of a draw is known before images are decoded, so no draw begins that is not needed now.
         """
         outputs = -self.taken
         for _ in range(wanted):

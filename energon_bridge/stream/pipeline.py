@@ -86,7 +86,9 @@ class Pipeline:
     """Loads, encodes and batches the draws that the streams of a process choose.
 
     The way of a draw, in the order of the methods: `submit` (on the loading threads: `load`, read and decode), `encode`
-    (hooks for a sample), and `batches` (collation). `failed` asks the error policy about whatever a step raises.
+    (hooks for a sample), and `batches` (collation). If `postencode_sample` is user code and nothing is selected,
+    `begin_draw` runs the first hook of all draws of a microbatch before `encode`, so that their images are decoded
+    together. `failed` asks the error policy about whatever a step raises.
     """
 
     def __init__(self, leaves: Sequence[Leaf], settings: StreamSettings) -> None:
@@ -295,7 +297,7 @@ class Pipeline:
         return [((identity, index, epoch, number), one) for number, one in enumerate(encoded)]
 
     def begin_draw(self, leaf: int, sample: Any, key: RestoreKey) -> BegunDraw | None:
-        """Begin to encode a draw, up to the decoding of its images; None: there is nothing to begin with."""
+        """Run the first hook on a draw, before its images are decoded; None if the draw has no sample yet."""
         if type(sample) in (PendingSample, FailedSample):
             return None
         source = self.source(leaf)
@@ -303,7 +305,7 @@ class Pipeline:
 
     @contextlib.contextmanager
     def adopting(self) -> Iterator[None]:
-        """Let what is joined meanwhile be taken from where it lies."""
+        """Join tensors in this context without a copy, if they already lie side by side."""
         SLABS.set(self._blocks)
         try:
             yield

@@ -65,10 +65,7 @@ def selection_of(packing_buffer_size: int | None, max_tokens_per_microbatch: int
 
 @dataclass(slots=True)
 class BegunDraw:
-    """A draw that has been through the first hook: the samples, or what was raised, in which hook, and what it counted.
-
-    `sample` is what the hook was given.
-    """
+    """A draw after its first hook: samples or exception, the hook that ran last, its argument, and its counts."""
 
     encoded: list[Any]
     error: Exception | None
@@ -180,7 +177,7 @@ class HookRunner:
     def begin(
         self, sample: Any, leaf_key: int, index: int, epoch: int, cook: Callable[[Any], Any] | None = None
     ) -> BegunDraw:
-        """Do the first part of `encode`, before images are decoded; what is raised there is raised by `finish`."""
+        """Run the first part of `encode`, before images are decoded; `finish` raises its exception, if any."""
         error, encoded = None, []
         try:
             encoded = self._first_of(sample, leaf_key, index, epoch, cook)
@@ -191,7 +188,7 @@ class HookRunner:
         return begun
 
     def finish(self, begun: BegunDraw, leaf_key: int, index: int, epoch: int) -> list[Any]:
-        """Do the second part of `encode`. Raises what the first part has raised."""
+        """Run the second part of `encode`; raises the exception of the first part, if any."""
         SAMPLE.set((leaf_key, index, epoch))
         self.now.at(leaf_key, index)
         self.now.sample, self.now.hook = begun.sample, begun.hook

@@ -127,15 +127,15 @@ def decode_deferred(
     over: Callable[..., Iterable[Any]] = map,
     memory_of: Callable[[int], np.ndarray] | None = None,
 ) -> None:
-    """Decode what is deferred in some samples, in place.
+    """Decode the deferred images and videos of some samples, in place.
 
     Args:
-        samples: Of any kind.
-        over: Maps, on threads if it likes.
-        memory_of: Returns so many bytes for all pixels; None: each has memory of its own.
+        samples: Samples of any kind.
+        over: Maps a function, possibly on threads.
+        memory_of: Returns memory of a number of bytes for all pixels; None: each image gets its own.
 
     Raises:
-        SampleError: An image does not decode; what comes before it has been decoded.
+        SampleError: An image does not decode; those before it are decoded.
     """
     found = [entry for sample in samples for entry in deferred_in(sample)]
     waiting = [deferred for _, deferred in found]
