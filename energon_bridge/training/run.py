@@ -219,9 +219,13 @@ def build_data_module(
 
 
 def _balance_cost(data: DataConfig, bundle: ModelBundle) -> BatchCost | ColumnCost:
-    given = {"attention": data.balance_attention, "patches": data.balance_patches}
-    weights = BatchCost.of_model(bundle.model.config) if None in given.values() else BatchCost()
-    weights = replace(weights, **{name: weight for name, weight in given.items() if weight is not None})
+    given = data.balance_attention, data.balance_patches
+    weights = BatchCost.of_model(bundle.model.config) if None in given else BatchCost()
+    attention, patches = (
+        own if own is not None else found
+        for own, found in zip(given, (weights.attention, weights.patches), strict=True)
+    )
+    weights = replace(weights, attention=attention, patches=patches)
     if data.balance_column_tokens is None:
         return weights
     return ColumnCost(tokens=data.balance_column_tokens, patches=data.balance_column_patches or "0", weights=weights)
