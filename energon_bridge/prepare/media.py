@@ -385,7 +385,7 @@ def _read_image(data: bytes) -> ImageMetadata:
 _JPEG_MODES = {1: "L", 3: "RGB", 4: "CMYK"}
 _JPEG_FRAMES = (0xC0, 0xC1, 0xC2)
 _DHT, _SOS, _DQT, _DRI, _APP0, _APP2, _APP14, _APP15, _COM = 0xC4, 0xDA, 0xDB, 0xDD, 0xE0, 0xE2, 0xEE, 0xEF, 0xFE
-_LONGEST_PARSED = 14  # bytes at the start of APP segments that Pillow takes apart
+_PARSED = {_APP0: 14, _APP2: 16, _APP14: 14}  # sizes of segments of which Pillow takes the start apart
 _MOST_PIXELS = 178_956_970  # from twice as many on, Pillow refuses to open an image
 
 
@@ -416,7 +416,7 @@ def _plain_jpeg(data: bytes) -> ImageMetadata | None:
             if (size - 2) % 65 or any(data[place] > 15 for place in range(at + 4, at + 2 + size, 65)):
                 return None
         elif _APP0 <= marker <= _APP15:
-            if size < 2 + _LONGEST_PARSED and marker in (_APP0, _APP2, _APP14):
+            if size < _PARSED.get(marker, 2):
                 return None
             if marker == _APP2 and data.startswith(b"MPF", at + 4):
                 return None  # several images in one file
