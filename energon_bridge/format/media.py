@@ -61,6 +61,8 @@ class AVMetadata:
 MediaMetadata = ImageMetadata | AVMetadata
 
 _TYPES: dict[str, type[ImageMetadata] | type[AVMetadata]] = {"image": ImageMetadata, "av": AVMetadata}
+_NAMES = {kind: tuple(field.name for field in fields(cls)) for kind, cls in _TYPES.items()}
+_encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
 def read_metadata(kind: str, text: str, *, where: str) -> MediaMetadata:
@@ -80,9 +82,8 @@ def read_metadata(kind: str, text: str, *, where: str) -> MediaMetadata:
 def metadata_row(metadata: MediaMetadata) -> tuple[str, str]:
     """Return type and JSON of a row."""
     kind = "image" if isinstance(metadata, ImageMetadata) else "av"
-    values = ((field.name, getattr(metadata, field.name)) for field in fields(metadata))
-    known = {name: value for name, value in values if value is not None}
-    return kind, json.dumps(known, separators=(",", ":"))
+    values = ((name, getattr(metadata, name)) for name in _NAMES[kind])
+    return kind, _encode({name: value for name, value in values if value is not None})
 
 
 def create_media_tables(connection: sqlite3.Connection) -> None:
