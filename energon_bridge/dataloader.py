@@ -54,7 +54,7 @@ def cyclic_iter(iterable: Iterable[Any]) -> Iterator[Any]:
             yield item
         if empty:
             raise EmptyDatasetError(
-                f"cannot cycle through {type(iterable).__name__}: a whole pass over it yields nothing. Check the split "
+                f"cannot cycle through {type(iterable).__name__}: a pass over it yields nothing. Check the split "
                 "part (energon info shows how many samples it has) and, on many ranks, batch_drop_last"
             )
 
@@ -114,8 +114,8 @@ class EnergonDataloader:
     ) -> None:
         if loader is None and (replica is None or replica.is_source):
             raise ConfigurationError(
-                "EnergonDataloader(None): a split without data is None, not an EnergonDataloader of None, since "
-                "trainers take any object for data"
+                "EnergonDataloader(None): for a split without data, use None itself, since trainers take any "
+                "EnergonDataloader for data"
             )
         if length is not None and length < 1:
             raise ConfigurationError(f"EnergonDataloader: length must be at least 1, got {length}")
@@ -172,7 +172,7 @@ class EnergonDataloader:
             WrongUseError: The loader is endless.
         """
         if self.endless:
-            raise WrongUseError("one_pass: this EnergonDataloader is endless; take as many batches as you need of it")
+            raise WrongUseError("one_pass: this EnergonDataloader is endless; take as many batches from it as you need")
         self._stream = None
         self._turns.give(None)
         return self._one_pass()
@@ -198,7 +198,7 @@ class EnergonDataloader:
         if self.length is not None:
             return self.length
         if self.endless:
-            raise TypeError("this EnergonDataloader is endless and has no len(); give it one with length=")
+            raise TypeError("this EnergonDataloader is endless and has no len(); set one with length=")
         return len(self.loader)
 
     def save_state(self) -> Any:
@@ -294,7 +294,7 @@ class EnergonDataloader:
         raise MaskedMicrobatchesError(
             f"{ranks} data-parallel ranks do not divide the {lanes} lanes of this run (num_lanes, fixed when it "
             f"started), so {100 * ownership.masked_share:.1f} % of the microbatches would be masked: rows with "
-            "__valid__ all false and loss_mask 0. A loss that does not weigh by them would be wrong. Go on with "
+            "__valid__ all false and loss_mask 0. A loss that ignores these would be wrong. Continue with "
             f"{ownership.nearest_even_world_size()} ranks (the nearest number that divides {lanes}), or, if the loss "
             "is a mean over the real microbatches of all ranks, pass masked_microbatches='allow'"
         )

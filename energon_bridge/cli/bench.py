@@ -94,7 +94,7 @@ def command(
     """
     if fit_cost is not None:
         if mix is not None:
-            raise click.UsageError(f"--fit-cost reads a file of measured times, not a dataset: leave {mix} out")
+            raise click.UsageError(f"--fit-cost reads a file of measured times, not a dataset: leave out {mix}")
         _print_cost(fit_cost, as_json=as_json)
         return
     if mix is None:
@@ -152,7 +152,7 @@ def _print_cost(path: str, *, as_json: bool) -> None:
         return
     cost = found.cost
     click.echo(f"balance_cost={cost!r}")
-    click.echo(f"Each microbatch takes {1e3 * found.constant:.3g} ms beside that. R² = {found.r_squared:.3f}.")
+    click.echo(f"Each microbatch takes another {1e3 * found.constant:.3g} ms. R² = {found.r_squared:.3f}.")
     if cost.tokens:
         attention, patches = cost.attention / cost.tokens, cost.patches / cost.tokens
         click.echo(
@@ -160,8 +160,8 @@ def _print_cost(path: str, *, as_json: bool) -> None:
         )
     if found.r_squared < _FITS:
         click.echo(
-            "The times follow the sizes badly: time more microbatches, of more sizes, on one process with nothing else "
-            "on the machine. If it stays so, balance will gain little."
+            "The fit is poor: time more microbatches, of more sizes, in one process on an idle machine. If it stays "
+            "poor, balance will gain little."
         )
 
 

@@ -80,7 +80,7 @@ def show(files: tuple[str, ...], as_json: bool) -> None:
         shown = ", ".join(keys[:_MAX_SHOWN]) + (", …" if len(keys) > _MAX_SHOWN else "")
         click.echo(f"Banned from global draw {ban['from_draw']:,} on, in {where}: {len(keys):,} keys: {shown}")
     for change in summary["weights"]:
-        click.echo(f"Weights from global draw {change['from_draw']:,} on, set while the run went on:")
+        click.echo(f"Weights from global draw {change['from_draw']:,} on, set during the run:")
         paths = {row["identity"]: leaf_name(row) for row in summary["leaves"]}
         for identity, weight in change["weights"].items():
             click.echo(f"  {parse_weight(weight, where='the state', field='weights')}  {paths[identity]}")
@@ -139,12 +139,12 @@ def diff(first: str, second: str, as_json: bool) -> None:
         click.echo("The settings and the mix are the same.")
     moved = [row for row in found["progress"] if any(row[name] for name in ("draws", *_COUNTS, "bytes"))]
     if not (found["microbatches"] or found["epochs"] or moved):
-        click.echo("Both stand at the same place.")
+        click.echo("Both are at the same position.")
         return
     passes = f", {found['epochs']:+,} passes" if found["epochs"] else ""
-    click.echo(f"B stands {found['microbatches']:+,} microbatches from A{passes}.")
+    click.echo(f"B is {found['microbatches']:+,} microbatches from A{passes}.")
     if not found["comparable"]:
-        click.echo("Draws and counters cannot be compared: the states do not hold the same lanes.")
+        click.echo("Cannot compare draws and counters: the states have different lanes.")
         return
     more = _rare(found["progress"])
     print_table(
@@ -175,10 +175,10 @@ def redist(arguments: tuple[str, ...]) -> None:
     Example:  energon checkpoint redist rank0.pt rank1.pt out
     """
     raise ConfigurationError(
-        "there is nothing to redistribute: a state fits any number of ranks and workers as it is. Resume on the number "
-        "of ranks that you want, with the files as they are (restore_state_rank takes the list of them, and trainers "
-        "resume by themselves). `energon checkpoint show FILE...` shows whether the states of all ranks are there. The "
-        "states of megatron-energon fit megatron-energon only"
+        "nothing to redistribute: a state fits any number of ranks and workers as it is. Resume on any number of ranks "
+        "with the same files (restore_state_rank takes the list of them; trainers resume by themselves). "
+        "`energon checkpoint show FILE...` shows whether the states of all ranks are there. States of "
+        "megatron-energon only fit megatron-energon"
     )
 
 

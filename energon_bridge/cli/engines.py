@@ -59,12 +59,12 @@ def workers_of(engine: str, address: str | None, num_workers: int) -> Workers:
     if engine == "ray":
         return RayEngine(address)
     if address is not None:
-        raise ConfigurationError(f"--address {address} is that of a Ray cluster: add --engine ray.")
+        raise ConfigurationError(f"--address {address} is for a Ray cluster: add --engine ray.")
     return num_workers
 
 
 def task_of(task: str | None, *, finish: bool) -> Task | None:
     """Return the task that the options name; raises ConfigurationError."""
     if task is not None and finish:
-        raise ConfigurationError("--task and --finish exclude each other: finish once, when all tasks have ended.")
+        raise ConfigurationError("--task and --finish exclude each other: run --finish once, after all tasks.")
     return None if task is None else parse_task(task)

@@ -42,7 +42,7 @@ class BaseCoreDatasetFactory:
         if not _MAKING.get():
             raise not_provided(
                 f"making {cls.__name__}",
-                "write what the dataset is into its dataset.yaml and open it with get_train_dataset or get_val_dataset",
+                "describe the dataset in its dataset.yaml, and open it with get_train_dataset or get_val_dataset",
             )
         return super().__new__(cls)
 
@@ -138,8 +138,8 @@ class DatasetCode:
             self.subflavors: dict[str, Any] = made.subflavors
         except Exception as error:
             raise MetadataError(
-                f"{path}: the dataset class {module}.{name} cannot be made with {arguments}, which dataset.yaml says, "
-                f"and a path: {type(error).__name__}: {error}"
+                f"{path}: cannot make the dataset class {module}.{name} with {arguments} from dataset.yaml and a path: "
+                f"{type(error).__name__}: {error}"
             ) from error
         finally:
             _MAKING.reset(token)

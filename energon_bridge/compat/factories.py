@@ -104,7 +104,7 @@ def _open(function: str, path: Any, settings: dict[str, Any], kwargs: dict[str, 
     }
     for name, value in kwargs.items():
         if value is not None:
-            raise not_provided(f"{function}({name}={value!r})", "say it in a metadataset")
+            raise not_provided(f"{function}({name}={value!r})", "set it in a metadataset")
     if training:
         return loading.get_train_dataset(path, **settings, **shuffle)
     return loading.get_val_dataset(path, **settings)
@@ -251,7 +251,7 @@ class Metadataset(DatasetLoaderInterface):
 
     def __init__(self, path: Any, splits: Any = None) -> None:
         if splits is not None:
-            raise not_provided(f"{type(self).__name__}(splits=…)", "give load_dataset the same as a dict")
+            raise not_provided(f"{type(self).__name__}(splits=…)", "pass load_dataset the same as a dict")
         super().__init__(path)
 
 
@@ -300,7 +300,9 @@ def _references(mix: Mix) -> list[TraversedDatasetReference]:
     for entry in mix.leaves:
         leaf = entry.leaf
         if isinstance(leaf, JoinRef):
-            raise NotImplementedError(f"{leaf.where}: traverse_metadataset() does not take joins apart, as there.")
+            raise NotImplementedError(
+                f"{leaf.where}: traverse_metadataset() does not support joins, as in megatron-energon."
+            )
         aux = {name: EPath(ref.path) for name, ref in leaf.aux.items()}
         found.append(TraversedDatasetReference(EPath(leaf.path), leaf.split_part, aux, dict(leaf.subflavors)))
     return found

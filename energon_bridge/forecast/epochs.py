@@ -111,7 +111,9 @@ def forecast(run: Run, steps: int) -> Forecast:
     """
     spec, plan, ranks = run.spec, run.plan, run.config.dp_size
     if spec.finite:
-        raise ConfigurationError("a forecast is of endless training; a pass goes through each leaf as the mix says")
+        raise ConfigurationError(
+            "forecasts are for endless training; in a pass, the mix says how often each dataset is read"
+        )
     ownership = Ownership(plan.num_lanes, ranks, 0)
     counts = draws_per_leaf(run, steps)
     sizes = np.array([leaf.num_samples for leaf in spec.ordered])

@@ -103,8 +103,8 @@ def run_of_state(
     held = sum(len(lane.held.rows) for lane in lanes.values())
     if "packing_buffer_size" in settings or "grouped" in settings or held:
         raise ConfigurationError(
-            "the samples of a step cannot be named without reading data: the task encoder packs, groups or makes "
-            "several batches of some samples, so that their content decides what comes together"
+            "cannot name the samples of a step without reading data: the task encoder packs, groups or yields "
+            "several batches, so the content of samples decides which share a microbatch"
             + ". `energon preview` with --config or --encoder lets the run deliver it"
             + (f" (drawn and not delivered yet: {held} rows)" if held else "")
         )
@@ -124,8 +124,8 @@ def run_of_state(
     windows = {name: value for name, value in settings.items() if name.startswith(WINDOWS)}
     if windows and not balanced:
         raise ConfigurationError(
-            f"the run cuts windows of {settings.get(WINDOWS)} global batches anew, so that costs decide what comes "
-            "together: give the ColumnCost of the run (--balance MODULE:NAME), if its ranks load their own shares"
+            f"the run divides windows of {settings.get(WINDOWS)} global batches by cost: give the ColumnCost of the "
+            "run (--balance MODULE:NAME), if its ranks load their own shares"
         )
     check_fits(saved, spec.kind, plan.settings | windows, plan.table)
     plan = without_banned(plan, banned_of(saved, saved.bans, spec.leaves))
@@ -157,7 +157,7 @@ def shared_out(run: Run, cost: Any, group: int | None, window: int | None) -> Ru
         raise ConfigurationError("--balance: validation is never balanced")
     if group is None or group % run.config.dp_size:
         raise ConfigurationError(
-            f"--balance: {run.config.dp_size} ranks cannot share a global batch of "
+            f"--balance: {run.config.dp_size} ranks cannot divide a global batch of "
             f"{'an unknown number of' if group is None else group} microbatches: give --global-batch-size, and the "
             "number of ranks with --world-size"
         )
@@ -227,7 +227,7 @@ def _mix(kind: str, settings: State, rows: Sequence[State]) -> Mix:
         ConfigurationError: The state does not say it.
     """
     if any(row["path"].startswith(_JOIN) for row in rows):
-        raise ConfigurationError(f"a state does not hold how datasets are joined: {_GIVE_MIX}")
+        raise ConfigurationError(f"a state does not contain how datasets are joined: {_GIVE_MIX}")
     children = tuple(_reference(row) for row in rows)
     mode = settings.get("mode", "concat")  # validation has no mode: it takes its leaves in the order of the state
     shares = _shares(rows)
@@ -247,7 +247,7 @@ def _mix(kind: str, settings: State, rows: Sequence[State]) -> Mix:
             what = "weights that follow a schedule"
         elif mode == "concat":
             what = "the order in which datasets are concatenated"
-        raise ConfigurationError(f"a state does not hold {what}: {_GIVE_MIX}")
+        raise ConfigurationError(f"a state does not contain {what}: {_GIVE_MIX}")
     return flatten(root)
 
 

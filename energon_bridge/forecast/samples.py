@@ -157,9 +157,9 @@ def _endless_step(run: Run, step: int, names: _Names) -> list[NamedMicrobatch]:
     stand = run.microbatches
     if first_microbatch(step_of(stand, num_lanes=lanes, world_size=ranks), num_lanes=lanes, world_size=ranks) != stand:
         raise ConfigurationError(
-            f"the state stands at microbatch {stand}, where no step of {ranks} ranks begins ({lanes} lanes): the run "
-            "has changed its number of ranks. Ask for a microbatch of the run (--microbatch), or give the number of "
-            "ranks that it was saved with (--world-size)"
+            f"the state is at microbatch {stand}, where no step of {ranks} ranks starts ({lanes} lanes): the run has "
+            "changed its number of ranks. Ask for a microbatch of the run (--microbatch), or give the number of ranks "
+            "that it was saved with (--world-size)"
         )
     ownership = Ownership(lanes, ranks, m)
     delivered = []
@@ -215,7 +215,7 @@ def name_shared_steps(
 def name_microbatch(run: Run, m: int) -> NamedMicrobatch:
     """Name the samples of microbatch m of an endless run, whichever rank delivers it (given as the rank -1)."""
     if run.spec.finite:
-        raise ConfigurationError("microbatches of a run can be asked for in endless training; give a step")
+        raise ConfigurationError("only endless training has microbatches of a run; give a step")
     return _Names(run).microbatch(m, -1)
 
 
@@ -359,14 +359,14 @@ class _Names:
         if m >= run.microbatches and run.state is not None:
             if lane not in run.lanes:
                 raise MissingRankError(
-                    f"the state holds {len(run.lanes)} of {run.num_lanes} lanes, and not lane {lane}, which delivers "
+                    f"the state holds {len(run.lanes)} of {run.num_lanes} lanes, but not lane {lane}, which delivers "
                     f"microbatch {m}: give the states of all ranks"
                 )
             return run.lanes[lane]
         if not self._is_one_mix:
             raise ConfigurationError(
-                f"microbatch {m} lies before the state (microbatch {run.microbatches}), and the mix has been changed "
-                "on the way: ask a state from before the change, or the mix that the run had then"
+                f"microbatch {m} is before the state (microbatch {run.microbatches}), and the mix changed in between: "
+                "use a state from before the change, or the mix that the run had then"
             )
         return LaneState.fresh(len(run.plan.leaves))
 
@@ -425,12 +425,14 @@ def _finite_step(run: Run, step: int, names: _SampleNames) -> list[NamedMicrobat
     spec, plan, ranks = run.spec, run.plan, run.config.dp_size
     asked, epoch = step, 0
     if spec.as_energon:
-        raise ConfigurationError("the steps of a pass cannot be named for a loader of the drop-in of megatron-energon")
+        raise ConfigurationError("cannot name the steps of a pass for a loader of the drop-in of megatron-energon")
     draws = draws_of_pass(spec, plan, epoch)
     end = spec.end(draws.num_draws, ranks)
     while step >= (steps := -(-end // ranks)):
         if not spec.shuffled or not steps:
-            raise ConfigurationError(f"a pass has {steps} steps on {ranks} ranks; there is no step {asked}")
+            raise ConfigurationError(
+                f"a pass has {steps} steps on {ranks} ranks, numbered from 0; there is no step {asked}"
+            )
         epoch, step = epoch + 1, step - steps
         draws = draws_of_pass(spec, plan, epoch)
         end = spec.end(draws.num_draws, ranks)

@@ -253,9 +253,9 @@ class NemotronOmniEnergonTaskEncoderConfig:
             from megatron.bridge.data.energon.nemotron_omni_task_encoder import NemotronOmniTaskEncoder
         except ImportError as error:
             raise ConfigurationError(
-                f"{name}: Nemotron Omni is encoded by Megatron-Bridge's own NemotronOmniTaskEncoder, which cannot be "
-                f"imported ({error}). Install Megatron-Bridge, and call energon_bridge.compat.install() before "
-                "anything imports megatron.energon"
+                f"{name}: cannot import Megatron-Bridge's NemotronOmniTaskEncoder, which encodes Nemotron Omni "
+                f"({error}). Install Megatron-Bridge, and call energon_bridge.compat.install() before anything imports "
+                "megatron.energon"
             ) from error
         if not issubclass(NemotronOmniTaskEncoder, TaskEncoder):
             raise ConfigurationError(
@@ -309,14 +309,14 @@ def _build(
     if config.hf_processor_revision is not None:
         raise ConfigurationError(
             f"{name}: hf_processor_revision={config.hf_processor_revision!r} is not available: download the snapshot "
-            "and give its folder as hf_processor_path"
+            "and pass its folder as hf_processor_path"
         )
     loaded = load_pretrained(config.hf_processor_path)
     family: Any = loaded.family
     qwen = hasattr(family, "min_pixels")
     if not qwen and (isinstance(config, QwenVLEnergonTaskEncoderConfig) or config.min_pixels or config.max_pixels):
         raise ConfigurationError(
-            f"{name}: hf_processor_path={config.hf_processor_path!r} holds no Qwen-VL model, and min_pixels and "
+            f"{name}: hf_processor_path={config.hf_processor_path!r} is not a Qwen-VL model, but min_pixels and "
             "max_pixels are bounds of Qwen-VL images: use HFEnergonTaskEncoderConfig without them"
         )
     if qwen:

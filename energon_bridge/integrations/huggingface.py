@@ -60,8 +60,8 @@ def model_inputs(batch: Any) -> Inputs:
         inputs, valid = _multimodal_inputs(batch), batch.__valid__
     else:
         raise ConfigurationError(
-            f"a batch of type {type(batch).__name__} has no arguments of a model: let encode_batch return a dict of "
-            "them, or pass model_inputs= to EnergonTrainer"
+            f"a batch of type {type(batch).__name__} has no arguments of a model: return them as a dict from "
+            "encode_batch, or pass model_inputs= to EnergonTrainer"
         )
     if valid is not None and not bool(valid.all()) and "labels" in inputs:
         labels = inputs["labels"].clone()
@@ -156,7 +156,8 @@ class EnergonTrainer(Trainer):
             resume_from_checkpoint = get_last_checkpoint(self.args.output_dir)
             if resume_from_checkpoint is None:
                 raise ConfigurationError(
-                    f"resume_from_checkpoint=True, but {self.args.output_dir} has no checkpoint: leave it out to start"
+                    f"resume_from_checkpoint=True, but {self.args.output_dir} has no checkpoint: leave it out to start "
+                    "a new run"
                 )
         self._resume_from = str(resume_from_checkpoint) if resume_from_checkpoint else None
         try:
@@ -182,8 +183,8 @@ class EnergonTrainer(Trainer):
         spec = self._of_this_process(self.train_dataset.spec)
         if spec.finite and spec.worker_config.dp_size > 1:
             raise ConfigurationError(
-                "EnergonTrainer: repeat=False on several processes makes steps in which some have nothing, and their "
-                "loss would be NaN: leave repeat out, and bound the run by max_steps or num_train_epochs"
+                "EnergonTrainer: with repeat=False, some processes get no data in some steps, and their loss would be "
+                "NaN: leave out repeat, and limit the run with max_steps or num_train_epochs"
             )
         accumulate = self.args.gradient_accumulation_steps
         if self._balance is not None:
@@ -209,7 +210,7 @@ class EnergonTrainer(Trainer):
     def data_states(self) -> list[Any]:
         """Return the states of the training data of all data-parallel ranks; every process must call this."""
         if self._train_batches is None:
-            raise ConfigurationError("EnergonTrainer: there is no state of the data before train()")
+            raise ConfigurationError("EnergonTrainer: the data has no state before train()")
         own = (self._data_parallel()[0], self._train_batches.dataloader.save_state())
         gathered: list[Any] = [own]
         if self.accelerator.num_processes > 1:
@@ -226,7 +227,7 @@ class EnergonTrainer(Trainer):
         if isinstance(dataset, DatasetSpec):
             dataset = Described(dataset)
         if not isinstance(getattr(dataset, "spec", None), DatasetSpec) or not dataset.spec.finite:
-            raise ConfigurationError("EnergonTrainer: evaluation needs an eval_dataset of get_val_dataset")
+            raise ConfigurationError("EnergonTrainer: evaluation needs an eval_dataset from get_val_dataset")
         loader = self._eval_loaders.get(id(dataset.spec))
         if loader is None:
             loader = EnergonDataloader(get_savable_loader(self._of_this_process(dataset.spec)))
@@ -276,7 +277,7 @@ class EnergonTrainer(Trainer):
         if given.dp_size not in (1, size):
             raise ConfigurationError(
                 f"EnergonTrainer: the dataset was made for {given.dp_size} data-parallel ranks, but there are {size}: "
-                "leave rank and world_size out of its WorkerConfig, the trainer sets them"
+                "leave rank and world_size out of its WorkerConfig; the trainer sets them"
             )
         config = dataclasses.replace(given, rank=rank, world_size=size, data_parallel_group=None)
         return dataclasses.replace(spec, worker_config=config)
@@ -303,7 +304,7 @@ class Described:
     def __init__(self, spec: DatasetSpec) -> None:
         if not isinstance(spec, DatasetSpec):
             raise ConfigurationError(
-                f"EnergonTrainer: expected what get_train_dataset or get_val_dataset return, got {spec!r}"
+                f"EnergonTrainer: expected a dataset from get_train_dataset or get_val_dataset, got {spec!r}"
             )
         self.spec = spec
 
@@ -358,7 +359,8 @@ class TrainBatches:
         valid = batch.get("__valid__") if isinstance(batch, Mapping) else getattr(batch, "__valid__", None)
         if valid is not None and not bool(valid.any()):
             raise MaskedMicrobatchesError(
-                "a training microbatch has no row that counts, and the Trainer's loss of it would be NaN"
+                "all rows of a training microbatch are masked, so the Trainer's loss would be NaN: use a number of "
+                "processes that divides num_lanes"
             )
         return self._inputs(batch)
 
@@ -393,9 +395,10 @@ def _read_states(checkpoint: str) -> list[Any]:
             states = json.load(file)
     except (OSError, ValueError) as error:
         raise StateFormatError(
-            f"{checkpoint}: no state of the data in {STATE_FILE} ({error}). Was it written by EnergonTrainer, and not "
-            "stopped while it was? Resume from another checkpoint; or load its weights only, and begin the data at a "
-            "step with loader_arguments={'start_at': STEP}"
+            f"{checkpoint}: no state of the data in {STATE_FILE} ({error}). It was not written by EnergonTrainer, or "
+            "not "
+            "completely. Resume from another checkpoint; or load its weights only, and start the data at a step with "
+            "loader_arguments={'start_at': STEP}"
         ) from error
     if not isinstance(states, list) or not states:
         raise StateFormatError(f"{path}: expected a list of the states of all ranks, found {type(states).__name__}")

@@ -305,7 +305,7 @@ class WorkerPool:
                 factor = 1 if self._method == "fork" else _IMPORT_FACTOR
                 allowed = _BEGIN_SECONDS * factor * 2 ** self._deaths[worker.number]
                 if now - worker.started > allowed:
-                    logger.warning("worker %d has not begun after %.0f seconds and is killed", worker.number, allowed)
+                    logger.warning("worker %d has not started after %.0f seconds; killing it", worker.number, allowed)
                     worker.kill()
                 continue
             if self._watchdog is not None:
@@ -366,7 +366,7 @@ class WorkerPool:
             return Worker(work, self._method, new_arena(sendable=self._method != "fork"), self._look)
         except OSError as error:
             remedy = _REMEDIES.get(error.errno or 0, "Lower num_workers")
-            raise LoaderError(f"worker {number} of {self._number} cannot be started: {error}. {remedy}.") from error
+            raise LoaderError(f"worker {number} of {self._number} cannot start: {error}. {remedy}.") from error
 
     def _replace(self, worker: Worker) -> None:
         """Start a worker again that is gone, from what was delivered.
@@ -382,25 +382,25 @@ class WorkerPool:
         if code == EXIT_CODE:
             raise HookTimeoutError(
                 f"{what} was ended by its watchdog (fail_on_timeout): a microbatch took too long, in a call that "
-                "nothing interrupts. What the watchdog logged names the hook, the sample and the place in the code"
+                "cannot be interrupted. The watchdog's log names the hook, the sample and the line of code"
             )
         during = f" during {', '.join(running)}" if running else ""
         if self._left <= 0 or self._deaths[number] >= _RESTARTS_WITHOUT_A_BATCH:
             raise WorkerDiedError(
-                f"{what} died{during} and is not started again: {self._deaths[number]} restarts in a row gave no "
-                f"batch, {self._left} of max_worker_restarts are left. Out of memory? Lower num_workers, "
-                "prefetch_factor or the batch size. A crash in a decoder or hook shows itself with num_workers=0"
+                f"{what} died{during} and is not restarted: {self._deaths[number]} restarts in a row produced no "
+                f"batch, and {self._left} of max_worker_restarts are left. Out of memory? Lower num_workers, "
+                "prefetch_factor or the batch size. To find a crash in a decoder or hook, run with num_workers=0"
             )
         self._left -= 1
         self.restarts += 1
         self._deaths[number] += 1
         self._suspects[number].update(samples)
-        logger.warning("%s died%s; it starts again from the last delivered batch, no sample is lost", what, during)
+        logger.warning("%s died%s; restarting it from the last delivered batch, no sample is lost", what, during)
         guilty = {sample for sample in samples if self._suspects[number][sample] >= _DEATHS_OF_A_SAMPLE}
         if guilty - self._barred:
             self._barred |= guilty
             logger.error(
-                "%s ended its worker %d times in a row and is not tried again", ", ".join(running), _DEATHS_OF_A_SAMPLE
+                "%s killed its worker %d times in a row and is not tried again", ", ".join(running), _DEATHS_OF_A_SAMPLE
             )
         self._workers[number] = self._started(number)
         worker.close()

@@ -91,9 +91,9 @@ def outgoing(item: LaneBatch, outbox: Outbox) -> BatchMessage:
         message = outbox.pack(item.plain())
     except (pickle.PicklingError, AttributeError, TypeError) as error:  # which of them, Python's version decides
         raise LoaderError(
-            f"a batch ({type(item.batch).__name__}) cannot be sent from the worker to the training process, because "
-            f"pickle refuses it: {error}. Let the task encoder return tensors, arrays, and objects of classes that "
-            "stand at the top of a module (no lambdas, open files or generators), or load with num_workers=0"
+            f"a batch ({type(item.batch).__name__}) cannot be sent from the worker to the training process: "
+            f"pickle fails with {error}. Return tensors, arrays, or objects of classes defined at the top of a module "
+            "from the task encoder (no lambdas, open files or generators), or set num_workers=0"
         ) from error
     item.batch = None
     return outbox.unshared(message)

@@ -122,7 +122,7 @@ def _flatten(node: Node, *, groups: Iterator[int]) -> tuple[MixMode, list[MixLea
     if isinstance(node, (LeafRef, JoinRef)):
         return "single", [MixLeaf(leaf=node)]
     if not node.children:
-        raise MetadataError(f"{node.where}: there is nothing in it. Expected at least one dataset.")
+        raise MetadataError(f"{node.where}: is empty. Expected at least one dataset.")
     if isinstance(node, Concat):
         leaves = []
         for child in node.children:

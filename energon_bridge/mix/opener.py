@@ -228,9 +228,9 @@ class MixIndex:
             try:
                 _write(folder, self._name, itertools.chain((head,), self._payload()))
             except OSError as error:
-                logger.info("%s: the index of the mix cannot be kept here: %s", folder, error)
+                logger.info("%s: cannot write the index of the mix here: %s", folder, error)
             else:
-                logger.info("%s: index of %d datasets written", folder, len(self._found))
+                logger.info("%s: wrote the index of %d datasets", folder, len(self._found))
                 return
 
     def _payload(self) -> Iterator[bytes]:
@@ -259,7 +259,7 @@ class MixIndex:
         except OSError:
             return  # not there, as on the first start
         except (ValueError, AttributeError) as error:
-            logger.info("%s: the index of the mix is made anew: %s", path, error)
+            logger.info("%s: rebuilding the index of the mix: %s", path, error)
             return
         self._configs |= configs
         for key, lines in known.items():

@@ -137,7 +137,7 @@ def reads_of_logs(files: Sequence[Path], first_step: int, num_steps: int, loader
             delivered.setdefault(int(event["id"]), []).append((*place, [str(key) for key in keys]))
     if not delivered:
         raise ConfigurationError(
-            f"{files[0]}: the logs name no samples. Write them with WorkerConfig(worker_debug_path=…, "
+            f"{files[0]}: the logs contain no samples. Write them with WorkerConfig(worker_debug_path=…, "
             "worker_log_level=1) and an encoder that keeps __key__"
         )
     chosen = max(delivered, key=lambda one: len(delivered[one])) if loader is None else loader
@@ -224,7 +224,7 @@ def write_picture(path: Path, reads: Reads, *, title: str) -> None:
         partial.write_bytes(content)
         partial.replace(path)
     except OSError as error:
-        raise ConfigurationError(f"{path} cannot be written: {error}") from error
+        raise ConfigurationError(f"{path}: cannot write the picture: {error}") from error
     finally:
         partial.unlink(missing_ok=True)
 

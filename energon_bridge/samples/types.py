@@ -222,4 +222,4 @@ def sample_type_by_name(name: str) -> type:
     if name in _BY_NAME:
         return _BY_NAME[name]
     known = ", ".join((*sample_type_names(), CrudeSample.__name__))
-    raise UnknownArgumentError(f"there is no sample type {name!r}.{did_you_mean(name, _BY_NAME)} Known types: {known}")
+    raise UnknownArgumentError(f"unknown sample type {name!r}.{did_you_mean(name, _BY_NAME)} Known types: {known}")

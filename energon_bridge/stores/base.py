@@ -62,7 +62,7 @@ class FileStore(Protocol):
 
         Raises MediaMetadataError if the store has no media metadata, FileNotInStoreError if it has none for this file.
         """
-        raise MediaMetadataError(f"{self.get_path()}: a store of this kind has no media metadata.")
+        raise MediaMetadataError(f"{self.get_path()}: a {type(self).__name__} has no media metadata.")
 
     def __getitem__(self, key: str) -> tuple[Any, SourceInfo]:
         """Return the value of a file and where it came from."""

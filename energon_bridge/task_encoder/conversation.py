@@ -253,9 +253,9 @@ def _render_chat(
         answer = whole[len(prompt) :].rstrip()
         if not (prompt.startswith(done) and whole.startswith(prompt) and turn.text.strip() in answer):
             raise UnfitSampleError(
-                "the chat template cannot be used for training: a conversation up to an answer must begin with the "
-                f"rendering of what comes before it with add_generation_prompt=True; that gives {prompt!r}, and the "
-                f"conversation {whole!r}"
+                "the chat template cannot be used for training: it must render a conversation up to an answer as the "
+                f"turns before it with add_generation_prompt=True, plus the answer. The turns before give {prompt!r}, "
+                f"but the conversation {whole!r}"
             )
         yield Piece(prompt[len(done) :])
         yield Piece(answer, learned=True)

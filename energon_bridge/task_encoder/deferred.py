@@ -77,7 +77,7 @@ class DeferredImage(Deferred):
                 return image.size[::-1] if turned else image.size
         except (UnidentifiedImageError, OSError, SyntaxError, ValueError) as error:
             raise DecodeError(
-                f"part {self.part!r} ({len(self.data)} bytes) is no image whose size can be read: {error}"
+                f"part {self.part!r} ({len(self.data)} bytes) has no readable image size: {error}"
             ) from error
 
     def get(self) -> Any:

@@ -123,8 +123,8 @@ def image_form(
     if backend == "torchcodec":
         if target is not None:
             raise ConfigurationError(
-                f"image_target={target!r} scales JPEGs while decoding, which torchcodec does not: leave out one of "
-                "image_target and image_backend='torchcodec'"
+                f"image_target={target!r} scales JPEGs while decoding, which torchcodec cannot do: leave out "
+                "image_target or image_backend='torchcodec'"
             )
         _torchcodec()
     if name in IMAGE_FORMS:
@@ -323,7 +323,7 @@ def _pillow_image(data: bytes | bytearray | memoryview, form: ImageForm, part: s
 def _check_size(size: tuple[int, int], form: ImageForm) -> None:
     if size[0] * size[1] > form.max_pixels:
         raise ValueError(
-            f"{size[0]} x {size[1]} pixels, and at most {form.max_pixels:,} are decoded; allow more with "
+            f"it has {size[0]} x {size[1]} pixels, more than the limit of {form.max_pixels:,}; raise it with "
             "SampleDecoder(max_pixels=...)"
         )
 
@@ -360,7 +360,7 @@ def _torchcodec_pixels(data: bytes | bytearray | memoryview, form: ImageForm) ->
     kind = "heic" if is_heic(data) else guess_image_extension(data)
     if kind not in _TORCHCODEC_FORMATS:
         raise ValueError(
-            f"torchcodec decodes JPEG, PNG, WebP, GIF, AVIF and HEIC, and this is {kind or 'none of them'}: leave out "
+            f"torchcodec decodes JPEG, PNG, WebP, GIF, AVIF and HEIC, but this is {kind or 'none of them'}: leave out "
             "image_backend='torchcodec' for such data"
         )
     if kind != "heic" or _HEIF:  # a few bytes can ask for any amount of memory
@@ -380,8 +380,8 @@ def _torchcodec_pixels(data: bytes | bytearray | memoryview, form: ImageForm) ->
 def _say_transparent(part: str) -> None:
     """Warn once in a process, for each name of a part."""
     logger.warning(
-        "images in part %r have a palette with transparency, which is left out: what was transparent shows the colour "
-        "of its palette. Where that matters, decode them with an alpha channel, image_decode='torchrgba' or 'pilrgba'",
+        "images in part %r have a palette with transparency, which is dropped: transparent pixels get the colour of "
+        "their palette. If that matters, decode with an alpha channel, image_decode='torchrgba' or 'pilrgba'",
         part,
     )
 

@@ -50,7 +50,7 @@ def mrope_positions(types: Sequence[int], grids: Mapping[int, Sequence[Grid]], m
             grid = next(waiting[kind], None)
             height, width = (0, 0) if grid is None else (grid.height // merge_size, grid.width // merge_size)
             if grid is None or not 0 < grid.time * height * width <= count:
-                raise SampleError(f"{count} tokens of type {kind} are not those of {grid}, merged by {merge_size}")
+                raise SampleError(f"{count} tokens of type {kind} do not match the grid {grid} merged by {merge_size}")
             # in float32, as the models do it: what is cut off here must be what is cut off there
             times = (torch.arange(grid.time) * torch.tensor(grid.interval)).long()
             axes = torch.meshgrid(times, torch.arange(height), torch.arange(width), indexing="ij")

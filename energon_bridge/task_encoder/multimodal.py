@@ -155,9 +155,7 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
             visual = self._fill(sequence, rendered, content.images)
             finished = sequence.finish(self.config.ignore_place_holder)
             if finished is None:
-                raise SampleError(
-                    f"nothing to learn: seq_length={self.seq_length} cuts before the first of the learned tokens"
-                )
+                raise SampleError(f"nothing to learn: seq_length={self.seq_length} cuts off all tokens of the answer")
         except SampleError as error:
             raise type(error)(f"sample {_key(sample)!r}: {error}") from error
         tokens, labels, loss_mask = finished
@@ -254,7 +252,7 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
                 if number:
                     if self.image_processor is None:
                         raise ConfigurationError(
-                            "the sample has an image, and MultiModalTaskEncoder was made with image_processor=None: "
+                            "the sample has an image, but MultiModalTaskEncoder was made with image_processor=None: "
                             "pass the image processor of the model, or your own task_encoder"
                         )
                     image = process_image(self.image_processor, images[len(visual)], self._path, self._dtype)
@@ -296,7 +294,7 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
         before = len(sequence.tokens)
         if not any(sequence.learned[1:]):
             raise SampleError(
-                f"seq_length={self.seq_length} would cut into the image, which takes {image_tokens} tokens behind "
+                f"seq_length={self.seq_length} would cut into the image, which takes {image_tokens} tokens after "
                 f"{before} tokens of text; set seq_length to at least {before + image_tokens + 1}"
             )
 

@@ -76,8 +76,8 @@ class _Reader(pickle.Unpickler):
             return self._allowed[module, name]
         except KeyError:
             raise pickle.UnpicklingError(
-                f"it names {module}.{name}, which is not run: only containers, numbers, strings, bytes, numpy arrays "
-                "and torch tensors are read from pickles"
+                f"it contains {module}.{name}, which is not run: only containers, numbers, strings, bytes, numpy "
+                "arrays and torch tensors are read from pickles"
             ) from None
 
 
@@ -92,11 +92,11 @@ def _load(data: bytes, allowed: Mapping[tuple[str, str], Any]) -> Any:
         numbers = [int(arg) for code, arg, _ in pickletools.genops(data) if code.name == "LONG_BINPUT" and arg]
         most = max(numbers, default=0)
         if most > len(data):
-            raise pickle.UnpicklingError(f"it numbers an object {most}, in {len(data)} bytes")
+            raise pickle.UnpicklingError(f"it has an object number {most} in {len(data)} bytes")
     try:
         return _Reader(data, allowed).load()
     except MemoryError as error:
-        raise pickle.UnpicklingError("it claims more than it has: there is not so much memory") from error
+        raise pickle.UnpicklingError("it claims a size for which there is not enough memory") from error
 
 
 def plain_pickle(data: bytes) -> Any:

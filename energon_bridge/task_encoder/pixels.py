@@ -301,7 +301,7 @@ def pixel_path(image_processor: Any, profile: Profile | None = None, dtype: Pixe
         return found
     if dtype == "uint8":
         raise ConfigurationError(
-            f"pixels_dtype='uint8' is not available for {type(image_processor).__name__}, which has to be called: "
+            f"pixels_dtype='uint8' is not available for {type(image_processor).__name__}, which must be called itself: "
             f"{found}; set pixels_dtype to 'float32', 'bfloat16' or 'float16'"
         )
     if image_processor is not None and profile != "processor":
@@ -342,7 +342,7 @@ def pixel_settings(image_processor: Any, path: PixelPath | None, dtype: PixelDty
 
 @cache
 def _say_called(name: str, reason: str) -> None:
-    logger.info("images go through %s itself, which takes several times the CPU of the native path: %s", name, reason)
+    logger.info("calling %s for images, which takes several times the CPU of the native path: %s", name, reason)
 
 
 def profile_of(image_processor: Any) -> Literal["torch", "pillow"]:

@@ -80,7 +80,8 @@ def fitted(size: tuple[int, int], room: tuple[int, int]) -> tuple[int, int]:
 def _check_aspect(height: int, width: int) -> None:
     if max(height, width) > _MOST_ASPECT * min(height, width):
         raise SampleError(
-            f"an image of {width} x {height} pixels is too narrow: one side may be {_MOST_ASPECT} times the other"
+            f"an image of {width} x {height} pixels is too narrow: one side may be at most {_MOST_ASPECT} times the "
+            "other"
         )
 
 

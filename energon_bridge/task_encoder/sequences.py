@@ -200,7 +200,7 @@ def pad_to(row: Tensor, length: int, value: float) -> Tensor:
     missing = length - row.shape[-1]
     if missing < 0:
         raise UnfitSampleError(
-            f"a sequence of {row.shape[-1]} values stands where there is room for {length}: every field of a sample "
-            "needs as many values as it has tokens, and no sample more than the batch is long"
+            f"a sequence has {row.shape[-1]} values, but there is room for {length}: every field of a sample needs "
+            "one value per token, and no sample may be longer than the batch"
         )
     return pad(row, (0, missing), value=value) if missing else row

@@ -37,7 +37,7 @@ def as_pil(image: Any) -> Image.Image:
         shape = getattr(image, "shape", None)
         raise SampleError(
             f"an image must be a PIL image, a CHW tensor or an HWC array, got {type(image).__name__} of shape {shape}; "
-            "choose a form with the task encoder's decoder or image_decode"
+            "choose another form with the task encoder's decoder or image_decode"
         )
     if np.issubdtype(pixels.dtype, np.floating):
         pixels = np.rint(pixels.clip(0.0, 1.0) * 255.0)

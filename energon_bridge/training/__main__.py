@@ -82,7 +82,7 @@ def copy_configs(folder: str) -> None:
         shutil.copytree(PACKAGE_CONFIGS, folder)
     except OSError as error:
         raise ConfigurationError(
-            f"--copy-configs {folder}: {error.strerror or error}. Name a folder that does not exist yet."
+            f"--copy-configs {folder}: {error.strerror or error}. Choose a folder that does not exist yet."
         ) from error
 
 

@@ -40,8 +40,8 @@ def test_a_worker_that_never_begins_is_replaced(
         caplog.at_level(logging.WARNING),
     ):
         assert [digest(batch) for batch in islice(loader, 30)] == expected
-    assert "worker 1 has not begun after 1 seconds and is killed" in caplog.text
-    assert "worker 1 (killed by signal 9) died; it starts again from the last delivered batch" in caplog.text
+    assert "worker 1 has not started after 1 seconds; killing it" in caplog.text
+    assert "worker 1 (killed by signal 9) died; restarting it from the last delivered batch" in caplog.text
 
 
 def test_a_worker_that_never_begins_is_gone_when_the_loader_is_closed(

@@ -313,7 +313,7 @@ def test_wrong_choices_are_refused() -> None:
     class Own:
         image_token, video_token, merge_size = "<image>", None, 0
 
-    with pytest.raises(ConfigurationError, match="pixels of the ChatConfig say nothing to a Own"):
+    with pytest.raises(ConfigurationError, match="pixels of the ChatConfig have no effect on a Own"):
         type(encoder)(encoder.tokenizer, Own(), ChatConfig(pixels="torch"))  # type: ignore[arg-type]
 
 

@@ -97,7 +97,7 @@ def chat_of(sample: Any, *, place_images: Literal["before", "after"] = "before")
         tools = turns.get("tools") if tools is None else tools
         turns = next((turns[name] for name in _TURNS if name in turns), None)
     if not isinstance(turns, Sequence) or not turns:
-        raise SampleError(f"{name} must be a list of turns that is not empty, not {turns!r}"[:500])
+        raise SampleError(f"{name} must be a non-empty list of turns, got {turns!r}"[:500])
     payloads: dict[Kind, list[Any]] = {"image": [], "video": []}
     waiting = {kind: media_of(sample, kind) for kind in payloads}
     messages = [_message(turn, payloads, waiting) for turn in turns]
@@ -123,7 +123,7 @@ def chat_of_video(sample: VidQASample, *, place_images: Literal["before", "after
     """Return the question about a video and the answer of most weight. Raises SampleError if there is no answer."""
     answers: Any = sample.answers
     if not answers:
-        raise SampleError("a VidQASample without answers cannot be trained on")
+        raise SampleError("a VidQASample needs answers for training")
     weights = sample.answer_weights
     best = 0 if weights is None else max(range(len(weights)), key=lambda number: float(weights[number]))
     answer = answers if isinstance(answers, str) else answers[best]
@@ -162,7 +162,7 @@ def _message(turn: Any, payloads: dict[Kind, list[Any]], waiting: dict[Kind, lis
     role = turn.get("role", turn.get("from")) if isinstance(turn, Mapping) else None
     content = turn.get("content", turn.get("value")) if role is not None else None
     if not isinstance(role, str) or not isinstance(content, str | list | tuple):
-        raise SampleError(f"a turn must have role and content, or from and value, not {turn!r}"[:500])
+        raise SampleError(f"a turn must have role and content, or from and value, got {turn!r}"[:500])
     role = _ROLES.get(role, role)
     parts = parts_of(content) if isinstance(content, str) else tuple(_part(part) for part in content)
     given = [None] * len(parts) if isinstance(content, str) else [_payload(part) for part in content]
@@ -185,7 +185,7 @@ def _part(part: Any) -> Part:
         return Part("image")
     if kind == "video":
         return Part("video")
-    raise SampleError(f"a part of a turn must be of type text, image or video, not {part!r}"[:500])
+    raise SampleError(f"a part of a turn must have the type text, image or video, got {part!r}"[:500])
 
 
 def _payload(part: Any) -> Any:
@@ -241,4 +241,4 @@ def _parsed(text: str | bytes) -> Any:
     try:
         return json.loads(text)
     except ValueError as error:
-        raise SampleError(f"the turns are no JSON: {error}") from error
+        raise SampleError(f"the turns are not valid JSON: {error}") from error

@@ -73,9 +73,9 @@ class ChatConfig:
         for name in (*numbers, "pad_to_multiple_of"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
-                raise ConfigurationError(f"{name}={value!r} of a ChatConfig must be a positive integer")
+                raise ConfigurationError(f"ChatConfig: {name} must be a positive integer, got {value!r}")
         if not self.video_fps > 0:
-            raise ConfigurationError(f"video_fps={self.video_fps!r} of a ChatConfig must be positive")
+            raise ConfigurationError(f"ChatConfig: video_fps must be positive, got {self.video_fps!r}")
         policies = (OverLong.TRUNCATE, OverLong.DROP, OverLong.RAISE)
         for name, choices in (
             ("over_long", policies),
@@ -85,5 +85,5 @@ class ChatConfig:
         ):
             if getattr(self, name) not in choices:
                 raise ConfigurationError(
-                    f"{name}={str(getattr(self, name))!r} of a ChatConfig must be one of {', '.join(choices)}"
+                    f"ChatConfig: {name} must be one of {', '.join(choices)}, got {str(getattr(self, name))!r}"
                 )

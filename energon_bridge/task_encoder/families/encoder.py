@@ -308,7 +308,7 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
     def _planned(self, segments: Sequence[Segment], images: Sequence[Any], videos: Sequence[Any]) -> list[Plan]:
         """Return the plans of images and videos in the order of their places."""
         if (images or videos) and self.family is None:
-            raise SampleError("the sample has images or videos, but the encoder has no family for them: pass one")
+            raise SampleError("the sample has images or videos, but the encoder has no family for them: pass family=…")
         if self.family is None:
             return []
         plans = {
@@ -415,8 +415,8 @@ def _with_pixels(family: Any, config: ChatConfig) -> Any:
         return family
     if not is_dataclass(family) or not {"pixels", "pixels_dtype"} <= {entry.name for entry in fields(family)}:
         raise ConfigurationError(
-            f"{' and '.join(wanted)} of the ChatConfig say nothing to a {type(family).__name__}: a family of your own "
-            "makes its pixels itself, leave them out"
+            f"{' and '.join(wanted)} of the ChatConfig have no effect on a {type(family).__name__}, since your own "
+            "family makes its pixels itself: leave them out"
         )
     return replace(cast(Any, family), **wanted)
 

@@ -54,7 +54,9 @@ class FixedTokenFamily:
 
     def __post_init__(self) -> None:
         if self.image_tokens < 1:
-            raise ConfigurationError(f"image_tokens={self.image_tokens} must be positive: an image needs a token")
+            raise ConfigurationError(
+                f"image_tokens must be positive, since an image needs a token; got {self.image_tokens}"
+            )
         object.__setattr__(self, "path", pixel_path(self.image_processor, self.pixels, self.pixels_dtype))
 
     @property
@@ -73,7 +75,7 @@ class FixedTokenFamily:
 
     def plan_video(self, video: VideoFrames) -> Plan:
         """Refuse videos. Raises SampleError."""
-        raise SampleError("models with a fixed number of tokens per image have no videos; pass frames as images")
+        raise SampleError("models with a fixed number of tokens per image take no videos; pass the frames as images")
 
     def process(self, images: Sequence[Any], videos: Sequence[VideoFrames], plans: Sequence[Plan]) -> dict[str, Tensor]:
         """Return what the processor makes of the images, joined along dimension 0."""
@@ -175,7 +177,8 @@ def llava_next_family(
     pinpoints = getattr(image_processor, "image_grid_pinpoints", None)
     if not pinpoints:
         raise ConfigurationError(
-            f"{type(image_processor).__name__} has no image_grid_pinpoints: it is no image processor of LLaVA-NeXT"
+            f"{type(image_processor).__name__} has no image_grid_pinpoints, so it is not an image processor of "
+            "LLaVA-NeXT"
         )
     return TiledFamily(
         image_processor=image_processor,
@@ -196,7 +199,7 @@ def processed_size(image_processor: Any) -> tuple[int, int]:
     if not height or not width:
         raise ConfigurationError(
             f"{type(image_processor).__name__} gives images of different sizes "
-            f"({'crop_size' if cropped else 'size'}={size!r}), so that the tokens of an image are not known: set "
+            f"({'crop_size' if cropped else 'size'}={size!r}), so the number of tokens of an image is unknown: set "
             "crop_size, or size with height and width"
         )
     return int(height), int(width)

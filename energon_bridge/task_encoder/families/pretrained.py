@@ -41,7 +41,7 @@ def load_pretrained(name_or_path: str | Path) -> Pretrained:
     except (OSError, ValueError) as error:
         raise ConfigurationError(
             f"cannot load the tokenizer and image processor of {str(name_or_path)!r}: {error}\nWithout a connection to "
-            "the Hugging Face hub use a model that is in the cache (HF_HOME), or a local folder"
+            "the Hugging Face hub, use a model in the cache (HF_HOME) or a local folder"
         ) from error
     video_config = _video_config(name_or_path)
     return Pretrained(

@@ -280,10 +280,10 @@ def qwen_family(
         ConfigurationError: There is no such family, or the image processor is none of Qwen's.
     """
     if model_type not in QWEN_MODELS:
-        raise ConfigurationError(f"there is no Qwen family {model_type!r}; known: {', '.join(QWEN_MODELS)}")
+        raise ConfigurationError(f"unknown Qwen family {model_type!r}; known: {', '.join(QWEN_MODELS)}")
     if not hasattr(image_processor, "merge_size"):
         raise ConfigurationError(
-            f"{type(image_processor).__name__} has no merge_size: it is no image processor of Qwen"
+            f"{type(image_processor).__name__} has no merge_size, so it is not an image processor of Qwen"
         )
     family = QwenFamily(image_processor=image_processor, min_pixels=min_pixels, max_pixels=max_pixels)
     settings = {**QWEN_MODELS[model_type]}

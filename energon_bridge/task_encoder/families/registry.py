@@ -51,8 +51,8 @@ def family_of(
             image_token=tokenizer.convert_ids_to_tokens(token_id),
         )
     raise ConfigurationError(
-        f"no family is known for models of type {kind!r}; known: {', '.join((*_LLAVAS, *QWEN_MODELS))}. Pass a "
-        "FixedTokenFamily, or a family of your own, to ChatTemplateTaskEncoder"
+        f"there is no family for models of type {kind!r}; known: {', '.join((*_LLAVAS, *QWEN_MODELS))}. Pass a "
+        "FixedTokenFamily, or your own family, to ChatTemplateTaskEncoder"
     )
 
 
@@ -61,7 +61,7 @@ def _check_pinpoints(of_model: Sequence[Sequence[int]], image_processor: Any) ->
     if sorted(map(tuple, of_model)) != sorted(map(tuple, of_processor)):
         raise ConfigurationError(
             f"image_grid_pinpoints of the model ({of_model}) and of {type(image_processor).__name__} ({of_processor}) "
-            "differ: the model could not put the tiles together; set those of the processor to the model's"
+            "differ, so the model could not assemble the tiles: set those of the processor to the model's"
         )
 
 

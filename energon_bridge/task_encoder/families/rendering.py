@@ -123,7 +123,7 @@ class ChatRenderer:
                 **{**getattr(self.tokenizer, "special_tokens_map", {}), **self.options},
             )
         if not marks:
-            raise SampleError("the chat template marks no answer of the conversation")
+            raise SampleError("the chat template marks no answer in the conversation")
         special = getattr(self.tokenizer, "all_special_tokens", ())
         ends = [token for token in special if token not in self._placeholders()]
         spans = []
@@ -200,8 +200,9 @@ class ChatRenderer:
             if not (until.startswith(prompt) and whole.startswith(until)):
                 raise UnfitSampleError(
                     f"the chat template cannot be used for training on answer {answers.index(number) + 1} of "
-                    f"{len(answers)}: a conversation must begin with the rendering of what stands up to the answer, "
-                    "and that with the prompt for it (add_generation_prompt=True). The prompt is "
+                    f"{len(answers)}: the rendering of a conversation must start with that of the turns up to the "
+                    "answer, "
+                    "and this with the prompt for it (add_generation_prompt=True). The prompt is "
                     f"{_end_of(prompt)!r}, up to the answer {_end_of(until)!r}, the conversation {_end_of(whole)!r}. "
                     "Mark the answers in the template with {% generation %}, or set ChatConfig(learn='last')"
                 )
@@ -311,7 +312,7 @@ def media_text(family: Family | None, kind: Kind) -> str:
     """Return what stands for an image or video where no template writes it. Raises SampleError if there are none."""
     text = "" if family is None else family.image_text if kind == "image" else family.video_text
     if not text:
-        raise SampleError(f"the sample has {kind}s, but the model's family has none")
+        raise SampleError(f"the sample has {kind}s, but the model's family does not support them")
     return text
 
 
@@ -342,4 +343,4 @@ def _template_errors() -> Iterator[None]:
     except TemplateSyntaxError as error:
         raise ConfigurationError(f"the chat template has an error in line {error.lineno}: {error}") from error
     except TemplateError as error:
-        raise SampleError(f"the chat template refuses the conversation: {error}") from error
+        raise SampleError(f"the chat template rejects the conversation: {error}") from error

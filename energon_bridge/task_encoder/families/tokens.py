@@ -146,13 +146,13 @@ def _expand(stretch: Stretch, placeholders: Mapping[str, int]) -> None:
     """Put as many tokens as planned in place of each placeholder token, and note the types."""
     if stretch.plan is None:
         if found := [kind for kind, token in placeholders.items() if token in stretch.tokens]:
-            raise SampleError(f"a text of the sample contains the token that stands for a {found[0]}")
+            raise SampleError(f"a text of the sample contains the token reserved for a {found[0]}")
         stretch.types = [TEXT_TYPE] * len(stretch.tokens)
         return
     token, kind = placeholders[stretch.plan.kind], _TYPES[stretch.plan.kind]
     if stretch.tokens.count(token) != len(stretch.plan.runs):
         raise SampleError(
-            f"{stretch.plan.text!r} has {stretch.tokens.count(token)} placeholder tokens {token} behind the tokenizer, "
+            f"{stretch.plan.text!r} has {stretch.tokens.count(token)} placeholder tokens {token} after tokenizing, "
             f"expected {len(stretch.plan.runs)}: the placeholder must be a special token of the tokenizer"
         )
     runs = iter(stretch.plan.runs)

@@ -97,14 +97,14 @@ def frames_shape(frames: Any) -> tuple[int, int, int]:
         width, height = size_of(frames[0])
         return len(frames), height, width
     what = tuple(frames.shape) if isinstance(frames, Tensor) else repr(frames)[:100]
-    raise SampleError(f"frames must be a (frames, channels, height, width) tensor or a list of images, not {what}")
+    raise SampleError(f"frames must be a (frames, channels, height, width) tensor or a list of images, got {what}")
 
 
 def _sampled(decoder: VideoDecoder, *, fps: float, least: int, most: int | None) -> VideoFrames:
     found = decoder.get_metadata()
     total, rate = found.video_num_frames, found.video_fps
     if not total or not rate or not found.video_width or not found.video_height:
-        raise SampleError(f"{decoder!r} has no video whose frames could be counted: {found}")
+        raise SampleError(f"{decoder!r} has no video with a known number of frames: {found}")
     wanted = max(int(total / rate * fps), least)
     count = min(wanted, total, most or total)
     numbers = np.linspace(0, total - 1, count).round().astype(int).tolist()

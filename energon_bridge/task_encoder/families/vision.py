@@ -111,6 +111,6 @@ def check_tokens(found: Sequence[int], plans: Sequence[Plan]) -> None:
     planned = [plan.tokens for plan in plans]
     if list(found) != planned:
         raise SampleError(
-            f"the processed images and videos take {list(found)} tokens, but from their sizes {planned} were expected: "
-            "the image processor must not be changed after the encoder is made, nor images be scaled while decoding"
+            f"the processed images and videos take {list(found)} tokens, but their sizes give {planned}: do not change "
+            "the image processor after making the encoder, and do not scale images while decoding"
         )
