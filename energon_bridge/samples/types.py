@@ -16,6 +16,23 @@ from energon_bridge.samples.base import CrudeSample, Sample, edataclass
 if TYPE_CHECKING:
     import torch
 
+__all__ = [
+    "CaptioningSample",
+    "ChatMLSample",
+    "ImageClassificationSample",
+    "ImageSample",
+    "InterleavedSample",
+    "MultiChoiceVQASample",
+    "OCRSample",
+    "SimilarityInterleavedSample",
+    "TextSample",
+    "VQAOCRSample",
+    "VQASample",
+    "VidQASample",
+    "sample_type_by_name",
+    "sample_type_names",
+]
+
 
 @edataclass
 class CaptioningSample(Sample):

@@ -15,7 +15,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Any, Protocol
 from urllib.parse import quote
@@ -395,6 +395,18 @@ def _azure_account() -> str:
         )
     return account
 
+
+BUCKETS: dict[str, Callable[[str], Bucket]] = {
+    "http": lambda place: HttpBucket("http", place),
+    "https": lambda place: HttpBucket("https", place),
+    "s3": S3Bucket,
+    "gs": GcsBucket,
+    "gcs": GcsBucket,
+    "az": AzureBucket,
+    "abfs": AzureBucket,
+    "abfss": AzureBucket,
+}
+"""What makes the bucket of a URL, by its protocol; `open_store` lists the protocols too."""
 
 _SETTINGS = {
     "s3": (

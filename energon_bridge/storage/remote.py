@@ -12,21 +12,13 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
 from energon_bridge.errors import DatasetNotFoundError, EnergonError, ShardMissingError, StorageError
 from energon_bridge.storage.base import short_read
-from energon_bridge.storage.buckets import (
-    AzureBucket,
-    Bucket,
-    GcsBucket,
-    HttpBucket,
-    S3Bucket,
-    server_of,
-    settings_of,
-)
+from energon_bridge.storage.buckets import BUCKETS, Bucket, HttpBucket, server_of, settings_of
 from energon_bridge.storage.http import Body, Client, GaveUp, Piece, Refused, TooShort, WholeFile, shared_client
 from energon_bridge.storage.node_cache import BLOCK, Place, Span, Version, node_cache
 from energon_bridge.storage.stalls import Stalls
@@ -41,19 +33,6 @@ _CHANGES = 3
 """How often a cached read starts again because the object changed."""
 _LISTED = 64
 """From this many files on, sizes come from a listing, if there is one."""
-
-_MAKERS: dict[str, Callable[[str], Bucket]] = {
-    "http": lambda place: HttpBucket("http", place),
-    "https": lambda place: HttpBucket("https", place),
-    "s3": S3Bucket,
-    "gs": GcsBucket,
-    "gcs": GcsBucket,
-    "az": AzureBucket,
-    "abfs": AzureBucket,
-    "abfss": AzureBucket,
-}
-PROTOCOLS = frozenset(_MAKERS)
-
 
 _Versions = list[Version]  # in the class `list` is a method
 _Bytes = list[bytes]
@@ -506,7 +485,7 @@ def _bucket(protocol: str, name: str, settings: tuple[str | None, ...]) -> Bucke
     with _making:
         bucket = _buckets.get((protocol, name, settings))
         if bucket is None:
-            bucket = _buckets[protocol, name, settings] = _MAKERS[protocol](name)
+            bucket = _buckets[protocol, name, settings] = BUCKETS[protocol](name)
         return bucket
 
 

@@ -396,6 +396,6 @@ def test_restore_sample_gives_the_identical_batch(data: Path, encoder: str, batc
         assert torch.equal(before[0], torch.default_generator.get_state())
         assert before[1] == random.getstate()
     key = batch["__restore_key__"] if batch_size is None else batch["__restore_key__"][3][0]
-    with pytest.raises(LookupError, match="of a dataset that this loader does not have"):
+    with pytest.raises(LookupError, match="belongs to a dataset that this loader does not read"):
         loader.restore_sample(("0" * 16, *key[1:]))
     assert isinstance(loader, SavableDataLoader)
