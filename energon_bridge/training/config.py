@@ -137,6 +137,11 @@ class DataConfig:
         balance_attention: Cost of a pair of tokens that attend to each other, where a token costs 1; null: by the
             model's configuration (`BatchCost.of_model`).
         balance_patches: Cost of an image patch, where a token costs 1; null: by the model's configuration.
+        balance_column_tokens: Column of the dataset with the tokens of a sample, or an expression of columns. Every
+            rank then plans the global batch by itself and loads only what it runs (`ColumnCost`); null: ranks exchange.
+        balance_column_patches: The same for image patches; null: none.
+        balance_window: Global batches whose microbatches are cut again into batches of microbatches with similar costs;
+            1: global batches stay as they are.
         packing_buffer_size: Samples per lane from which packs are chosen; null: no packing. Applies to training and
             validation.
         max_tokens_per_microbatch: Make microbatches of as many samples of similar length as fit into so many tokens,
@@ -170,6 +175,9 @@ class DataConfig:
     balance: str = "none"
     balance_attention: float | None = None
     balance_patches: float | None = None
+    balance_column_tokens: str | None = None
+    balance_column_patches: str | None = None
+    balance_window: int = 1
     packing_buffer_size: int | None = None
     max_tokens_per_microbatch: int | None = None
     packing_max_samples: int | None = None
@@ -429,6 +437,16 @@ class RunConfig:
                 raise ConfigurationError(
                     f"data.{name}={value} is a cost of batches, but nothing is balanced: set data.balance=global_batch"
                 )
+        if data.balance_window < 1:
+            raise ConfigurationError(f"data.balance_window must be at least 1, got {data.balance_window}")
+        if data.balance == "none" and data.balance_column_tokens is not None:
+            raise ConfigurationError(
+                "data.balance_column_tokens is set, but nothing is balanced: set data.balance=global_batch"
+            )
+        if data.balance_column_patches is not None and data.balance_column_tokens is None:
+            raise ConfigurationError(
+                "data.balance_column_patches needs data.balance_column_tokens, the column of tokens"
+            )
 
     def _check_packing(self) -> None:
         data = self.data

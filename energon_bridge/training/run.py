@@ -43,13 +43,13 @@ from energon_bridge.integrations.lightning import MixFeedbackCallback, RunReport
 from energon_bridge.loader.run_plan import DatasetSpec
 from energon_bridge.rng import key_of
 from energon_bridge.task_encoder.base import TaskEncoder
-from energon_bridge.task_encoder.costs import BatchCost
+from energon_bridge.task_encoder.costs import BatchCost, ColumnCost
 from energon_bridge.task_encoder.decoder import SampleDecoder
 from energon_bridge.task_encoder.families import ChatSample
 from energon_bridge.task_encoder.families.chat import chat_of
 from energon_bridge.topology import WorkerConfig
 from energon_bridge.training.checkpoints import AtomicCheckpointIO, Checkpointer, list_checkpoints
-from energon_bridge.training.config import RunConfig
+from energon_bridge.training.config import DataConfig, RunConfig
 from energon_bridge.training.config_file import write_config
 from energon_bridge.training.conversations import COOKERS
 from energon_bridge.training.encoder import ENCODER_SETTINGS, training_task_encoder
@@ -202,11 +202,8 @@ def build_data_module(
     settings = asdict(config.data)
     for name in ENCODER_SETTINGS:
         del settings[name]
-    weights = {name: settings.pop(f"balance_{name}") for name in ("attention", "patches")}
-    cost = None
-    if config.data.balance != "none":
-        of_model = BatchCost.of_model(bundle.model.config) if None in weights.values() else BatchCost()
-        cost = replace(of_model, **{name: weight for name, weight in weights.items() if weight is not None})
+    for name in ("attention", "patches", "column_tokens", "column_patches"):
+        del settings[f"balance_{name}"]
     return EnergonMultiModalDataModule(
         tokenizer=bundle.tokenizer,
         image_processor=bundle.image_processor,
@@ -214,11 +211,24 @@ def build_data_module(
         seed=config.seed,
         pg_collection=pg_collection,
         replica_loading=cast(ReplicaLoading, config.parallel.replica_loading),
-        balance_cost=cost,
+        balance_cost=None if config.data.balance == "none" else _balance_cost(config.data, bundle),
         validate_each_dataset=config.validation.each_dataset,
         masked_microbatches="allow",  # both trainers weigh by the mask
         **settings,
     )
+
+
+def _balance_cost(data: DataConfig, bundle: ModelBundle) -> BatchCost | ColumnCost:
+    given = data.balance_attention, data.balance_patches
+    weights = BatchCost.of_model(bundle.model.config) if None in given else BatchCost()
+    attention, patches = (
+        own if own is not None else found
+        for own, found in zip(given, (weights.attention, weights.patches), strict=True)
+    )
+    weights = replace(weights, attention=attention, patches=patches)
+    if data.balance_column_tokens is None:
+        return weights
+    return ColumnCost(tokens=data.balance_column_tokens, patches=data.balance_column_patches or "0", weights=weights)
 
 
 def build_feedback(config: RunConfig, group: Any = None) -> MixFeedback | None:
