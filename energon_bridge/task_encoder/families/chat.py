@@ -1,11 +1,10 @@
-"""Conversations in the shapes that datasets have, brought into one.
+"""Bring conversations from the shapes found in datasets into one form.
 
 A `ChatSample`, any sample or crude sample with `messages`, `conversations` or `conversation` (also inside a `json`
 part), and the types that `MultiModalTaskEncoder` encodes. A turn is `{"role": …, "content": …}` or `{"from": …,
-"value": …}`; `human` and `gpt` are `user` and `assistant`. Its content is a text with `<image>` and `<video>` where
-they stand, or a list of parts `{"type": "text", "text": …}`, `{"type": "image"}`, `{"type": "video"}`. Images and
-videos come in their order from the sample's own fields (`images`, `image`, `imgs`; `videos`, `video`), or stand in the
-parts.
+"value": …}`; `human` and `gpt` mean `user` and `assistant`. Its content is a text with the placeholders `<image>` and
+`<video>`, or a list of parts `{"type": "text", "text": …}`, `{"type": "image"}`, `{"type": "video"}`. Images and videos
+come in order from the sample's own fields (`images`, `image`, `imgs`; `videos`, `video`), or from the parts.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class ChatSample(Sample):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A text, or the place of an image or video."""
+    """A text, or the placeholder of an image or video."""
 
     kind: Literal["text", "image", "video"]
     text: str = ""
@@ -68,7 +67,7 @@ class Message:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chat:
-    """A conversation; its images and videos stand in the order of their places."""
+    """A conversation with its images and videos in the order of their placeholders."""
 
     messages: tuple[Message, ...]
     images: tuple[Any, ...] = ()
@@ -77,7 +76,7 @@ class Chat:
 
 
 def has_turns(sample: Any) -> bool:
-    """Return whether a sample brings turns of its own."""
+    """Return whether a sample contains turns."""
     return _turns_of(sample) is not None
 
 
@@ -85,7 +84,7 @@ def chat_of(sample: Any, *, place_images: Literal["before", "after"] = "before")
     """Return the conversation of a sample that has turns.
 
     Raises:
-        SampleError: They have no shape that is known, or there are not as many images and videos as places.
+        SampleError: The turns have an unknown shape, or the numbers of images and videos differ from the placeholders.
     """
     holder = _turns_of(sample)
     name = next(name for name in _TURNS if _value(holder, name) is not None)
@@ -120,7 +119,7 @@ def chat_of_conversation(content: Conversation) -> Chat:
 
 
 def chat_of_video(sample: VidQASample, *, place_images: Literal["before", "after"] = "before") -> Chat:
-    """Return the question about a video and the answer of most weight. Raises SampleError if there is no answer."""
+    """Return the question about a video and the answer with the largest weight. Raises SampleError without answers."""
     answers: Any = sample.answers
     if not answers:
         raise SampleError("a VidQASample needs answers for training")
@@ -189,7 +188,7 @@ def _part(part: Any) -> Part:
 
 
 def _payload(part: Any) -> Any:
-    """Return the image or video in a part; a path or address says nothing that could be shown."""
+    """Return the image or video in a part; None for a path or URL, which is not loaded here."""
     payload = part.get(part.get("type")) if isinstance(part, Mapping) else None
     return None if isinstance(payload, str | Mapping) else payload
 
@@ -200,7 +199,7 @@ def _placed(
     waiting: dict[Kind, list[Any]],
     place_images: Literal["before", "after"],
 ) -> list[Message]:
-    """Put what has no place to the first question, and check that everything has one."""
+    """Place images and videos without a placeholder at the first question, and check the numbers."""
     for kind in payloads:
         if waiting[kind] and not payloads[kind]:
             first = next((n for n, message in enumerate(messages) if message.role == "user"), None)
@@ -222,7 +221,7 @@ def _mismatch(kind: str, places: int, there: int) -> str:
 
 
 def _turns_of(sample: Any) -> Any:
-    """Return what has the turns: the sample, or its JSON."""
+    """Return the holder of the turns: the sample, or its JSON."""
     for holder in (sample, _value(sample, "json")):
         if isinstance(holder, list) and holder:
             return {"messages": holder}
