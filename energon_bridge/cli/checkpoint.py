@@ -91,9 +91,9 @@ def _facts(summary: State, states: int, ranks: list[tuple[int, int]]) -> Iterato
     yield "kind", str(_KINDS.get(summary["kind"], summary["kind"]))
     if summary["kind"] == "train":
         lanes = summary["num_lanes"]
-        yield "stands at", f"microbatch {summary['microbatches']:,} of the run, {summary['draws']:,} draws"
+        yield "position", f"microbatch {summary['microbatches']:,} of the run, {summary['draws']:,} draws"
         if summary["held"]:
-            yield "held", f"{summary['held']:,} rows, drawn and not delivered yet: in packs, groups and batches"
+            yield "held", f"{summary['held']:,} rows, drawn but not delivered yet: in packs, groups and batches"
         missing = summary["missing_lanes"]
         if not missing:
             yield "lanes", f"{lanes}, all here"
@@ -105,7 +105,7 @@ def _facts(summary: State, states: int, ranks: list[tuple[int, int]]) -> Iterato
                 gone = sorted(set(range(*world)) - {rank for rank, _ in ranks})
                 here = ", ".join(str(rank) for rank, _ in sorted(ranks))
                 yield "ranks", f"{here} of {min(world)}; missing: {', '.join(map(str, gone))}"
-            yield "note", "draws and counters are those of the lanes and ranks that are here"
+            yield "note", "draws and counters cover only these lanes and ranks"
     else:
         yield (
             "stands at",
@@ -196,4 +196,4 @@ def _bans(changed: list[Any]) -> Iterator[str]:
 def _weights(changed: list[Any]) -> Iterator[str]:
     for sign, changes in zip("-+", changed, strict=False):
         starts = ", ".join(f"{change['from_draw']:,}" for change in changes)
-        yield f"{sign} weights set while the run went on: {f'from global draws {starts}' if changes else 'none'}"
+        yield f"{sign} weights set during the run: {f'from global draws {starts}' if changes else 'none'}"

@@ -67,7 +67,7 @@ class ShownRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShownBatch:
-    """What a rank delivers in a step; the number of the microbatch is None if it is masked."""
+    """The batch of a rank in a step; the number of the microbatch is None if it is masked."""
 
     step: int
     rank: int
@@ -101,11 +101,11 @@ def delivered(
         steps: Steps before them, counted from the beginning of the run on so many ranks.
         world_size: Data-parallel ranks.
         state: Where to start; without it, loading starts at the first step.
-        rank: Only what this rank delivers.
+        rank: Return the steps of this rank only.
         per_step: Microbatches of a rank in a step.
 
     Raises:
-        ConfigurationError: The state lies behind the first step, or between two steps of so many ranks.
+        ConfigurationError: The state is after the first step, or between two steps of so many ranks.
     """
     batches = []
     for number in range(world_size) if rank is None else (rank,):

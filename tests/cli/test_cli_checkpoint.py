@@ -117,7 +117,7 @@ def test_the_table(states: list[Any], data: Path, tmp_path: Path) -> None:
     torch.save(states, tmp_path / "state.pt")
     for name in ("show", "info"):
         output = energon("checkpoint", name, tmp_path / "state.pt").output
-        assert "stands at: microbatch 44 of the run" in output
+        assert "position: microbatch 44 of the run" in output
         assert "lanes:     24, all here" in output
         assert "batch_size=2" in output
         assert output.count(f"{data / 'a'} [train]") == 2

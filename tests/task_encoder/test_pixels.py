@@ -302,9 +302,9 @@ def test_other_processors_are_called_and_the_log_says_so_once(caplog: pytest.Log
 
 
 def test_wrong_choices_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="pixels='pil' must be one of torch, pillow, processor"):
+    with pytest.raises(ConfigurationError, match="pixels must be one of torch, pillow, processor, or None, got 'pil'"):
         pixel_path(CLIPImageProcessorPil(), "pil")  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match="pixels_dtype='int8' must be one of float32, bfloat16"):
+    with pytest.raises(ConfigurationError, match="pixels_dtype must be one of float32, bfloat16"):
         pixel_path(CLIPImageProcessorPil(), dtype="int8")  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match=r"'uint8' is not available for Darker.*overrides rescale"):
         pixel_path(Darker(), dtype="uint8")
