@@ -45,7 +45,7 @@ def cyclic_iter(iterable: Iterable[Any]) -> Iterator[Any]:
         ['a', 'b', 'c', 'a', 'b']
 
     Raises:
-        EmptyDatasetError: A pass yields nothing; going on would never end.
+        EmptyDatasetError: A pass yields nothing, so cycling would never end.
     """
     while True:
         empty = True
@@ -155,7 +155,7 @@ class EnergonDataloader:
     def __next__(self) -> Any:
         """Return the next batch; a finite loader starts again at its end.
 
-        After an error, the next call continues behind the last delivered batch (a validation pass starts over).
+        After an error, the next call continues after the last delivered batch (a validation pass starts over).
 
         Raises:
             EmptyDatasetError: The loader yields nothing at all.
@@ -238,14 +238,14 @@ class EnergonDataloader:
         dataset: str | None = None,
         ignore_unknown: bool = False,
     ) -> int:
-        """Withdraw samples while the run goes on (see `SavableDataLoader.ban`); all ranks must call it alike."""
+        """Withdraw samples during the run (see `SavableDataLoader.ban`); all ranks must call it alike."""
         loader, given = self.loader, list(keys)
         draw = int(loader.ban(given, from_draw=from_draw, dataset=dataset, ignore_unknown=ignore_unknown))
         self._turns.bans.append(lambda: loader.ban(given, dataset=dataset, ignore_unknown=True))
         return draw
 
     def set_weights(self, weights: Mapping[str, Any] | Sequence[Any], *, from_draw: int | None = None) -> int:
-        """Change the weights of a mix while the run goes on (see `SavableDataLoader.set_weights`); all ranks alike."""
+        """Change the weights of a mix during the run (see `SavableDataLoader.set_weights`); all ranks alike."""
         return int(self.loader.set_weights(weights, from_draw=from_draw))
 
     def metrics(self) -> dict[str, float]:

@@ -102,7 +102,7 @@ def get_train_dataset(
         repeat: False gives passes: an iterator ends when every sample has come (as often as `blend_epochized` says);
             the next one makes another pass, in another order. All ranks make the same number of steps; microbatches
             that complete the last step have `batch.__valid__` all false.
-        virtual_epoch_length: Steps after which an iterator ends, on every rank; the next one goes on. 0 or None:
+        virtual_epoch_length: Steps after which an iterator ends, on every rank; the next one continues. 0 or None:
             without an end.
         task_encoder: Default: `DefaultTaskEncoder()`.
         image_decode: Form of decoded images, such as "torchrgb8" or "pilrgb"; overrides the encoder's decoder.

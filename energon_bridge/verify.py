@@ -90,7 +90,7 @@ def verify_resume(
     worker_config: WorkerConfig | None = None,
     topologies: Sequence[tuple[int, int]] = (),
 ) -> ResumeReport:
-    """Check that resumed loaders deliver, bit for bit, what an uninterrupted one does.
+    """Check that resumed loaders deliver the same batches as an uninterrupted one, bit for bit.
 
     Examples:
         >>> def make_loader():

@@ -45,7 +45,7 @@ def command() -> None:
 @click.argument("files", nargs=-1, required=True, metavar="FILE...", type=click.Path())
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def show(files: tuple[str, ...], as_json: bool) -> None:
-    """Show where a run stands and what it has counted per dataset; several FILEs are those of its ranks.
+    """Show the position of a run and its counters per dataset; several FILEs are those of its ranks.
 
     Example:  energon checkpoint show rank0.pt rank1.pt
     """
@@ -123,7 +123,7 @@ def _facts(summary: State, states: int, ranks: list[tuple[int, int]]) -> Iterato
 @click.argument("second", metavar="B", type=click.Path())
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def diff(first: str, second: str, as_json: bool) -> None:
-    """Show how state B differs from state A: settings, the mix, and what lies between their positions.
+    """Show how state B differs from state A: settings, the mix, and the distance between their positions.
 
     Example:  energon checkpoint diff step-0000150.ckpt step-0000200.ckpt
     """
@@ -168,7 +168,7 @@ def diff(first: str, second: str, as_json: bool) -> None:
 def redist(arguments: tuple[str, ...]) -> None:
     """Not needed: a state fits any number of ranks and workers as it is.
 
-    megatron-energon has to rewrite the files of a run that goes on with another number of ranks. Here you start the run
+    megatron-energon must rewrite the files of a run that continues on another number of ranks. Here you start the run
     with that number and let it resume; each rank finds its part in the states of all. `energon checkpoint show` tells
     whether the states of all ranks are there.
 

@@ -109,7 +109,7 @@ def command(
     Hugging Face dataset on disk or of the hub (hf://OWNER/NAME), or a WebDataset to be sharded or shuffled again.
     Media are copied as they are, unless --max-pixels or --quality says otherwise.
 
-    Started again after it was killed, it goes on; when the source grew, it adds what is new.
+    Run again after a kill, it continues; if the source grew, it adds the new samples.
 
     \b
     energon convert llava.json data/llava --media images

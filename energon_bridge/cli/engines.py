@@ -1,4 +1,4 @@
-"""The options that say where the work on shards is done: here, on a Ray cluster, or by tasks of a scheduler."""
+"""The options that choose where shards are processed: here, on a Ray cluster, or by tasks of a scheduler."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def task_options(command: Command) -> Command:
 
 
 def workers_of(engine: str, address: str | None, num_workers: int) -> Workers:
-    """Return what the options for a cluster say; raises ConfigurationError."""
+    """Return the engine that the options choose; raises ConfigurationError."""
     if engine == "ray":
         return RayEngine(address)
     if address is not None:

@@ -97,7 +97,7 @@ def command(
     media_metadata_by_header: bool,
     media_metadata_by_extension: bool,
 ) -> dict[str, Any]:
-    """Write down what the media files of PATH are, without decoding them: sizes of images, lengths of videos and sound.
+    """Store metadata of the media files at PATH without decoding them: sizes of images, durations of videos and sound.
 
     PATH is a prepared dataset, whose key index the metadata is added to, or any folder of files, which can then be an
     auxiliary store of a crude dataset. One of the three filters says which files are media.

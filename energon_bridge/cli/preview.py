@@ -148,7 +148,7 @@ def command(
 
 
 def _write(shown: _Shown, out: Path) -> str:
-    """Write the pages; return a summary of what is on them."""
+    """Write the pages; return a summary of their content."""
     from energon_bridge.preview.pages import write_pages
 
     count = write_pages(
@@ -166,7 +166,7 @@ def _write(shown: _Shown, out: Path) -> str:
 
 @contextmanager
 def _opened(source: tuple[str, ...], pages: bool, samples: int | None, options: dict[str, Any]) -> Iterator[_Shown]:
-    """Yield what the options ask for."""
+    """Yield what the options request."""
     source = _run_folder(source, options)
     alone = options["config"] is None and options["encoder"] is None
     for name in ("batches", "packing_buffer_size"):
@@ -208,7 +208,7 @@ def _opened(source: tuple[str, ...], pages: bool, samples: int | None, options: 
 
 
 def _run_folder(source: tuple[str, ...], options: dict[str, Any]) -> tuple[str, ...]:
-    """Return what a run folder stands for: its configuration, which goes into the options, and a checkpoint.
+    """Return the configuration of a run folder, which goes into the options, and a checkpoint.
 
     That is the latest one, or the latest before the step that is asked for.
     """

@@ -27,7 +27,7 @@ _MAKING: ContextVar[bool] = ContextVar("energon_bridge_making", default=False)
 IMAGE_DECODE: ContextVar[str] = ContextVar("energon_bridge_image_decode", default="torchrgb")
 """The `image_decode=` of the builder that is opening datasets; classes written for versions before 6 read it."""
 _ENCODERS: Any = type("_EncodersDecoder", (), {"__repr__": lambda self: "<the task encoder's decoder>"})()
-"""Stands for the decoder of the task encoder, which a dataset class is given."""
+"""Placeholder for the task encoder's decoder, passed to dataset classes."""
 _NOT_RUN = ("build", "__iter__", "__len__", "shard_workers", "slice_workers", "split_samples_to_workers")
 _META = ("__key__", "__restore_key__", "__subflavors__", "__sources__")
 

@@ -1,7 +1,7 @@
 """`EPath`: megatron-energon's class for paths and URLs, on fsspec.
 
 Local paths are absolute and without `..`; URLs keep their protocol (`s3://bucket/key`, `msc://profile/bucket/key`).
-`dss://NAME@VERSION/path` keeps its name, and its files lie in `$NVDATASET_CACHE_DIR/NAME/VERSION`. Methods raise what
+`dss://NAME@VERSION/path` keeps its name, and its files are in `$NVDATASET_CACHE_DIR/NAME/VERSION`. Methods raise what
 fsspec raises, such as FileNotFoundError.
 """
 

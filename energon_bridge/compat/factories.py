@@ -34,7 +34,7 @@ class OpenedDataset(BaseCoreDatasetFactory):
 
     Attributes:
         subflavors: Those of its samples.
-        paths: Where it lies.
+        paths: Its paths.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> OpenedDataset:
@@ -51,7 +51,7 @@ class OpenedDataset(BaseCoreDatasetFactory):
         return self._dataset.num_samples
 
     def build(self, worker_rotation_offset: int = 0) -> DatasetSpec:
-        """Return what a loader takes; the offset, which balances workers there, has no effect here."""
+        """Return a dataset for a loader; the offset, which balances workers there, has no effect here."""
         return self._dataset
 
 
@@ -137,7 +137,7 @@ class LoadedDatasetList:
 
 
 def loaded_datasets(whole: DatasetSpec) -> LoadedDatasetList:
-    """Return the datasets of a mix one by one, with what it says of each."""
+    """Return the datasets of a mix one by one, with their settings in it."""
     mix = whole.mix
     weights: Sequence[float | None] = [None] * len(whole.leaves)
     if mix.mode == "weights":
@@ -203,7 +203,7 @@ class DatasetLoaderInterface:
         return loaded_datasets(whole)
 
     def traverse(self, mds_path: Any = None, *, split_part: str) -> list[TraversedDatasetReference]:
-        """Return what the mix says of its datasets; raises NotImplementedError if it has a join."""
+        """Return the settings of the datasets of a mix; raises NotImplementedError if it has a join."""
         return _references(load_mix(self._source, split_part=split_part))
 
     def prepare(self, split_part: str | None = None) -> Sequence[EPath]:
@@ -283,7 +283,7 @@ def _metadataset(name: Any) -> type[Metadataset]:
 
 
 def traverse_metadataset(path: Any, *, split_part: str) -> list[TraversedDatasetReference]:
-    """Return what a mix says about its datasets, in order, with nested mixes expanded in place.
+    """Return the settings of the datasets of a mix, in order, with nested mixes expanded in place.
 
     Raises:
         ConfigurationError: The path is not a mix.

@@ -193,7 +193,7 @@ class EnergonDatasetType(Enum):
 
 
 def get_dataset_type(path: Any) -> EnergonDatasetType:
-    """Return what a path is, by the names of the files that are there."""
+    """Return the kind of dataset at a path, judging by its files."""
     path = EPath(path)
     if path.is_file():
         kinds = {"jsonl": EnergonDatasetType.JSONL, "yaml": EnergonDatasetType.METADATASET}
@@ -210,7 +210,7 @@ def check_dataset_info_present(path: Any) -> bool:
 
 
 def get_dataset_info(path: Any) -> dict[str, Any]:
-    """Return what the `.info` file of a prepared dataset says, such as `shard_counts`; raises MetadataError."""
+    """Return the content of the `.info` file of a prepared dataset, such as `shard_counts`; raises MetadataError."""
     for name in (INFO_JSON, INFO_YAML):
         file = EPath(path) / META_FOLDER / name
         if file.is_file():

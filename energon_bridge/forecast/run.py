@@ -1,4 +1,4 @@
-"""A run that is asked about: its leaves and their order, and where its lanes stand in a saved state.
+"""The run to forecast: its leaves and their order, and the positions of its lanes in a saved state.
 
 A state has everything that an order depends on but these: names of metadata files other than the usual ones, how
 datasets are joined, the order of a concatenation, and weights that share or move (groups by size, schedules). Where
@@ -43,7 +43,7 @@ class Run:
         config: Ranks and lanes.
         plan: The leaves and their order.
         state: The saved state that it was described by; None if it is a run from the beginning.
-        lanes: Where the lanes stand in the state, those that it holds.
+        lanes: The lanes in the state, by number.
         sharing: How it is divided, if ranks load their own shares.
     """
 
@@ -87,7 +87,7 @@ def run_of_state(
     Args:
         state: The state, merged from those of several ranks.
         world_size: Data-parallel ranks; a state knows none.
-        mix: What the run was started with; needed where the state alone does not say it, or its datasets have moved.
+        mix: What the run was started with; needed if the state does not contain it, or its datasets have moved.
         split_part: Of `mix`; default: that of the state's leaves.
         dataset_config, split_config: Names of the files in `.nv-meta`.
         trust_remote_code: Allow the dataset's `sample_loader.py` to be loaded.
@@ -131,7 +131,7 @@ def run_of_state(
     plan = without_banned(plan, banned_of(saved, saved.bans, spec.leaves))
     if kind == "train":
         Ownership(plan.num_lanes, world_size, 0)
-        # Parked leaves stand at the end, and nothing is drawn from them.
+        # Retired leaves are at the end, and nothing is drawn from them.
         lanes = {lane: replace(s, leaf_draws=s.leaf_draws[: len(plan.leaves)]) for lane, s in lanes.items()}
     return Run(spec=spec, config=config, plan=plan, state=state, lanes=lanes)
 
@@ -185,7 +185,7 @@ def _spec_of_mix(mix: MixSource, kind: str, settings: State, config: WorkerConfi
 def _spec_of_state(
     kind: str, settings: State, rows: Sequence[State], config: WorkerConfig, *, trust_remote_code: bool, **names: str
 ) -> DatasetSpec:
-    """Open the leaves of a state where the state says they lie."""
+    """Open the leaves of a state at the paths in it."""
     mix = _mix(kind, settings, rows)
     leaves = []
     epochs = _shuffle_epochs(settings, len(rows))

@@ -43,7 +43,7 @@ _SHARDS = 256
 
 
 class KeyNames:
-    """Looks keys up; what it has learnt of a dataset it keeps, and the keys of shards that it is asked for often."""
+    """Looks keys up; caches facts about datasets, and the keys of shards that are used often."""
 
     def __init__(self) -> None:
         self._indices: dict[str, tuple[KeyIndex, dict[str, int]] | None] = {}
@@ -196,7 +196,7 @@ def name_shared_steps(
         begin = sharing.begin(number * sharing.group)
         while not window or window[-1].number < number:
             if planned is None or (planned.end <= begin and not names.has_bans):
-                # Without bans, where lanes stand is arithmetic.
+                # Without bans, positions of lanes are computed directly.
                 known = sharing.begin(run.microbatches)
                 start = begin if not names.has_bans else known if known <= begin else 0
                 lanes = {lane: names.lane_at(lane, start, known) for lane in range(run.num_lanes)}
@@ -220,7 +220,7 @@ def name_microbatch(run: Run, m: int) -> NamedMicrobatch:
 
 
 def assumption(run: Run, m: int) -> str:
-    """Say in one line what the names of microbatch m and its step rest on."""
+    """Return in one line what the names of microbatch m and its step assume."""
     datasets = (leaf.dataset for leaf in run.spec.leaves)
     excluded = sum(len(one.excluded) for one in datasets if not isinstance(one, JoinedDataset))
     listed = f" ({excluded:,} samples are listed in `exclude`)" if excluded else ""
@@ -272,9 +272,9 @@ class _Names:
         return any(self._bans)
 
     def lane_at(self, lane: int, m: int, known: int) -> LaneState:
-        """Return where a lane stands before microbatch m, as if no draw before it was banned since the state.
+        """Return the position of a lane before microbatch m, assuming no draw was banned since the state.
 
-        `known` is the microbatch before which the lanes of the state stand.
+        `known` is the microbatch at which the state was saved.
         """
         stand, blend = self._stand(lane, self._run.microbatches if m >= known else m), self._run.plan.blend
         number = microbatches_before(lane, m, self._run.num_lanes)
@@ -329,7 +329,7 @@ class _Names:
             before[leaf] += 1
 
     def _next_unbanned(self, lane: int, stand: LaneState, number: int) -> Iterator[tuple[int, int, int]]:
-        """Yield the rows of the microbatch that is this number of them after where a lane stands."""
+        """Yield the rows of the microbatch this many microbatches after a lane's position."""
         known = self._walks.get(lane)
         if known is None or known[0] != stand.microbatches or known[1] > number:
             known = stand.microbatches, 0, self._unbanned(lane, stand)
@@ -339,7 +339,7 @@ class _Names:
         self._walks[lane] = first, number + 1, draws
 
     def _unbanned(self, lane: int, stand: LaneState) -> Iterator[tuple[int, int, int]]:
-        """Yield the draws from where a lane stands as `_draws` does, without those that are banned."""
+        """Yield the draws from a lane's position on, as `_draws` does, without banned ones."""
         blend, lanes = self._run.plan.blend, self._run.num_lanes
         before, draw, taken = list(stand.leaf_draws), stand.draw, stand.taken
         while True:
@@ -354,7 +354,7 @@ class _Names:
                 draw, taken = draw + 1, 0
 
     def _stand(self, lane: int, m: int) -> LaneState:
-        """Return where a lane stands before microbatch m as far as anything is known."""
+        """Return the known position of a lane before microbatch m: from the state, or fresh."""
         run = self._run
         if m >= run.microbatches and run.state is not None:
             if lane not in run.lanes:

@@ -36,7 +36,7 @@ class Column:
     Attributes:
         made_of: What it was computed by, as a text for people.
         shards: Name, number of samples and bytes of each shard that it covers.
-        values: The texts that its numbers stand for; None: it holds numbers.
+        values: The texts that its numbers encode; None: it contains numbers.
     """
 
     made_of: str

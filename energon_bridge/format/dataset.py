@@ -80,7 +80,7 @@ def open_dataset(
     split_config: str = DEFAULT_SPLIT_CONFIG,
     trust_remote_code: bool = False,
 ) -> PreparedDataset:
-    """Open one split part of a prepared dataset in a folder or behind a URL.
+    """Open one split part of a prepared dataset in a folder or at a URL.
 
     Raises DatasetNotFoundError, NotPreparedError, UnknownSplitError, EmptyDatasetError, ShardMissingError,
     MetadataError, FieldMapError or UntrustedCodeError, each naming the file and what to do.

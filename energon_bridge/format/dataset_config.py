@@ -217,7 +217,7 @@ def _resolve(named: dict[str, Any], *, store: Store, where: str, field: str, tru
     if name in _CHATML and module.startswith(_BRIDGE) and not trust:
         return ChatMLSample
     imported = import_class(module, name, root=store.root, where=where, trust=trust)
-    # Dataset classes written for energon name their sample type; a sample class stands for itself.
+    # Dataset classes written for energon name their sample type; a sample class is used as it is.
     imported = getattr(imported, "__sample_type__", imported)
     if not isinstance(imported, type) or not (is_dataclass(imported) or issubclass(imported, CrudeSample)):
         raise MetadataError(f"{where}, field `{dot}__class__`: {module}.{name} is not a sample type.")

@@ -156,7 +156,7 @@ def _offsets(store: Store, name: str) -> array[int]:
 def _lines(store: Store, name: str) -> Iterator[bytes]:
     """Yield the lines of a file with their ends, reading a bounded part of it at a time."""
     size = store.size(name)
-    begun: list[bytes] = []  # the pieces of a line that goes on
+    begun: list[bytes] = []  # the pieces of an unfinished line
     for start in range(0, size, _CHUNK_BYTES):
         lines = store.read_range(name, start, min(_CHUNK_BYTES, size - start)).split(b"\n")
         begun.append(lines[0])

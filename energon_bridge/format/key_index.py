@@ -33,7 +33,7 @@ from energon_bridge.storage import LocalStore, Store
 # Reading key indexes, and matching the keys of one dataset with those of another.
 #
 # Invariant: a key index is opened read-only and as immutable, with one connection per task, so any number of processes
-# can share it and nothing stays open. One behind a URL is copied to a local file first.
+# can share it and nothing stays open. An index at a URL is copied to a local file first.
 
 
 _COPY_BYTES = 64 << 20
@@ -75,7 +75,7 @@ class KeyIndex(NamedTuple):
 
 
 def local_key_index(store: Store, scratch: str) -> KeyIndex:
-    """Return the key index of a dataset, copied to the file `scratch` if it is behind a URL.
+    """Return the key index of a dataset, copied to the file `scratch` if it is at a URL.
 
     Raises:
         KeyIndexError: It is damaged, or of an old release that did not check that keys are unique.

@@ -31,7 +31,7 @@ from energon_bridge.storage import Store
 # ---------------------------------------------------------------------------------------------------------------------
 # Brace expressions in lists of shard names: `part_{000..009}.tar`, `{a,b}/x.tar`.
 #
-# Expansion is bash's: numeric ranges (padded where a bound has a leading zero), letter ranges, an optional step, nested
+# Expansion is bash's: numeric ranges (padded if a bound has a leading zero), letter ranges, an optional step, nested
 # alternatives, a backslash before a character that is meant literally. Collapsing is its inverse for runs of names that
 # count up by one in a single number, and keeps the order.
 
@@ -46,7 +46,7 @@ _SPECIAL = re.compile(r"([{},\\])")
 
 
 def expand_braces(pattern: str) -> list[str]:
-    """Expand a brace expression into all names; raises ValueError if braces do not match or stand for too many."""
+    """Expand a brace expression into all names; raises ValueError if braces do not match or give too many names."""
     if "{" not in pattern and "}" not in pattern and "\\" not in pattern:
         return [pattern]
     try:
@@ -295,7 +295,7 @@ def read_splits(store: Store, split_config: str = DEFAULT_SPLIT_CONFIG) -> Split
 
 
 def _shards_of(value: object, *, where: str, field: str) -> list[str]:
-    if value is None:  # `val:` with nothing behind it is an empty list
+    if value is None:  # `val:` without a value is an empty list
         return []
     try:
         return [name for entry in expect_strings(value, where=where, field=field) for name in expand_braces(entry)]

@@ -124,7 +124,7 @@ def next_member(view: memoryview, position: int, *, where: str, base: int = 0, v
 
     Returns None at a zero block (end of the archive). `base` is the offset of `view` in the tar: positions count in the
     view, offsets in errors count in the tar. `verify=False` trusts a header with the ustar magic without checking its
-    checksum. Raises NeedMoreBytes if headers continue behind the view, CorruptShardError for a block that is no header.
+    checksum. Raises NeedMoreBytes if headers continue after the view, CorruptShardError for a block that is no header.
     """
     start = position
     long_name: str | None = None
@@ -187,7 +187,7 @@ def next_member(view: memoryview, position: int, *, where: str, base: int = 0, v
 
 
 class NeedMoreBytes(CorruptShardError):  # noqa: N818 - a request to the caller that can read on, an error to others
-    """The headers of a member continue behind the end of the view; `needed` is the length of view they need."""
+    """The headers of a member continue after the end of the view; `needed` is the length of view they need."""
 
     def __init__(self, message: str, *, needed: int = 0) -> None:
         super().__init__(message)

@@ -1,7 +1,7 @@
 """The `.tar.idx` next to each tar, which has the offsets of its samples, and the header scan that makes it.
 
 Format: unsigned 64-bit little-endian integers without a header: the offset of the first header block of each sample,
-then the offset behind the last member; n samples take 8 * (n + 1) bytes. Sample i is bytes `[index[i], index[i + 1])`.
+then the offset after the last member; n samples take 8 * (n + 1) bytes. Sample i is bytes `[index[i], index[i + 1])`.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def _scan(store: Store, rel: str) -> ShardScan:
 def _scan_buffer(scan: ShardScan, buffer: bytes, *, base: int, size: int, where: str) -> tuple[int, int]:
     """Take the members that start in `buffer` into `scan`.
 
-    Returns the position (relative to the buffer, possibly behind it) where the scan continues, and the number of bytes
+    Returns the position (relative to the buffer, possibly after it) where the scan continues, and the number of bytes
     it needs there; 0 means the end of the archive.
     """
     keys, offsets = scan.keys, scan.offsets

@@ -71,7 +71,7 @@ class EnergonDatasetConfig:
         dataloader_type: `external`, the only one.
         num_workers: Worker processes for training.
         num_val_workers: The same for validation; None: `num_workers`.
-        pin_memory: Copy batches to pinned memory where there is a GPU.
+        pin_memory: Copy batches to pinned memory if there is a GPU.
         data_sharding: Always on here.
         drop_last: Accepted without effect: training has no short microbatches, and validation keeps its last one.
         persistent_workers: Accepted without effect: workers live as long as the loader.
@@ -87,7 +87,7 @@ class EnergonDatasetConfig:
             batch sizes then count microbatches. None: of `micro_batch_size` samples.
         balance: `global_batch`: the data-parallel ranks exchange the microbatches of each global batch, so that all
             have the same work; needs `global_batch_size`. `none`: each runs what it loads.
-        balance_cost: The weights of what a microbatch costs, as arguments of `BatchCost`: `tokens`, `attention`,
+        balance_cost: The weights of a microbatch's cost, as arguments of `BatchCost`: `tokens`, `attention`,
             `patches`, `patch_size`; or a function of the batch. None: its tokens.
         dataset_kwargs: More arguments of `get_train_dataset`, plain values.
         enable_in_batch_packing: Pack the samples of each microbatch into one row; only with the encoders that

@@ -124,7 +124,7 @@ _OF_ROWS = (
 
 
 def _packed(batch: MultiModalBatch) -> dict[str, Any]:
-    """Return the fields that tell where the samples of packed rows end."""
+    """Return the fields with the ends of the samples in packed rows."""
     assert batch.cu_seqlens is not None
     assert batch.cu_seqlens_padded is not None
     found: dict[str, Any] = {"total_tokens": int(batch.tokens.numel())}
@@ -226,7 +226,7 @@ class NemotronOmniEnergonTaskEncoderConfig:
         use_temporal_video_embedder: Encode videos; without it, a sample with a video is an error.
         patch_dim: Edge of a patch, in pixels.
         collapse_image_tokens: Return one token per image, as older versions of the model read them.
-        trust_remote_code: Run code that comes with the processor; None: what the run says.
+        trust_remote_code: Run code that comes with the processor; None: the run's setting.
     """
 
     hf_processor_path: str
@@ -281,7 +281,7 @@ class NemotronOmniEnergonTaskEncoderConfig:
 
 
 def declared_by_bridge(config: Any) -> Any:
-    """Return this package's declaration for one of Megatron-Bridge's own classes; of anything else, what was given."""
+    """Return this package's declaration for one of Megatron-Bridge's own classes; others are returned unchanged."""
     kind = _BY_NAME.get(type(config).__name__)
     if kind is None or isinstance(config, kind):
         return config

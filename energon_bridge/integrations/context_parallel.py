@@ -7,7 +7,7 @@ batch are laid end to end, as attention kernels for packed sequences want it: to
 (1, tokens / size). `cu_seqlens` stay those of the whole row, as Transformer Engine wants them.
 
 Cut is what the fields of `TOKEN_FIELDS` have along their token dimension. A model that makes room for image features by
-itself (one placeholder token for each image, as megatron-core's `LLaVAModel`) must cut behind that, not here.
+itself (one placeholder token for each image, as megatron-core's `LLaVAModel`) must cut after that, not here.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def zigzag_indices(length: int, *, rank: int, size: int) -> Tensor:
 
 
 def packed_indices(cu_seqlens_padded: Tensor, *, rank: int, size: int) -> Tensor:
-    """Return the places of rows laid end to end that a context-parallel rank takes: of each sample its two chunks.
+    """Return the positions, in rows laid end to end, of a context-parallel rank: two chunks of each sample.
 
     Args:
         cu_seqlens_padded: Where samples begin, and where the last one ends: int32 (samples + 1,).

@@ -1,4 +1,4 @@
-"""Weights of a mix that follow the losses of its datasets, decided while the run goes on and exact on a resume.
+"""Weights of a mix that follow the losses of its datasets, decided during the run and exact after a resume.
 
 A policy gets the mean loss of each dataset and the weights that hold, and returns new ones. They hold from the first
 draw that no rank has delivered; the loader's state has them, this object's state what was recorded since.

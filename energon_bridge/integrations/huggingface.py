@@ -5,7 +5,7 @@
 - `train_dataset` and `eval_dataset` are what `get_train_dataset` and `get_val_dataset` return. Their batch size counts,
   not `per_device_train_batch_size`. Which share a process loads is decided here, by accelerate's state.
 - Each checkpoint folder gets `energon_bridge_data.json`, the state of the data: a list of the states of all ranks.
-  `train(resume_from_checkpoint=…)` goes on from it at once, on any number of processes that divides the lanes. The
+  `train(resume_from_checkpoint=…)` continues from it at once, on any number of processes that divides the lanes. The
   Trainer's own skipping of batches, which reads them all again, is switched off (`ignore_data_skip`).
 - An epoch is the dataset's, a whole number of optimizer steps (or its `virtual_epoch_length`), and stays in place when
   a run is resumed in the middle of one.
@@ -46,7 +46,7 @@ Inputs = dict[str, Any]
 def model_inputs(batch: Any) -> Inputs:
     """Return a batch as the keyword arguments of a model of transformers.
 
-    A dict stays what it is, without entries like `__key__`. Of a batch of `MultiModalTaskEncoder` the labels are moved
+    A dict stays a dict, without entries like `__key__`. Of a batch of `MultiModalTaskEncoder` the labels are moved
     to where transformers expects them (each token's own), with -100 where nothing is learned. Labels of rows that are
     masked in `__valid__` become -100 throughout.
 
@@ -140,13 +140,13 @@ class EnergonTrainer(Trainer):
         self.add_callback(_SaveData(self))
 
     def described(self, spec: DatasetSpec) -> Any:
-        """Return what the Trainer holds for a dataset, with the dataset as `spec`; derived trainers may ask more."""
+        """Return the Trainer's object for a dataset, with the dataset as `spec`; subclasses may extend it."""
         return Described(spec)
 
     # Training --------------------------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
-        """Train; a path, or True for the last checkpoint of `output_dir`, goes on from there with the data as well.
+        """Train; a path, or True for the last checkpoint of `output_dir`, continues from there, data included.
 
         Raises:
             StateFormatError: The checkpoint has no state of the data.
@@ -169,7 +169,7 @@ class EnergonTrainer(Trainer):
         """Load weights that the Trainer missed.
 
         Some models (Llava, of transformers 5) are saved under other names than they are kept under. The Trainer, which
-        loads by the names of the model, then goes on with the weights it started with, and only logs a warning.
+        loads by the names of the model, then continues with the initial weights, and only logs a warning.
         """
         if load_result.missing_keys and load_result.unexpected_keys and self._resume_from is not None:
             saved = type(self.model).from_pretrained(self._resume_from)  # knows both names
@@ -349,7 +349,7 @@ class TrainBatches:
         return self.steps
 
     def __iter__(self) -> Iterator[Inputs]:
-        if self._done >= self.steps:  # the Trainer asks for the steps of an epoch, and for no end behind them
+        if self._done >= self.steps:  # the Trainer takes the steps of an epoch and does not reach the end
             self._done = 0
         while self._done < self.steps:
             self._done += 1

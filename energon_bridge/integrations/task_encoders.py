@@ -56,7 +56,7 @@ class MultiModalTaskEncoderConfig:
         hf_processor_path: Folder or hub name of tokenizer and image processor.
         hf_processor_revision: Revision on the hub.
         sample_config: Placeholders and conversation template.
-        image_tokens_per_image: Tokens that stand for one image; None as in the encoder.
+        image_tokens_per_image: Tokens of an image; None as in the encoder.
         add_bos: Begin with the tokenizer's begin-of-sequence token.
         trust_remote_code: Run code that comes with the tokenizer or the image processor; None: what the run says.
     """

@@ -38,7 +38,7 @@ class ReplicaDataloader:
     def __init__(self, open_loader: Callable[[int, int], Any]) -> None:
         self._open = open_loader
         self._data: EnergonDataloader | None = None
-        self._place: tuple[int | None, int] | None = None  # what the step was for
+        self._place: tuple[int | None, int] | None = None  # the batch of the step
         self._states: list[State] = []  # of all replicas after the last step that was committed; none: the beginning
         self._stands_there = False  # whether the loader does
 

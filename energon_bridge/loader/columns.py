@@ -100,7 +100,7 @@ def decode_text(text: object, size: int, field: str) -> list[str]:
 
 
 def _unpack(decode: Callable[[str], bytes], text: str, most: int, field: str) -> bytes:
-    """Return what was packed, if it is whole and has at most so many bytes."""
+    """Unpack a text, if it is complete and unpacks to at most so many bytes."""
     unpacker = zlib.decompressobj()
     try:
         raw = unpacker.decompress(decode(text), most + 1)

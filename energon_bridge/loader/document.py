@@ -518,7 +518,7 @@ def read_all(states: Sequence[Any]) -> SavedRun:
     """Return the merged contents of the states of some or all ranks of a run; each is unpacked once.
 
     Raises:
-        StepMismatchError: They stand at different microbatches.
+        StepMismatchError: They are at different microbatches.
         StateFormatError: They belong to different runs, or one is damaged.
     """
     if not states:
@@ -559,7 +559,7 @@ def merge(states: Sequence[Any]) -> State:
     """Return one document for the states of some or all ranks of a run.
 
     Raises:
-        StepMismatchError: They stand at different microbatches.
+        StepMismatchError: They are at different microbatches.
         StateFormatError: They belong to different runs, or one is damaged.
     """
     saved = read_all(states)

@@ -39,7 +39,7 @@ _AFFECTED = {
 WINDOWS = "balance_window"
 """The setting with the number of global batches in a window; names of further window settings begin with it."""
 _ABSENT = {WINDOWS: 1}
-"""What a setting is where a state or a run does not have it, if not None."""
+"""The value of a setting that a state or run lacks, if not None."""
 _OF_WINDOWS = (WINDOWS, "balance_window_of", "balance_window_cost")
 _OF_THE_MIX = ("mode", "schedule", "shuffle")
 
@@ -136,7 +136,7 @@ def _mismatch(name: str, then: object, now: object) -> SettingMismatchError:
 
 
 def check_lanes(lanes: Mapping[int, LaneState], wanted: Iterable[int], microbatches: int, num_lanes: int) -> None:
-    """Raise if lanes are missing from a union of states, or do not stand where the run stands."""
+    """Raise if lanes are missing from a union of states, or are at another position than the run."""
     missing = list(islice((lane for lane in wanted if lane not in lanes), 9))
     if missing:
         raise MissingRankError(

@@ -72,10 +72,10 @@ _RANGE = "enumerate(DataLoader)#SavableDataLoader.__next__"
 
 
 class Source(Protocol):
-    """Says what the workers are to do: the loader."""
+    """Gives the workers their work: the loader."""
 
     def work(self, worker: int, barred: frozenset[tuple[int, int]], careful: bool) -> Work:
-        """Return what a worker does from the delivered position on."""
+        """Return the work of a worker from the delivered position on."""
         ...
 
     def leaves(self) -> Sequence[Leaf]:
@@ -167,7 +167,7 @@ class Worker:
         self._stacks.close()
 
     def state(self) -> str:
-        """Return where the process is: the stacks of its threads, or that it is stopped."""
+        """Return what the process is doing: the stacks of its threads, or that it is stopped."""
         pid = self._process.pid
         with contextlib.suppress(OSError):
             if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "tT":
@@ -317,7 +317,7 @@ class WorkerPool:
         making_since = board.making_since
         took = time.monotonic() - (since if making_since is None else making_since)
         allowed = settings.allowed(board.num_made)
-        # The worker's own watchdog goes first, where it can.
+        # The worker's own watchdog goes first, if it can.
         patience = allowed + 2 * settings.interval
         if settings.fail and board.has_said:
             patience += min(GRACE_SECONDS, settings.timeout) + 2 * settings.interval
@@ -369,7 +369,7 @@ class WorkerPool:
             raise LoaderError(f"worker {number} of {self._number} cannot start: {error}. {remedy}.") from error
 
     def _replace(self, worker: Worker) -> None:
-        """Start a worker again that is gone, from what was delivered.
+        """Restart a worker that is gone, from the delivered position.
 
         Raises:
             HookTimeoutError: Its watchdog ended it, to end the run.
@@ -406,7 +406,7 @@ class WorkerPool:
         worker.close()
 
     def stop(self) -> None:
-        """Stop the workers. One that makes something is given some seconds to end it."""
+        """Stop the workers. A busy worker gets some seconds to finish."""
         workers, self._workers = self._workers, []
         for worker in workers:
             worker.ask_to_end()
@@ -449,7 +449,7 @@ _pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
 
 @atexit.register
 def _stop_all() -> None:
-    """Stop what is left when the interpreter ends; multiprocessing would wait forever for a worker that is stopped."""
+    """Stop the remaining workers when the interpreter ends; multiprocessing would wait forever for a stopped one."""
     for pool in list(_pools):
         for worker in pool._workers:
             if worker._process._started_by == os.getpid():

@@ -203,11 +203,11 @@ class Position:
         self.lanes = {lane: self._unskipped(lane, begin) for lane in self._needed_lanes(self.ownership)}
 
     def _begin(self, microbatches: int) -> int:
-        """Return the microbatch at which lanes stand where so many were delivered."""
+        """Return the microbatch that the lanes are at after so many were delivered."""
         return microbatches if self.sharing is None else self.sharing.begin(microbatches)
 
     def _needed_lanes(self, ownership: Ownership) -> range:
-        """Return the lanes whose states this rank needs to go on."""
+        """Return the lanes whose states this rank needs to continue."""
         return range(ownership.num_lanes) if self.sharing is not None else ownership.lanes_of(self._config.dp_rank)
 
     def _unskipped(self, lane: int, begin: int) -> LaneState:

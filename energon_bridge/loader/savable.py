@@ -63,9 +63,9 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         12
         >>> loader.seek(1000)  # at once: the order is arithmetic
 
-    A training stream is endless, and every `iter()` goes on where the last one stopped; with `repeat=False` it ends
+    A training stream is endless, and every `iter()` continues where the last one stopped; with `repeat=False` it ends
     after each pass, and with a virtual epoch after so many steps. A validation stream is finite; every `iter()` starts
-    it again (the first one after a restore goes on from there).
+    it again (the first one after a restore continues from there).
 
     Args:
         dataset: From `get_train_dataset` or `get_val_dataset`.
@@ -124,7 +124,7 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         self._check_process()
         position = self._position
         if self.spec.finite:
-            in_order = not self.spec.shuffled  # validation starts again, training goes on
+            in_order = not self.spec.shuffled  # validation starts again, training continues
             if position.microbatches >= position.end or (in_order and not self._resumed):
                 position.rewind()
                 # Workers that run on have the listing of the pass that they were started in.
@@ -343,7 +343,7 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         )
 
     def work(self, worker: int, barred: frozenset[tuple[int, int]], careful: bool) -> Work:
-        """Return what a worker does from the delivered position on."""
+        """Return the work of a worker from the delivered position on."""
         position = self._position.copied()
         for item, (lane, _) in zip(self._held, self._due(), strict=False):
             assert item.state is not None  # only endless streams hold something back
@@ -461,7 +461,7 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
             ConfigurationError: That draw has been delivered, the stream has no weights, or a dataset has none.
         """
         start = self._position.set_weights(weights, from_draw)
-        self._stop()  # what was made ahead followed the old weights
+        self._stop()  # batches made ahead used the old weights
         return start
 
     def ban(
@@ -472,7 +472,7 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         dataset: str | None = None,
         ignore_unknown: bool = False,
     ) -> int:
-        """Withdraw samples while the run goes on; it is part of the state. All ranks must call it alike.
+        """Withdraw samples during the run; the state records it. All ranks must call it alike.
 
         Draws whose samples are banned are made and counted (`banned`), but nothing is read for them, and no other draw
         moves. What was drawn before, and waits in a pack buffer or a group, still comes. Keys that are banned already
@@ -497,7 +497,7 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         before = self._position.plan
         start = self._position.ban(keys, from_draw, dataset, ignore_unknown)
         if self._position.plan is not before:
-            self._stop()  # what was made ahead has them, and what a masked microbatch would repeat
+            self._stop()  # batches made ahead contain them, and so does the one that a masked microbatch would repeat
             self._last = None
         return start
 
@@ -525,7 +525,7 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         self.restore_state_rank(state)
 
     def state_dict(self) -> doc.State:
-        """Return the state of the whole run where the ranks can reach each other, else of this rank."""
+        """Return the state of the whole run if the ranks can reach each other, else of this rank."""
         if self.config.dp_size > 1 and not torch.distributed.is_initialized():
             return self.save_state_rank()
         state = self.save_state_global()
@@ -547,7 +547,7 @@ class SavableDataLoader(torch.utils.data.DataLoader[Any]):
         return restore(self._pipeline(), tuple(restore_key))
 
     def describe_restore_key(self, restore_key: tuple[Any, ...]) -> str:
-        """Name the samples behind the `__restore_key__` of a batch or sample: dataset, shard and key of each."""
+        """Name the samples of the `__restore_key__` of a batch or sample: dataset, shard and key of each."""
         return describe(self._pipeline(), tuple(restore_key))
 
     def _pipeline(self) -> Pipeline:

@@ -66,7 +66,7 @@ def evaluate(text: str, columns: Mapping[str, np.ndarray], *, num_samples: int) 
 def evaluate_number(text: str, columns: Mapping[str, np.ndarray], *, num_samples: int) -> np.ndarray:
     """Return the number that an expression, such as `width * height / 196`, gives for each sample, as floats.
 
-    Shapes are those of `evaluate`. Raises ConfigurationError, also where a number is negative or not finite.
+    Shapes are those of `evaluate`. Raises ConfigurationError, also for a negative or infinite number.
     """
     found = _value(text, columns)
     if found.dtype.kind not in "bif":

@@ -229,7 +229,7 @@ def describe(mix: Mix) -> list[str]:
 
 
 def _lines(node: Node, *, leaves: Iterator[MixLeaf], head: str, tail: str, note: str) -> Iterator[str]:
-    """Yield the lines of a subtree; `head` stands before its first line, `tail` before the others."""
+    """Yield the lines of a subtree; `head` comes before its first line, `tail` before the others."""
     if isinstance(node, (LeafRef, JoinRef)):
         yield f"{head}{_leaf(next(leaves))}{note}"
         return

@@ -387,7 +387,7 @@ def _read_reference(item: dict[str, Any], *, field: str, scope: Scope) -> Node:
 
 
 def _leaf(item: dict[str, Any], *, path: str, kind: DatasetKind, field: str, scope: Scope) -> LeafRef:
-    """Read what a reference says and merge it with what is around it."""
+    """Read the settings of a reference and merge them with those around it."""
     where = scope.where
     nested = kind is DatasetKind.METADATASET
     refused = {DatasetKind.METADATASET: ("dataset_config", "split_config", "aux"), DatasetKind.PREPARED: ()}

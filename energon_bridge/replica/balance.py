@@ -412,7 +412,7 @@ class ExchangingLoader(BalancedLoader):
         self._skipped = skipped
 
     def _change(self, change: Callable[[], int]) -> int:
-        """Drop what was loaded ahead, change the loader, and continue from its position."""
+        """Drop the batches loaded ahead, change the loader, and continue from its position."""
         state = self._state()
         self._drop()
         self.loader.restore_state_rank(state)
@@ -428,7 +428,7 @@ class ExchangingLoader(BalancedLoader):
         self.loader.close()
 
     def _drop(self) -> None:
-        """Drop what was loaded ahead."""
+        """Drop the batches loaded ahead."""
         if self._exchange is not None:
             self._exchange.join()
         self._exchange, self._stream = None, None

@@ -158,7 +158,7 @@ class BalancedLoader(ABC):
         return self._changed(lambda: self.loader.set_weights(weights, from_draw=from_draw))
 
     def ban(self, keys: Any, **kwargs: Any) -> int:
-        """Withdraw samples while the run goes on (see `SavableDataLoader.ban`).
+        """Withdraw samples during the run (see `SavableDataLoader.ban`).
 
         Raises:
             WrongUseError: A global batch, or a window of them, was delivered in part.
@@ -207,7 +207,7 @@ class BalancedLoader(ABC):
         return self.loader.restore_sample(restore_key)
 
     def describe_restore_key(self, restore_key: tuple[Any, ...]) -> str:
-        """Name the samples behind the `__restore_key__` of a batch or sample."""
+        """Name the samples of the `__restore_key__` of a batch or sample."""
         return self.loader.describe_restore_key(restore_key)
 
     def close(self) -> None:

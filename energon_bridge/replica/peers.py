@@ -107,7 +107,7 @@ class Peers:
 
     @contextmanager
     def _reaching(self) -> Iterator[None]:
-        """Say what it means where gloo cannot reach another rank."""
+        """Turn gloo's failures to reach another rank into an error with the cause."""
         try:
             yield
         except RuntimeError as error:

@@ -91,7 +91,7 @@ def _encode(value: Any, where: str, tensors: list[Tensor]) -> Node:
 
 
 def decode(node: Node, tensors: list[Tensor]) -> Any:
-    """Build the value that a node and its tensors stand for.
+    """Build the value that a node and its tensors describe.
 
     Raises:
         ConfigurationError: A class cannot be found in this process.

@@ -113,7 +113,7 @@ def holds_media(value: Any) -> bool:
 
 
 def as_files(value: Any, media: Path, column: str) -> Content | tuple[Content, ...]:
-    """Return the files that a value stands for: a path, bytes, `{"bytes": …, "path": …}`, a data URI, or a list."""
+    """Return the files that a value refers to: a path, bytes, `{"bytes": …, "path": …}`, a data URI, or a list."""
     if isinstance(value, list | tuple):
         found = [as_files(item, media, column) for item in value]
         return tuple(item for item in found if not isinstance(item, tuple))

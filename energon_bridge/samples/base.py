@@ -225,7 +225,7 @@ class _Record:
         return moved
 
     def pin_memory(self) -> Self:
-        """Return a copy whose tensors, at any depth, lie in pinned host memory."""
+        """Return a copy with all tensors, at any depth, in pinned host memory."""
         pinned = copy.copy(self)
         # Among the meta fields only the validity mask is a tensor; walking the sources of a large batch costs too much.
         for name in field_names(type(self)):
@@ -398,7 +398,7 @@ def _read(sample: Any, name: str) -> Any:
 
 
 def pin_value(value: Any) -> Any:
-    """Return a value whose tensors, at any depth, lie in pinned host memory."""
+    """Return a value with all tensors, at any depth, in pinned host memory."""
     # Tensors and nested records both have the method; looking for it avoids importing torch.
     if hasattr(value, "pin_memory"):
         return value.pin_memory()

@@ -1,7 +1,7 @@
 """The sample types that a `dataset.yaml` can name, and the resolution of these names.
 
 Names resolve through the table below only, so that a file never decides what is imported. Datasets prepared by old
-releases name the class that loaded them (`CaptioningWebdataset`); these names stand for the same types. Fields without
+releases name the class that loaded them (`CaptioningWebdataset`); these names mean the same types. Fields without
 a default must come from the dataset. Boxes are tensors of shape (boxes, 4 or 4 corners, 2).
 """
 

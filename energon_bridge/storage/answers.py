@@ -3,7 +3,7 @@
 Responses of the usual form (200 or 206 with a length) are parsed here, because http.client parses each head as an
 e-mail message, a third of the CPU time of a request. All others are left to http.client from their first byte on.
 
-Invariant: no byte behind a response is read from the connection, so it can be reused.
+Invariant: no byte after a response is read from the connection, so it can be reused.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ _LARGE = 64 << 20
 
 
 class FsspecStore:
-    """A folder behind an fsspec file system; fork-safe and picklable."""
+    """A folder in an fsspec file system; fork-safe and picklable."""
 
     def __init__(self, url: str, stalls: Stalls | None = None) -> None:
         self.root = url.rstrip("/")

@@ -1,4 +1,4 @@
-"""The protocol of file stores: bytes or decoded values by key, with a note of where they came from.
+"""The interface of file stores: bytes or decoded values by key, with their sources.
 
 A custom store derives from `FileStore` and overrides `read`, `get_path` and, if it has media metadata,
 `get_media_metadata`. Invariant: a read never depends on earlier reads, and any thread of any process may read.

@@ -262,7 +262,7 @@ class ListedRows:
             self._ahead[start] = load_again(self._pipeline, refs)
 
     def take(self, start: int, stop: int, counts: Counts) -> list[BatchRow]:
-        """Return rows [start, stop); of a pack that is listed as a whole, all that the encoder makes of it."""
+        """Return rows [start, stop); for a pack listed as a whole, all outputs of the encoder."""
         self.prepare(start, stop)
         listed = [
             ([BatchRow((ref,), SAMPLE, None, 0) for ref in refs], output) for refs, output in self._rows[start:stop]

@@ -340,7 +340,7 @@ def _select_microbatches(
 
 
 def pack_rows(pipeline: Pipeline, rows: list[BatchRow], counts: Counts, *, again: bool = False) -> list[BatchRow]:
-    """Return the rows that the encoder makes of a pack, if any; the members lose their contents.
+    """Encode a pack and return its rows, if any; the members lose their contents.
 
     With `again`, the hooks' own counts were counted before.
     """

@@ -315,7 +315,7 @@ class PlannedLane:
         )
 
     def _add(self, chosen: IntArray, lengths: list[int], members: IntArray, waits: IntArray) -> None:
-        """Add packs behind those that are left, and replace the buffer behind them."""
+        """Add packs after the remaining ones, and replace the buffer after them."""
         begin, first = self._begin, self._next_pack
         costs, ends = self._costs[first:], [end - begin for end in self._ends[first:]]
         kept = ends[-1] if ends else 0

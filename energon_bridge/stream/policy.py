@@ -1,7 +1,7 @@
 """Decides about a sample that fails: leave it out, or stop the run.
 
 Whether a sample is left out depends on that sample alone: each failure that the policy tolerates costs the stream that
-sample and nothing else. Limits (failures in a row, or a rate) only decide whether the run goes on.
+sample and nothing else. Limits (failures in a row, or a rate) only decide whether the run continues.
 
 The policy is for bad data. A mistake in the program or its configuration stops the run under any policy:
 

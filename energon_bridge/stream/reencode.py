@@ -81,7 +81,7 @@ def restore(pipeline: Pipeline, key: tuple[Any, ...]) -> Any:
 
 
 def describe(pipeline: Pipeline, key: tuple[Any, ...]) -> str:
-    """Return the dataset, shard and key of each sample behind a restore key.
+    """Return the dataset, shard and key of each sample of a restore key.
 
     Raises:
         LookupError: It is no restore key.

@@ -22,7 +22,7 @@ from energon_bridge.samples.stacking import batch_pad_stack, batch_stack, concat
 # ---------------------------------------------------------------------------------------------------------------------
 # Records of one kind as records of another, by the names of their fields.
 #
-# A record is a dataclass (a sample, a batch), a named tuple or a dict. What the target does not have is left behind;
+# A record is a dataclass (a sample, a batch), a named tuple or a dict. Fields that the target lacks are dropped;
 # what it requires and the source lacks is an error.
 
 
@@ -126,7 +126,7 @@ def batch_list(values: Sequence[Any]) -> list[Any]:
 
 
 def generic_batch(values: Sequence[Any]) -> Any:
-    """Collate one column of a batch by what it holds (see the module).
+    """Collate one column of a batch, depending on its values (see the module).
 
     Examples:
         >>> generic_batch([{"tokens": torch.tensor([1, 2]), "name": "a"}, {"tokens": torch.tensor([3]), "name": "b"}])

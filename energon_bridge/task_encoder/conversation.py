@@ -16,7 +16,7 @@ from energon_bridge.errors import ConfigurationError, SampleError, UnfitSampleEr
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageToken:
-    """The placeholder of an image in a text, and the tokens that stand for it.
+    """The placeholder of an image in a text, and its tokens.
 
     Examples:
         >>> config = MultiModalSampleConfig(image_token=ImageToken(token_str="<image>", token_id=-200))
@@ -26,7 +26,7 @@ class ImageToken:
         token_id: Written to `tokens` once per image token. LLaVA and megatron-core's `LLaVAModel` expect -200; models
             of transformers need an id of their vocabulary. None: the tokenizer's id of `token_str`.
         before: Text in front of the image tokens, for example `<|vision_start|>` for models of the Qwen family.
-        after: Text behind them, for example `<|vision_end|>`.
+        after: Text after them, for example `<|vision_end|>`.
     """
 
     token_str: str = "<image>"
@@ -43,7 +43,7 @@ class TurnLayout:
         system: The system prompt.
         question: A turn of the user.
         prompt: The text in front of an answer.
-        answer: A non-empty answer. It is learned, with the stop string behind it.
+        answer: A non-empty answer. It is learned, with the stop string after it.
         between: Between an answer and the next question; not learned.
         has_special_tokens: The layout contains the tokens that begin and end a turn as text, so none are added.
     """
@@ -151,7 +151,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conversation:
-    """Questions and answers, rendered by the template; each placeholder in a question stands for an image."""
+    """Questions and answers, rendered by the template; each placeholder in a question is an image."""
 
     turns: Sequence[Turn]
     images: Sequence[Any] = ()
@@ -159,7 +159,7 @@ class Conversation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Document:
-    """Plain text, each piece shown or learned; each placeholder in a shown piece stands for an image."""
+    """Plain text, each piece shown or learned; each placeholder in a shown piece is an image."""
 
     pieces: Sequence[Piece]
     images: Sequence[Any] = ()

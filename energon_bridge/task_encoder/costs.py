@@ -79,7 +79,7 @@ def vision_patches(batch: Any, patch_size: int = 14) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchCost:
-    """The weighted sum of what a batch has of tokens, attention and patches.
+    """The weighted sum of a batch's tokens, attention and patches.
 
     Examples:
         >>> cost = BatchCost(tokens=1.0, attention=1e-4)

@@ -104,7 +104,7 @@ def tallying(tally: Counter[str]) -> Iterator[None]:
 def current_buffer_is_last() -> bool:
     """Whether nothing joins what `select_samples_to_pack` leaves over: True in passes that end, False in endless runs.
 
-    A selection that leaves samples over is then asked again with these alone; what it never selects is skipped.
+    A selection that leaves samples over is then called again with these alone; samples never selected are skipped.
     """
     return LAST.get()
 

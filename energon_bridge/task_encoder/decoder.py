@@ -208,7 +208,7 @@ class SampleDecoder:
         return decoder.get_frames(self.video_decode_audio) if self.av_decode == "torch" else decoder.open_container()
 
     def config(self) -> dict[str, Any]:
-        """Return the settings as plain values; `image_target` and `image_backend` also stand in the state of a run."""
+        """Return the settings as plain values; `image_target` and `image_backend` are also in the state of a run."""
         return {
             "type": type(self).__qualname__,
             "image_decode": self.image_decode,

@@ -67,7 +67,7 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
         image_processor: Called as `image_processor(images=[image], return_tensors="pt")`; None: for texts only.
         multimodal_sample_config: Placeholders and conversation template.
         seq_length: Longest sequence, image tokens included.
-        image_tokens_per_image: Tokens that stand for one image. None: computed from `image_grid_thw` if the image
+        image_tokens_per_image: Tokens of an image. None: computed from `image_grid_thw` if the image
             processor returns it, else 1 (the model itself makes room for the features, as megatron-core's does).
         pad_to_multiple_of: Batches, and the samples of packs, are padded to a multiple of this length.
         pad_to_max_length: Pad every batch, and every pack, to `seq_length`: one shape for all batches.
@@ -174,7 +174,7 @@ class MultiModalTaskEncoder(TaskEncoder[Any, MultiModalSample | MultiModalPack, 
 
     @property
     def image_token_ids(self) -> frozenset[int]:
-        """Return the tokens that stand for images."""
+        """Return the placeholder tokens of images."""
         return frozenset({self._image_token_id})
 
     @property

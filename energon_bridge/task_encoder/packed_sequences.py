@@ -71,7 +71,7 @@ class MultiModalPack(Sample):
 def pack_sequences(
     samples: Sequence[MultiModalSample], filling: PaddingValues, *, multiple_of: int = 1, length: int | None = None
 ) -> MultiModalPack:
-    """Put samples one behind the other.
+    """Concatenate samples.
 
     Each is padded to a multiple of a number of tokens, and the last one up to `length` tokens of the row, if given.
 

@@ -241,9 +241,9 @@ class OverLong(StrEnum):
     DROP = "drop"
     """Leave it out as `SkipSample` does."""
     TRUNCATE = "truncate"
-    """Replace it by the one sample that `cut` makes of it."""
+    """Replace it by the sample that `cut` returns."""
     SPLIT = "split"
-    """Replace it by the samples that `cut` makes of it."""
+    """Replace it by the samples that `cut` returns."""
     RAISE = "raise"
     """Stop the run."""
 
@@ -305,7 +305,7 @@ class Packer(Generic[T]):
             )
 
     def admit(self, sample: T) -> list[T]:
-        """Return what of a sample goes into the buffer: itself where it fits into a pack, else what `over_long` says.
+        """Return what goes into the buffer: the sample if it fits into a pack, else what `over_long` says.
 
         What was dropped, truncated or split is counted for the dataset, in the state and in `loader.counters()`, where
         a hook that has one sample calls this (`encode_sample`, `preencode_sample`, `postencode_sample`).
@@ -447,7 +447,7 @@ class Packer(Generic[T]):
 
 @cache
 def _full_enough(min_fill: float, limit: int) -> int:
-    """Return what a pack holds at least under the binding limit to be full enough (rule 1)."""
+    """Return the least size under the binding limit of a pack that is full enough (rule 1)."""
     return ceil(Fraction(min_fill) * limit)
 
 

@@ -82,10 +82,10 @@ class _Reader(pickle.Unpickler):
 
 
 def _load(data: bytes, allowed: Mapping[tuple[str, str], Any]) -> Any:
-    """Return what a pickle holds, with memory for no more than that.
+    """Return the content of a pickle, allocating no more memory than that needs.
 
     Raises:
-        pickle.UnpicklingError: It names what is not allowed, or claims more than it has.
+        pickle.UnpicklingError: It contains something that is not allowed, or claims more than it has.
     """
     # The unpickler makes its table of objects as long as the largest number in it, which a few bytes can say.
     if any(int.from_bytes(found[1], "little") > len(data) for found in _LONG_PUT.finditer(data)):
@@ -131,7 +131,7 @@ class ChatMLDecoder:
         self._decode = decode
 
     def keeps_unread(self, part_name: str) -> bool:
-        """Return False: what is decoded is read first."""
+        """Return False: decoding reads everything first."""
         return False
 
     def decode(self, part_name: str, data: Any) -> Any:

@@ -58,7 +58,7 @@ class MultiModalBatch(Batch):
     `mm_token_type_ids`, (B, S), and `mrope_position_ids`, (3, B, S), int64, are there for models that take them; the
     latter begin at 0 in every sample, too, and are 0 where something is padded.
 
-    `segments` says of each row which samples stand where in it: dataset, key, first token and length of each.
+    `segments` has the samples of each row: dataset, key, first token and length of each.
 
     `pixel_norm`, float32 (2, 3), is there where pixels are bytes: `normalise_on_device` makes floats of them by it.
     """
@@ -84,7 +84,7 @@ class MultiModalBatch(Batch):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PaddingValues:
-    """What stands where a sequence is padded."""
+    """The padding values of a sequence."""
 
     pad_id: int
     ignore: int

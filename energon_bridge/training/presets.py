@@ -253,7 +253,7 @@ CHAT_FAMILIES = frozenset({"llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"})
 class ModelBundle:
     """A model with what turns samples into its inputs.
 
-    `image_token_id` stands for an image in the token sequence, `image_tokens` times per image; None if that
+    `image_token_id` is the placeholder of an image, `image_tokens` times per image; None if that
     depends on the image. `family` says what a model of a known family makes of images and videos; None for others.
     """
 

@@ -137,7 +137,7 @@ def run(config: RunConfig, *, resume: bool = False, overwrite: bool = False) -> 
 
 
 def dry_run(config: RunConfig) -> str:
-    """Load model and data, encode one microbatch, and describe them as YAML; train nothing, leave nothing behind.
+    """Load model and data, encode one microbatch, and describe them as YAML; without training or leaving files behind.
 
     Raises:
         ConfigurationError: Data, model or both cannot be loaded; says what is wrong with each.
@@ -294,7 +294,7 @@ def _build_trainer(
             report,
             *([] if feedback is None else [MixFeedbackCallback(feedback)]),
             checkpointer,
-        ],  # the checkpoint of a step holds what the others know of it
+        ],  # the checkpoint of a step has the others' states
         max_steps=config.train.max_steps,
         max_epochs=-1,
         accumulate_grad_batches=accumulate,

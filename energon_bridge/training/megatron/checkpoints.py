@@ -158,7 +158,7 @@ def _flush(path: Path) -> None:
 
 
 def _missing(path: Path) -> str | None:
-    """Return what a checkpoint lacks; None if it is complete."""
+    """Return the missing part of a checkpoint; None if it is complete."""
     try:
         listed: dict[str, int] = json.loads((path / _MANIFEST).read_text())
     except (OSError, ValueError):
