@@ -580,7 +580,7 @@ def _tried_out() -> bool:
 
 
 def _check_image_processor(image_processor: Any) -> None:
-    """Raise if a value that is no image processor was passed in its position."""
+    """Raise if the value in the position of the image processor is not one."""
     if isinstance(image_processor, int | float | str):
         raise ConfigurationError(
             f"EnergonMultiModalDataModule: image_processor={image_processor!r} is a {type(image_processor).__name__}; "

@@ -106,7 +106,7 @@ class Permutation:
 
     `at` maps a place to the number there, `place_of` is its inverse. A number x is the pair
     (x div a, x mod a) with a = ceil(sqrt(n)). In turn, a keyed hash of each half is added to the other. At most sqrt(n)
-    numbers of this domain are not below n; `at` goes on from such a number until it meets one that is.
+    numbers of this domain are not below n; `at` repeats the mapping until the number is below n.
     """
 
     __slots__ = ("_high", "_keys", "_low", "n")

@@ -66,7 +66,7 @@ def resize(
 
     Raises:
         ConfigurationError: Arguments that do not fit together.
-        SampleError: The value is no image.
+        SampleError: The value is not an image.
     """
     if interpolation not in (*_SMOOTH, "nearest", "nearest-exact"):
         raise ConfigurationError(
@@ -94,7 +94,7 @@ def center_crop(image: Any, output_size: int | Sequence[int]) -> Any:
 
     Raises:
         ConfigurationError: The size is none.
-        SampleError: The value is no image.
+        SampleError: The value is not an image.
     """
     height, width = _both("output_size", output_size)
 
@@ -134,7 +134,7 @@ def random_resized_crop(
 
     Raises:
         ConfigurationError: Arguments that do not fit together.
-        SampleError: The value is no image.
+        SampleError: The value is not an image.
     """
     wanted = _both("size", size)
     for name, (low, high) in (("scale", scale), ("ratio", ratio)):
@@ -151,7 +151,7 @@ def random_resized_crop(
 
 
 def horizontal_flip(image: Any) -> Any:
-    """Return images with left and right exchanged. Raises SampleError: the value is no image."""
+    """Flip images horizontally. Raises SampleError if the value is not an image."""
     return _applied(_flipped, image)
 
 
@@ -160,7 +160,7 @@ def random_horizontal_flip(image: Any, p: float = 0.5, generator: torch.Generato
 
     Raises:
         ConfigurationError: `p` is no probability.
-        SampleError: The value is no image.
+        SampleError: The value is not an image.
     """
     if not 0.0 <= p <= 1.0:
         raise ConfigurationError(f"p must be a probability, from 0 to 1, got {p!r}")
@@ -187,7 +187,7 @@ def normalise(
 
     Raises:
         ConfigurationError: A deviation is 0, or there are not as many numbers as channels.
-        SampleError: The value is no image, or those of a list have different shapes.
+        SampleError: The value is not an image, or the images of a list have different shapes.
     """
     means, stds = _numbers("mean", mean), _numbers("std", std)
     if 0.0 in stds:

@@ -210,7 +210,7 @@ def _opened(source: tuple[str, ...], pages: bool, samples: int | None, options: 
 def _run_folder(source: tuple[str, ...], options: dict[str, Any]) -> tuple[str, ...]:
     """Return the configuration of a run folder, which goes into the options, and a checkpoint.
 
-    That is the latest one, or the latest before the step that is asked for.
+    That is the latest one, or the latest before the requested step.
     """
     folders = [Path(name) for name in source if (Path(name) / "config.yaml").is_file()]
     if options["config"] is not None or options["encoder"] is not None or len(folders) != 1:

@@ -178,7 +178,7 @@ class DatasetLoaderInterface:
         self._settings: dict[str, Any] = {}
 
     def post_initialize(self, mds_path: Any = None) -> None:
-        """Do nothing; files are read when they are asked for."""
+        """Do nothing; files are read on request."""
 
     def get_datasets(
         self,

@@ -146,7 +146,7 @@ def _same(there: Any, here: Any) -> bool:
 
 
 def _told(built: _Built) -> str:
-    times: dict[float | None, str] = {None: "for ever", 1: "once"}
+    times: dict[float | None, str] = {None: "forever", 1: "once"}
     return ", ".join(
         f"number {place} {times.get(repeats, f'{repeats} times')} with weight {weight:.4g}"
         for place, repeats, weight in built.sources

@@ -92,7 +92,7 @@ def open_jsonl(path: str | os.PathLike[str], *, files: OpenFiles | None = None) 
 def index_jsonl(path: str | os.PathLike[str]) -> int:
     """Write the index of a JSONL file, replacing an old one; returns the number of samples.
 
-    Raises EmptyDatasetError, or CorruptShardError naming the first line that is no JSON object.
+    Raises EmptyDatasetError, or CorruptShardError naming the first line that is not a JSON object.
     """
     store, name = _locate(path)
     offsets = _offsets(store, name)

@@ -171,7 +171,7 @@ class Worker:
         pid = self._process.pid
         with contextlib.suppress(OSError):
             if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "tT":
-                return "  the process is stopped (SIGSTOP, a debugger): its stack cannot be had"
+                return "  the process is stopped (SIGSTOP, a debugger): its stack is not available"
         before, deadline = len(self._stacks.read()), time.monotonic() + _STACK_SECONDS
         with contextlib.suppress(OSError):
             os.kill(pid, DUMP_SIGNAL)
@@ -180,7 +180,7 @@ class Worker:
             text = self._stacks.read()[before:]
             if text and text == self._stacks.read()[before:]:
                 return "\n".join(f"    {line}" for line in text.splitlines())
-        return "  its stack cannot be had: it does not take signals"
+        return "  its stack is not available: it does not take signals"
 
 
 class WorkerPool:
@@ -287,7 +287,7 @@ class WorkerPool:
     # Watching over ----------------------------------------------------------------------------------------------------
 
     def _waited_for(self, worker: Worker, unit: int) -> bytes:
-        """Return the next message of a worker, b"" if it is gone; end it if it takes too long and that is asked for.
+        """Return the next message of a worker, b"" if it is gone; if configured, end it when it takes too long.
 
         Raises:
             HookTimeoutError: It takes too long, and the run is to end then.

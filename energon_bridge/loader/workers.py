@@ -200,7 +200,7 @@ class _LinkClosedError(BaseException):
 def _one_pass(
     work: Work, number: int, link: socket.socket, outbox: Outbox, arena: Arena | None, board: Board
 ) -> bytes | None:
-    """Send a pass, as far as it is asked for; return the command that ends it."""
+    """Send the requested units of a pass; return the command that ends it."""
 
     def send(failed: bool, message: BatchMessage) -> None:
         data = pickle.dumps((number, failed, *message), pickle.HIGHEST_PROTOCOL)

@@ -129,7 +129,7 @@ class TaskEncoder(Generic[SampleT, EncodedT, RawBatchT, BatchT]):
 
     @default_hook
     def preencode_sample(self, sample: SampleT) -> EncodedT | Iterator[EncodedT]:
-        """Encode the parts of a sample that the packer needs, not those that only the model needs. Default: unchanged."""
+        """Encode what the packer needs of a sample, without what only the model needs. Default: the sample itself."""
         return cast(EncodedT, sample)
 
     @default_hook

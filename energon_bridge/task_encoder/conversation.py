@@ -69,7 +69,7 @@ class ConversationTemplateConfig:
         roles: The roles of the user and the assistant.
         stop_string: Ends an answer, as text; None ends it with the tokenizer's end-of-sequence token. A chat template
             writes its own.
-        chat_template: A Jinja template in the manner of transformers.
+        chat_template: A Jinja template, as in transformers.
         layout: Texts around the turns instead of a template. Without both, the tokenizer's own chat template is used,
             and if it has none, `USER: question ASSISTANT: answer`.
 

@@ -380,7 +380,7 @@ class ChatTemplateTaskEncoder(TaskEncoder[Any, Any, MultiModalBatch, MultiModalB
         return f"nothing to learn: {cut}, before the first of the learned tokens"
 
     def _over(self, policy: str, limit: str, complaint: str) -> None:
-        """Apply a policy: count the sample, and raise unless it is to be cut."""
+        """Apply a policy: count the sample, and raise unless the policy cuts it."""
         self.counts[f"{policy} {limit}"] += 1
         if policy == OverLong.DROP:
             raise SkipSample(complaint)

@@ -95,7 +95,7 @@ def placeholders_of(tokenizer: Any, family: Family | None) -> Mapping[str, int]:
 
 
 def bos_of(tokenizer: Any, wanted: bool | None) -> int | None:
-    """Return the begin-of-sequence token, if one is to be added."""
+    """Return the begin-of-sequence token to add, if any."""
     bos: int | None = tokenizer.bos_token_id
     if wanted is None:
         wanted = bos is not None and list(tokenizer.encode("", add_special_tokens=True))[:1] == [bos]
