@@ -203,6 +203,13 @@ DIALECT = {
     r"\bwhose code has not run\b": "pending",
     r"\bis to be\b": "must be",
     r"\bhas to be there\b": "must exist",
+    r"\bstands? twice\b": "occurs twice",
+    r"\bone behind the other\b": "adjacent, one after the other",
+    r"\bin the manner of\b": "as",
+    r"\bgo(es)? on (where|from|with)\b": "continue(s)",
+    r"\bwhile the run goes on\b": "during the run",
+    r"\bis no (JSON|image|file|regular expression|member|list|sample type)\b": "is not a(n) …",
+    r"\bshare[sd]? out\b": "divide(s)",
 }
 """Words and phrases that this project once used and nobody else does, with what to write instead."""
 DIALECT_OF_CODE = {
@@ -212,20 +219,12 @@ DIALECT_OF_CODE = {
     r"\bshared? (\w+ )?out\b": "divided",
     r"\bshares out\b": "divides",
     r"\bEnter wherever\b": "what the context does",
-    r"\bstands? twice\b": "occurs twice",
-    r"\bone behind the other\b": "adjacent, one after the other",
     r"\bof no (matter|use)\b": "not used",
-    r"\bin the manner of\b": "as",
-    r"\bgo(es)? on (where|from|with)\b": "continue(s)",
-    r"\bwhile the run goes on\b": "during the run",
     r"\bwhat stands for\b": "the tokens, the text, the placeholder of …",
-    r"\bis no (JSON|image|file|regular expression|member|list|sample type)\b": "is not a(n) …",
     r"\b(is|are) (asked|told) (for|so)\b": "requested, reported",
     r"\bcannot be had\b": "is not available",
     r"\b(lies|lie) in (a|the) folder\b": "is in the folder",
     r"\bsay(s)? nothing (of|to)\b": "has no effect on",
-    r"\bout of their place\b": "misplaced",
-    r"\bWas the copy\b": "The copy …",
 }
 """The same for docstrings, comments and messages."""
 
