@@ -69,14 +69,14 @@ def read_metadata(kind: str, text: str, *, where: str) -> MediaMetadata:
     """Return the metadata of a row; raises MediaMetadataError, beginning with `where`."""
     cls = _TYPES.get(kind)
     if cls is None:
-        raise MediaMetadataError(f"{where}: has the type {kind!r}, expected one of {', '.join(_TYPES)}.")
+        raise MediaMetadataError(f"{where}: unknown type {kind!r}, expected one of {', '.join(_TYPES)}.")
     try:
         values = json.loads(text)
         names = {field.name for field in fields(cls)}
         # Newer releases may have more fields, which are ignored here.
         return cls(**{name: value for name, value in values.items() if name in names})
     except (ValueError, TypeError, AttributeError) as error:
-        raise MediaMetadataError(f"{where}: cannot be read: {error}. Run `energon prepare-media` again.") from error
+        raise MediaMetadataError(f"{where}: cannot read it: {error}. Run `energon prepare-media` again.") from error
 
 
 def metadata_row(metadata: MediaMetadata) -> tuple[str, str]:
@@ -166,7 +166,7 @@ class MediaFilter:
     def __post_init__(self) -> None:
         if self.strategy not in get_args(Strategy):
             known = ", ".join(get_args(Strategy))
-            raise ConfigurationError(f"there is no media filter {self.strategy!r}; known: {known}")
+            raise ConfigurationError(f"unknown media filter {self.strategy!r}; known: {known}")
         if (self.strategy == "GLOB") != bool(self._patterns()):
             raise ConfigurationError(f"the media filter {self.strategy} got the patterns {self.patterns!r}")
 

@@ -72,10 +72,10 @@ _RANGE = "enumerate(DataLoader)#SavableDataLoader.__next__"
 
 
 class Source(Protocol):
-    """Says what the workers are to do: the loader."""
+    """Gives the workers their work: the loader."""
 
     def work(self, worker: int, barred: frozenset[tuple[int, int]], careful: bool) -> Work:
-        """Return what a worker does from the delivered position on."""
+        """Return the work of a worker from the delivered position on."""
         ...
 
     def leaves(self) -> Sequence[Leaf]:
@@ -171,11 +171,11 @@ class Worker:
         self._stacks.close()
 
     def state(self) -> str:
-        """Return where the process is: the stacks of its threads, or that it is stopped."""
+        """Return what the process is doing: the stacks of its threads, or that it is stopped."""
         pid = self._process.pid
         with contextlib.suppress(OSError):
             if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "tT":
-                return "  the process is stopped (SIGSTOP, a debugger): its stack cannot be had"
+                return "  the process is stopped (SIGSTOP, a debugger): its stack is not available"
         before, deadline = len(self._stacks.read()), time.monotonic() + _STACK_SECONDS
         with contextlib.suppress(OSError):
             os.kill(pid, DUMP_SIGNAL)
@@ -184,7 +184,7 @@ class Worker:
             text = self._stacks.read()[before:]
             if text and text == self._stacks.read()[before:]:
                 return "\n".join(f"    {line}" for line in text.splitlines())
-        return "  its stack cannot be had: it does not take signals"
+        return "  its stack is not available: it does not take signals"
 
 
 class WorkerPool:
@@ -291,7 +291,7 @@ class WorkerPool:
     # Watching over ----------------------------------------------------------------------------------------------------
 
     def _waited_for(self, worker: Worker, unit: int) -> bytes:
-        """Return the next message of a worker, b"" if it is gone; end it if it takes too long and that is asked for.
+        """Return the next message of a worker, b"" if it is gone; if configured, end it when it takes too long.
 
         Raises:
             HookTimeoutError: It takes too long, and the run is to end then.
@@ -327,7 +327,7 @@ class WorkerPool:
         making_since = board.making_since
         took = time.monotonic() - (since if making_since is None else making_since)
         allowed = settings.allowed(board.num_made)
-        # The worker's own watchdog goes first, where it can.
+        # The worker's own watchdog goes first, if it can.
         patience = allowed + 2 * settings.interval
         if settings.fail and board.has_said:
             patience += min(GRACE_SECONDS, settings.timeout) + 2 * settings.interval
@@ -387,7 +387,7 @@ class WorkerPool:
             ) from error
 
     def _replace(self, worker: Worker) -> None:
-        """Start a worker again that is gone, from what was delivered.
+        """Restart a worker that is gone, from the delivered position.
 
         Raises:
             HookTimeoutError: Its watchdog ended it, to end the run.
@@ -400,7 +400,7 @@ class WorkerPool:
         if code == EXIT_CODE:
             raise HookTimeoutError(
                 f"{what} was ended by its watchdog (fail_on_timeout): a microbatch took too long, in a call that "
-                "nothing interrupts. What the watchdog logged names the hook, the sample and the place in the code"
+                "cannot be interrupted. The watchdog's log names the hook, the sample and the line of code"
             )
         during = f" during {', '.join(running)}" if running else ""
         advice = (
@@ -418,18 +418,18 @@ class WorkerPool:
         self.restarts += 1
         self._deaths[number] += 1
         self._suspects[number].update(samples)
-        logger.warning("%s died%s; it starts again from the last delivered batch, no sample is lost", what, during)
+        logger.warning("%s died%s; restarting it from the last delivered batch, no sample is lost", what, during)
         guilty = {sample for sample in samples if self._suspects[number][sample] >= _DEATHS_OF_A_SAMPLE}
         if guilty - self._barred:
             self._barred |= guilty
             logger.error(
-                "%s ended its worker %d times in a row and is not tried again", ", ".join(running), _DEATHS_OF_A_SAMPLE
+                "%s killed its worker %d times in a row and is not tried again", ", ".join(running), _DEATHS_OF_A_SAMPLE
             )
         self._workers[number] = self._started(number)
         worker.close()
 
     def stop(self) -> None:
-        """Stop the workers. One that makes something is given some seconds to end it."""
+        """Stop the workers. A busy worker gets some seconds to finish."""
         workers, self._workers = self._workers, []
         for worker in workers:
             worker.ask_to_end()
@@ -481,7 +481,7 @@ _pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
 
 @atexit.register
 def _stop_all() -> None:
-    """Stop what is left when the interpreter ends; multiprocessing would wait forever for a worker that is stopped."""
+    """Stop the remaining workers when the interpreter ends; multiprocessing would wait forever for a stopped one."""
     for pool in list(_pools):
         for worker in pool._workers:
             if worker._process._started_by == os.getpid():

@@ -153,7 +153,7 @@ class LeafOrder:
         return self.first_sample + places if self.kept is None else self.kept[places].astype(np.int64)
 
     def epoch_of(self, lane: int, draw: int) -> int:
-        """Return the epoch (of E epochs that are shuffled as one: their number) in which a lane's draw lies."""
+        """Return the epoch of a lane's draw (for E epochs shuffled as one, their number)."""
         if self.is_dealt:
             return self._place(lane, draw) // self._line_length
         return -((self._rank(lane) - (draw + 1) * self.num_lanes) // self._line_length) - 1
@@ -310,7 +310,7 @@ def _sum_of_floors(count: int, numerator: int, lanes: int) -> int:
 
 
 def _spread(sizes: IntArray, keys: Sequence[int]) -> IntArray:
-    """Return an order of the samples of some rounds, which are given piece by piece, round after round.
+    """Return an order of the samples of some rounds, passed piece by piece, round after round.
 
     Args:
         sizes: Samples that each round has of each piece, shape (rounds, pieces).

@@ -1,7 +1,7 @@
 """Parquet files, and datasets that Hugging Face's library saved to disk (arrow streams). Needs pyarrow.
 
-Rows are read where they are written, in the process that writes them; the one that plans reads metadata only, and the
-rows that it shows. Labels of Hugging Face's `ClassLabel` come with their names.
+The process that writes a row also reads it; the planning process reads only metadata and the rows that it shows.
+Labels of Hugging Face's `ClassLabel` come with their names.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SPLIT = re.compile(r"(train|validation|valid|val|dev|test)(?=[-_.]|$)")
 
 
 Stamp = tuple[int, int]
-"""Bytes of a file, and when it changed (of a remote one: its version): what is kept of it belongs to just that."""
+"""Size and modification time of a file (of a remote one, its version): cached data is valid for this stamp only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +63,7 @@ class ArrowSample:
         return [(name, len(data)) for name, data in self.read()[0]]
 
     def mark(self) -> str:
-        """Return what changes if the file does."""
+        """Return a text that changes if the file does."""
         size, version = self.group.stamp
         return f"{self.key}\0{self.group.path} {size} {version} {self.group.group} {self.at}"
 
@@ -86,7 +86,7 @@ def row_of(
     columns: tuple[str, ...],
     labels: tuple[tuple[str, tuple[str, ...]], ...],
 ) -> Row:
-    """Return the row of some values, of which `columns` hold media and `labels` name classes; raises SourceError."""
+    """Return values as a row; `columns` hold media and `labels` name classes. Raises SourceError."""
     with located(where):
         if any(name in values for name in CONVERSATIONS):
             return conversation_row(values, where, media)
@@ -130,7 +130,7 @@ class ArrowSource:
         return read_row(group, at, where, self._media, self.columns)
 
     def sample(self, number: int, layout: Layout) -> ArrowSample:
-        """Return a sample to be read."""
+        """Return a sample, not read yet."""
         group, at, where = self._place(number)
         return ArrowSample(
             key=f"{number:09d}",
@@ -144,12 +144,12 @@ class ArrowSource:
         )
 
     def propose(self) -> Layout:
-        """Say what the rows seem to be."""
+        """Propose a layout from the first rows."""
         return propose_layout(first_rows(self, 20))
 
     @cached_property
     def columns(self) -> tuple[str, ...]:
-        """Return the columns that hold media, by the first rows."""
+        """Return the columns with media, judging by the first rows."""
         seen: dict[str, list[bool]] = {}
         for number in range(min(20, len(self))):
             group, at, _ = self._place(number)
@@ -179,7 +179,7 @@ def open_saved(path: Path, media: Path | None) -> ArrowSource:
 
 
 def open_remote(where: str, root: str, files: Mapping[str, Stamp]) -> ArrowSource:
-    """Open parquet files by their names below a URL of fsspec, and stamps: only what is asked for is read of them."""
+    """Open parquet files by names below an fsspec URL, with their stamps; only the rows requested are read."""
     named = [(_split_of(PurePosixPath(name)), name) for name in sorted(files)]
     is_split = len(named) > 1 and all(part is not None for part, _ in named)
     if is_split:
@@ -211,15 +211,17 @@ def saved_files(path: Path) -> list[tuple[str, Path]]:
         unknown = [name for name in names if name not in SPLIT_NAMES]
         if unknown:
             raise SourceError(
-                f"{path}: has the split {unknown[0]!r}; known are train, validation and test. Convert its folder by "
-                f"itself: {path / unknown[0]}"
+                f"{path}: unknown split {unknown[0]!r}; known are train, validation and test. Convert its folder "
+                f"separately: {path / unknown[0]}"
             )
         splits = {SPLIT_NAMES[name]: path / name for name in names}
     files = []
     for part in sorted(splits, key=lambda name: (*SPLIT_ORDER, "").index(name)):
         state = json.loads((splits[part] / "state.json").read_bytes())
         if state.get("_indices_data_files"):
-            raise SourceError(f"{splits[part]}: has indices; call `flatten_indices()` before `save_to_disk`.")
+            raise SourceError(
+                f"{splits[part]}: the dataset has indices; call `flatten_indices()` before `save_to_disk`."
+            )
         files += [(part, splits[part] / file["filename"]) for file in state["_data_files"]]
     return files
 
@@ -274,20 +276,20 @@ def pyarrow_modules() -> Any:
         import pyarrow.parquet
     except ImportError as error:
         raise ConfigurationError(
-            "parquet files and Hugging Face datasets are read with pyarrow: pip install 'energon-bridge[parquet]'"
+            "parquet files and Hugging Face datasets need pyarrow: pip install 'energon-bridge[parquet]'"
         ) from error
     return pyarrow
 
 
 def stamp_of(path: Path) -> Stamp:
-    """Return the stamp of a file as it is now."""
+    """Return the current stamp of a file."""
     found = path.stat()
     return found.st_size, found.st_mtime_ns
 
 
 @lru_cache(maxsize=16)
 def parquet_file(path: str, stamp: Stamp) -> Any:
-    """Return an open parquet file; of a URL, each column of a row group is read by one request."""
+    """Return an open parquet file; from a URL, each column of a row group takes one request."""
     if "://" in path:
         from fsspec.core import url_to_fs
 
@@ -297,7 +299,7 @@ def parquet_file(path: str, stamp: Stamp) -> Any:
 
 
 def read_table(path: str) -> Any:
-    """Return the rows of an arrow file, mapped into memory, so that only what is used is read."""
+    """Return the rows of an arrow file, memory-mapped, so that only the used parts are read."""
     arrow = pyarrow_modules()
     with open(path, "rb") as file:
         is_stream = file.read(6) != b"ARROW1"

@@ -1,14 +1,14 @@
-"""Parquet files and Hugging Face datasets on disk as datasets: read as they are, sample by sample.
+"""Parquet files and Hugging Face datasets on disk as datasets, read sample by sample without conversion.
 
-A row becomes the sample that it is after `energon convert` with the same layout: the same fields, decoded in the same
-way, with the number of the row as its key. The layout is proposed from the columns of the first rows, or said by a
+A row becomes the same sample as after `energon convert` with the same layout: the same fields, decoded in the same
+way, with the row number as its key. The layout is proposed from the columns of the first rows, or given by a
 `.nv-meta/dataset.yaml` in the folder of the files, whose field map names columns:
 
     sample_type: {__module__: megatron.energon, __class__: CaptioningSample}
     field_map: {image: image, caption: "captions[0]"}
 
 A file is a shard. The fingerprint hashes names, rows and bytes of the files, and the layout. Samples of a parquet file
-lie in *row groups*, which can only be read whole; so its order has slices of a group (`group_rows`), of which few are
+are in *row groups*, which can only be read whole. So slices have the size of a group (`group_rows`), few of them are
 open at a time, and a process keeps the groups that it read last.
 """
 
@@ -70,9 +70,9 @@ _SUFFIXES = (".parquet", ".arrow")
 _VERSION = 1
 _AT_ONCE = 64
 _KEPT_BYTES = 1 << 30
-"""Row groups that a process keeps; a large one alone may have more."""
+"""Bytes of row groups that a process keeps; a single large group may exceed it."""
 _AGAIN_ROWS, _AGAIN_TIMES = 8, 16
-"""Rows decoded again for each that is used, and groups decoded again, from which on it is worth a warning."""
+"""Rows decoded again for each row used, and groups decoded again, that trigger a warning."""
 
 _logger = logging.getLogger(__name__)
 
@@ -84,9 +84,9 @@ class TableDataset(PreparedDataset):
     Attributes:
         layout: How rows become samples.
         columns: All columns.
-        wanted: Those that are read; empty: all.
-        media_columns: Columns that hold media.
-        group_rows: Rows of the largest row group; 0 for arrow files, of which any row can be read alone.
+        wanted: The columns to read; empty: all.
+        media_columns: Columns that contain media.
+        group_rows: Rows of the largest row group; 0 for arrow files, whose rows can be read one by one.
     """
 
     key_format: ClassVar[str | None] = "{:09d}"
@@ -99,17 +99,17 @@ class TableDataset(PreparedDataset):
 
     @property
     def index_remedy(self) -> str:
-        """What to do about a wrong index: there is none."""
+        """The remedy for a wrong index: a table has none, so write the file again."""
         return "Write the file again."
 
 
 def is_table(path: str | os.PathLike[str]) -> bool:
-    """Return whether a path names a parquet or arrow file, by its name alone."""
+    """Return whether a path names a parquet or arrow file, judging by its name."""
     return os.fspath(path).endswith(_SUFFIXES)
 
 
 def has_tables(path: str | os.PathLike[str]) -> bool:
-    """Return whether a local path is such a file, or a folder of parquet files or of a saved dataset."""
+    """Return whether a local path is a parquet or arrow file, a folder of parquet files, or a saved dataset."""
     here = Path(os.fspath(path))
     if "://" in str(path):
         return False
@@ -119,7 +119,7 @@ def has_tables(path: str | os.PathLike[str]) -> bool:
 
 
 def is_unprepared_table(path: str | os.PathLike[str]) -> bool:
-    """Return whether a local path has tables and is not also a prepared dataset."""
+    """Return whether a local path has tables and is not a prepared dataset."""
     meta = Path(os.fspath(path)) / ".nv-meta"
     return has_tables(path) and not any((meta / name).exists() for name in (INFO_JSON, INFO_YAML))
 
@@ -127,19 +127,19 @@ def is_unprepared_table(path: str | os.PathLike[str]) -> bool:
 def open_tables(
     path: str | os.PathLike[str], *, split_part: str, dataset_config: str = DEFAULT_DATASET_CONFIG
 ) -> TableDataset:
-    """Open a parquet or arrow file, or a folder of them; without splits of its own, all of it is read for any part.
+    """Open a parquet or arrow file, or a folder of them; without its own splits, any part means all rows.
 
     Raises:
         DatasetNotFoundError: There is none.
-        UnknownSplitError, EmptyDatasetError: There is no such part, or nothing in it.
-        SourceError: A file is damaged, or the rows are nothing that can be a sample.
+        UnknownSplitError, EmptyDatasetError: There is no such part, or it is empty.
+        SourceError: A file is damaged, or its rows cannot become samples.
         MetadataError, FieldMapError: The dataset.yaml is wrong.
     """
     text = os.fspath(path)
     if "://" in text:
         raise DatasetNotFoundError(
-            f"{text}: parquet and arrow files are read from local disks only. Copy the file, or make shards of it with "
-            "`energon convert`."
+            f"{text}: parquet and arrow files can only be read from local disks. Copy the file, or convert it to "
+            "shards with `energon convert`."
         )
     here = Path(os.path.abspath(os.path.expanduser(text)))
     if not here.exists():
@@ -164,16 +164,16 @@ def open_tables(
     for access in layout.fields.values():
         column = access.partition("[")[0]
         if column not in {*columns, *_labelled(groups[0])}:
-            found = f"has no column {column!r}, which a field is to come from.{did_you_mean(column, columns)}"
+            found = f"has no column {column!r}, which the layout maps to a field.{did_you_mean(column, columns)}"
             raise FieldMapError(f"{here}: {found} It has {', '.join(columns)}.")
     wanted = {access.partition("[")[0] for access in layout.fields.values()}
     if any(name in columns for name in CONVERSATIONS) or not wanted <= {*columns}:
-        wanted = set()  # labels have names of their own, and conversations name their media
+        wanted = set()  # labels come with names, and conversations name their media
     sizes = [file.stat().st_size for file in chosen]
     said = [layout.sample_type, sorted(layout.fields.items()), sorted(layout.bare), list(source.columns)]
     content = json.dumps([_VERSION, "table", names, counts, sizes, said], separators=(",", ":"))
     sample_type = sample_type_by_name(layout.sample_type)
-    table_of.cache_clear()  # of the rows that were looked at
+    table_of.cache_clear()  # release the rows that were looked at
     return TableDataset(
         path=str(here),
         store=store,
@@ -210,35 +210,37 @@ def _files(here: Path) -> list[tuple[str, Path]]:
 
 
 def _said(store: Store, name: str) -> tuple[Layout | None, dict[str, Any]]:
-    """Return layout and subflavors that a dataset.yaml beside the files says."""
+    """Return the layout and subflavors from a dataset.yaml beside the files."""
     if not store.exists(meta_path(name)):
         return None, {}
     config = DatasetConfigs().read(store, name)
     kind, where = config.form.sample_type, store.url(meta_path(name))
     if config.form.sample_loader is not None or (config.form.part_filter is not None and not config.form.field_map):
-        raise MetadataError(f"{where}: a table has columns, and no parts for a sample_loader: give a field_map.")
+        raise MetadataError(f"{where}: a sample_loader needs parts, but a table has columns: use a field_map.")
     try:
         known = sample_type_by_name(kind.__name__)
     except UnknownArgumentError:
         known = None
     if known is not kind:
         raise MetadataError(
-            f"{where}: {kind.__name__} is no sample type of energon_bridge. Leave the file out and make samples of "
-            "crude ones, by a cooker of the task encoder."
+            f"{where}: {kind.__name__} is not a sample type of energon_bridge. Remove the file and turn crude "
+            "samples into yours with a cooker of the task encoder."
         )
     fields = {} if config.form.field_map is None else config.form.field_map.fields
     return Layout(sample_type=kind.__name__, fields=fields), config.subflavors
 
 
 def _columns_of(files: Sequence[Path]) -> tuple[str, ...]:
-    """Return the columns of files, which all must have the same."""
+    """Return the columns of files; raises SourceError if they differ."""
     found: tuple[str, ...] = ()
     for file in files:
         schema = (
             parquet_file(str(file), stamp_of(file)).schema_arrow if _is_parquet(file) else read_table(str(file)).schema
         )
         if found and tuple(schema.names) != found:
-            raise SourceError(f"{file}: has the columns {', '.join(schema.names)}, and {files[0]} {', '.join(found)}.")
+            raise SourceError(
+                f"{file}: has the columns {', '.join(schema.names)}, but {files[0]} has {', '.join(found)}."
+            )
         found = tuple(schema.names)
     return found
 
@@ -248,7 +250,7 @@ def _is_parquet(file: Path) -> bool:
 
 
 def _labelled(groups: Sequence[Group]) -> set[str]:
-    """Return the columns that have the names of labels."""
+    """Return the columns whose labels have names."""
     return {"label_name" if name == "label" else f"{name}_name" for group in groups for name, _ in group.labels}
 
 
@@ -272,12 +274,12 @@ def read_values(dataset: TableDataset, column: str) -> np.ndarray:
     text = types.is_string(kind) or types.is_large_string(kind)
     if not (text or types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)):
         raise ConfigurationError(
-            f"{dataset.path}: the column {column!r} is {kind}, and filters take numbers and texts."
+            f"{dataset.path}: the column {column!r} is {kind}, but filters take numbers and texts."
         )
     if values.null_count:
         raise ConfigurationError(
             f"{dataset.path}: the column {column!r} has no value in {values.null_count} of {len(values)} rows, so "
-            "nothing can be filtered by it."
+            "it cannot be used in a filter."
         )
     return np.array(values.to_pylist()) if text else np.asarray(values.to_numpy())
 
@@ -300,7 +302,7 @@ class TableRow:
 
 
 class TableRows:
-    """Reads rows by number; safe to use from several threads."""
+    """Reads rows by number; thread-safe."""
 
     def __init__(self, dataset: TableDataset) -> None:
         self._dataset = dataset
@@ -310,7 +312,7 @@ class TableRows:
         self._lock = threading.Lock()
 
     def read(self, indices: IntArray) -> list[TableRow | Exception]:
-        """Return rows in the order given, or why they are no samples; each group is read once.
+        """Return rows in the order given, or the error of a bad one; each group is read once.
 
         Raises:
             ShardMissingError, CorruptShardError: A file is gone or damaged.
@@ -349,20 +351,20 @@ class TableRows:
             if found is None:
                 path = self._media / self._dataset.shard_names[shard]
                 if not path.exists():
-                    raise ShardMissingError(f"{path}: the file is gone.")
+                    raise ShardMissingError(f"{path}: the file is gone. Put it back.")
                 groups = _groups_at(path)
                 if groups and groups[0].stamp[0] != self._dataset.shard_sizes[shard]:
-                    raise CorruptShardError(f"{path}: has other bytes than when it was opened. Open it again.")
+                    raise CorruptShardError(f"{path}: the file changed after it was opened. Open the dataset again.")
                 counts = [group.num_rows for group in groups]
                 if sum(counts) != self._dataset.shard_counts[shard]:
-                    raise CorruptShardError(f"{path}: has other rows than when it was opened. Open it again.")
+                    raise CorruptShardError(f"{path}: its rows changed after it was opened. Open the dataset again.")
                 firsts = (np.cumsum(counts) - counts).tolist()
                 found = self._groups[shard] = groups, firsts
             return found
 
 
 def samples_of_tables(dataset: TableDataset, shard: int) -> Iterator[TableRow | Exception]:
-    """Yield all rows of a file, or why they are no samples; raises the errors of `TableRows.read`."""
+    """Yield all rows of a file, or the error of a bad one; raises the errors of `TableRows.read`."""
     rows = TableRows(dataset)
     first = int(dataset.shard_counts[:shard].sum())
     numbers = np.arange(first, first + int(dataset.shard_counts[shard]))
@@ -386,7 +388,7 @@ def _first(batch: tuple[int, Any]) -> int:
 
 
 class _Kept:
-    """The row groups that a process read last, of all its datasets."""
+    """The row groups that a process read last, across all its datasets."""
 
     def __init__(self) -> None:
         self._groups: OrderedDict[tuple[Group, tuple[str, ...]], tuple[Batches, int]] = OrderedDict()
@@ -397,7 +399,7 @@ class _Kept:
         self._has_warned = False
 
     def get(self, group: Group, columns: tuple[str, ...], rows: int) -> Batches:
-        """Return some columns of a group, of which `rows` rows are wanted."""
+        """Return some columns of a group; the caller uses `rows` of its rows."""
         place = group, columns
         with self._lock:
             self._rows += rows
@@ -428,8 +430,8 @@ class _Kept:
             return
         self._has_warned = True
         _logger.warning(
-            "%s: for each row that is used, %d are decoded again, because a process keeps %d MiB of row groups and one "
-            "of these has %.0f. Save the rows as an arrow dataset (datasets' save_to_disk), make shards of them "
+            "%s: %d rows are decoded again for each row used, because a process keeps %d MiB of row groups, but one "
+            "of these has %.0f. Save the rows as an arrow dataset (datasets' save_to_disk), convert them to shards "
             "(energon convert %s OUT), or write the files with smaller row groups (row_group_size=100).",
             group.path,
             self._rows_again // self._rows,
@@ -439,7 +441,7 @@ class _Kept:
         )
 
     def forget(self) -> None:
-        """Let all go: for a process that was forked, whose parent may hold the lock."""
+        """Forget everything: for a forked process, whose parent may hold the lock."""
         self.__init__()  # type: ignore[misc]
 
 
@@ -448,7 +450,7 @@ os.register_at_fork(after_in_child=_KEPT.forget)
 
 
 def _read(group: Group, columns: tuple[str, ...], rows: int) -> Batches:
-    """Return some columns of a group, all if none is named, for so many rows; raises CorruptShardError."""
+    """Return some columns of a group (all if none is named) to use `rows` rows of; raises CorruptShardError."""
     arrow = pyarrow_modules()
     try:
         return _KEPT.get(group, columns, rows) if group.group >= 0 else _mapped(group, columns)
@@ -473,5 +475,5 @@ def _batches(table: Any) -> Batches:
 
 @lru_cache(maxsize=256)
 def compiled(fields: tuple[tuple[str, str], ...]) -> FieldMap:
-    """Return the field map of the accesses of a row; rows of a file have few different ones."""
+    """Return the field map for the accesses of a row; cached, since the rows of a file share few maps."""
     return FieldMap(dict(fields))

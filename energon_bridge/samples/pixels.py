@@ -64,12 +64,12 @@ COMPILED = _compiled is not None
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """How the values of an image lie: its patches row by row, each channel by channel, and each channel by frame.
+    """Memory layout of an image's values: its patches row by row, each channel by channel, and each channel by frame.
 
     Attributes:
         patch: Height and width of a patch; None: the whole image is one, which gives (channels, height, width).
-        merge: Patches along each side of a group; the patches of a group stand next to each other.
-        times: Frames of a patch. An image stands in all of them.
+        merge: Patches along each side of a group; the patches of a group are adjacent.
+        times: Frames of a patch. An image is repeated in all of them.
     """
 
     patch: tuple[int, int] | None = None
@@ -120,7 +120,7 @@ class Coefficients:
     Attributes:
         where: First input and number of inputs, int32 of shape (2, outputs).
         parts: Low bits and rest of each coefficient, or all of it, int16 of shape (1 or 2, outputs, most inputs).
-        bits: How many bits of a coefficient are behind the point.
+        bits: Fractional bits of a coefficient.
     """
 
     where: np.ndarray
@@ -189,7 +189,7 @@ def look_up(pixels: np.ndarray, table: np.ndarray, layout: Layout, out: np.ndarr
     Args:
         pixels: uint8 of shape (height, width, 3), or (frames, height, width, 3) with as many frames as `times`.
         table: The value of each byte in each channel, shape (3, 256).
-        layout: How the values lie.
+        layout: The layout of the values.
         out: Where they go, contiguous, as many items of the table's type.
     """
     times = layout.times
@@ -314,7 +314,7 @@ def torch_coefficients(inputs: int, outputs: int, by: Filter) -> Coefficients:
 def _weights(
     inputs: int, outputs: int, weight: Callable[[np.ndarray], np.ndarray], reach: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return `Coefficients.where`, and the weights of the inputs of each output, float64, with zeros behind them."""
+    """Return `Coefficients.where`, and the weights of the inputs of each output, float64, padded with zeros."""
     scale = inputs / outputs
     stretch = max(scale, 1.0)
     support = reach * stretch

@@ -1,9 +1,9 @@
 """Connections to servers, and one GET on an open one: the request as bytes, and the head of its answer.
 
-Answers of the usual form (200 or 206 with a length) are read here, because http.client makes an e-mail message of each
-head, which was a third of the CPU time of a request; whatever else comes, http.client reads from the first byte on.
+Responses of the usual form (200 or 206 with a length) are parsed here, because http.client parses each head as an
+e-mail message, a third of the CPU time of a request. All others are left to http.client from their first byte on.
 
-Invariant: no byte behind an answer is taken from the connection, so it can be used again.
+Invariant: no byte after a response is read from the connection, so it can be reused.
 """
 
 from __future__ import annotations
@@ -137,12 +137,12 @@ class Headers(dict[str, str]):
     """Headers by their names in lower case."""
 
     def get(self, name: str, default: str = "") -> str:  # type: ignore[override]
-        """Return a header, whatever the case of its name."""
+        """Return a header; the case of its name does not matter."""
         return dict.get(self, name.lower(), default)
 
 
 class Answer:
-    """The answer to a request: what of `http.client.HTTPResponse` is used of one with a body of known length."""
+    """A response with a body of known length: the part of `http.client.HTTPResponse` that is used here."""
 
     def __init__(self, sock: socket.socket, status: int, headers: Headers, length: int, rest: memoryview) -> None:
         self.status = status
@@ -168,7 +168,7 @@ class Answer:
         return count
 
     def read(self, most: int | None = None) -> bytes:
-        """Return what is left, `most` bytes at most; fewer if the connection ends."""
+        """Return the rest of the body, at most `most` bytes; fewer if the connection ends."""
         data = bytearray(self._left if most is None else min(most, self._left))
         got = 0
         while got < len(data) and (count := self.readinto(memoryview(data)[got:])):
@@ -176,17 +176,17 @@ class Answer:
         return bytes(data[:got])
 
     def isclosed(self) -> bool:
-        """Return whether all of it has been read."""
+        """Return whether the whole body was read."""
         return self._left == 0
 
     def close(self) -> None:
-        """Do nothing: whoever has not read all closes the connection."""
+        """Do nothing: a caller that has not read everything closes the connection."""
 
 
 def get(
     connection: http.client.HTTPConnection, scheme: str, place: str, target: str, headers: Mapping[str, str]
 ) -> Answer | http.client.HTTPResponse:
-    """Send a request and read the head of its answer.
+    """Send a request and read the head of the response.
 
     Args:
         connection: An open one.
@@ -196,14 +196,14 @@ def get(
         headers: Further headers.
 
     Raises:
-        OSError, http.client.HTTPException: The connection breaks, or what comes is no answer.
+        OSError, http.client.HTTPException: The connection breaks, or the response is not HTTP.
         ValueError: A header has a line break.
     """
     lines = [f"GET {target} HTTP/1.1", f"Host: {place.removesuffix(_DEFAULT_PORTS[scheme])}"]
     lines += [f"{name}: {value}" for name, value in headers.items()]
     head = "\r\n".join(lines).encode("latin-1")
     if head.count(b"\n") != len(lines) - 1:
-        raise ValueError(f"a line break in the target or a header of a request to {place}")
+        raise ValueError(f"the target or a header of a request to {place} contains a line break")
     sock: socket.socket = connection.sock
     sock.sendall(head + b"\r\n\r\n")
     buffer = bytearray(_HEAD)
@@ -225,7 +225,7 @@ def get(
 
 
 def _usual(sock: socket.socket, head: bytes, rest: memoryview) -> Answer | None:
-    """Return an answer of the usual form, None if it has another."""
+    """Return a response of the usual form, or None."""
     first, *lines = head.split(b"\r\n")
     version, _, status = first.partition(b" ")
     if version != b"HTTP/1.1" or status[:3] not in _USUAL or status[3:4] not in (b" ", b""):
@@ -244,14 +244,14 @@ def _usual(sock: socket.socket, head: bytes, rest: memoryview) -> Answer | None:
 
 
 class _Replayed:
-    """A socket of which some bytes have been read already, for http.client."""
+    """A socket for http.client that gives some bytes again that were already read."""
 
     def __init__(self, seen: memoryview, sock: socket.socket) -> None:
         self._seen = seen
         self._sock = sock
 
     def makefile(self, mode: str) -> io.BufferedReader:
-        """Return a stream that begins with these bytes."""
+        """Return a stream that starts with these bytes."""
         return io.BufferedReader(_Stream(self._seen, self._sock))
 
 

@@ -1,19 +1,20 @@
-"""Ranges of objects by HTTP: many at once, tried again, resumed where they broke off, and hedged.
+"""Read ranges of objects by HTTP: many at once, retried, resumed where they broke off, and hedged.
 
-`Client` is the data plane of all remote stores of one process: connections that are kept alive and threads that wait
-for answers. Who may read what, and where, is an `Origin`'s business (`buckets.py`).
+`Client` serves all remote stores of a process: it keeps connections alive and has threads that wait for responses. An
+`Origin` (`buckets.py`) supplies URLs and credentials.
 
-Why not a ready-made client. Training processes read indexes and then fork workers, so the first requirement is to
-survive a fork, and libraries on a runtime of their own do not: obstore 0.12 hangs forever in a forked child if the
-parent has used it. This client is plain sockets and threads. A fork has none of the threads and makes connections of
-its own, and nothing that is shared holds a lock. Speed does not decide. A trial with 8 threads on loopback, reading 1
-MiB at a time, took 0.4-0.6 s of CPU per GB with bare http.client against 0.7-0.9 in obstore (with TLS 1.6 both); 64 KiB
-at a time, 165-175 us a request against 170 (with TLS 277 against 185-245). Measured 2026-11-23 on two shared cores,
-client side only. With heads read by `answers.py` this client takes 85 us for 80 KiB, 125 without (2026-11-24).
+Why not a ready-made client? Training processes read indexes and then fork workers, so the client must survive a fork,
+and libraries with their own runtime do not: obstore 0.12 hangs forever in a forked child if the parent has used it.
+This client is plain sockets and threads. A fork has none of the threads, opens its own connections, and shares nothing
+that holds a lock. Speed is not the reason. With 8 threads on loopback, reading 1 MiB at a time took 0.4-0.6 s of CPU
+per GB with bare http.client against 0.7-0.9 in obstore (with TLS 1.6 both); 64 KiB at a time, 165-175 us a request
+against 170 (with TLS 277 against 185-245). Measured 2026-11-23 on two shared cores, client side only. With the parser
+of `answers.py` this client takes 85 us for 80 KiB, 125 without (2026-11-24).
 
-Invariant: a body has exactly the bytes asked for, all of one version of the object, or there is an error. What fails
-for the moment is tried again with growing, random pauses until a deadline; what fails for good is `Refused` at once.
-An answer that takes much longer than others gets a rival, and the first of the two counts. None of it changes order.
+Invariant: a body has exactly the bytes requested, all from one version of the object, or an error is raised. Temporary
+failures are retried with growing, random pauses until a deadline; permanent ones raise `Refused` at once. A request
+that takes much longer than others is hedged: a second one starts, and the first response wins. None of this changes
+the order of samples.
 """
 
 from __future__ import annotations
@@ -42,19 +43,19 @@ from energon_bridge.storage.stalls import Stalls
 
 _CONNECT_SECONDS = 10.0
 _SILENCE_SECONDS = 30.0
-"""Silence after which a connection is given up."""
+"""Seconds without a byte after which a connection is dropped."""
 _GIVE_UP_SECONDS = 180.0
 _MOST_TRIES = 20
 _UNREACHED_TRIES = 4
-"""Tries of a server that this process has never reached: its name is probably wrong."""
+"""Attempts to reach a server that this process has never reached: its name is probably wrong."""
 _PAUSE, _MOST_PAUSE, _MOST_RETRY_AFTER = 0.1, 8.0, 30.0
 _MOST_IN_FLIGHT = 64
 _HEDGE_SECONDS, _HEDGE_TIMES = 1.0, 4.0
-"""A rival starts after so many seconds, or after so many times what requests usually take, whichever is later."""
+"""A hedge starts after this many seconds, or after this multiple of the usual duration, whichever is later."""
 _HEDGES, _HEDGED_SHARE = 16, 0.05
 _RIVALS = 3
 _EXPIRED_SECONDS = 15.0
-"""For so long a process that has read before waits for whatever writes its next credentials, if that is late."""
+"""How long a process that has read before waits for new credentials if they are renewed late."""
 _CHUNK = 256 << 10
 _HOPS = 6
 _ERROR_BYTES = 4096
@@ -68,26 +69,26 @@ _CONTENT_RANGE = re.compile(r"bytes (?:(\d+)-(\d+)|\*)/(\d+|\*)")
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where an object is read from: a URL, signed if need be, and headers."""
+    """Where to read an object: a URL, signed if necessary, and headers."""
 
     url: str
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
 class Origin(Protocol):
-    """What says how the objects of a bucket are reached."""
+    """Supplies the URLs and headers for the objects of a bucket."""
 
     def target(self, key: str, *, fresh: bool) -> Target:
-        """Return how to read an object; `fresh`: the last signature was refused, so credentials are asked for again."""
+        """Return how to read an object; `fresh`: the last signature was rejected, so get the credentials again."""
         ...
 
     def recover(self, refused: Refused) -> bool:
-        """Learn from an answer, such as the region of a bucket; say whether to ask again."""
+        """Learn from a response, such as the region of a bucket; return whether to try again."""
         ...
 
 
-class Refused(Exception):  # noqa: N818 - an answer, which the store turns into an error
-    """An answer that trying again does not change."""
+class Refused(Exception):  # noqa: N818 - a response, which the store turns into an error
+    """A response that a retry would not change."""
 
     def __init__(self, status: int, headers: Mapping[str, str], body: str, reason: str) -> None:
         code, message = _CODE.search(body), _MESSAGE.search(body)
@@ -107,15 +108,15 @@ class TooShort(Exception):  # noqa: N818
 
 
 class WholeFile(TooShort):
-    """The server ignores ranges: `total` bytes would have come."""
+    """The server ignores ranges and would send all `total` bytes."""
 
 
 class GaveUp(Exception):  # noqa: N818
-    """Nothing helped; says what failed last."""
+    """All attempts failed; the message is the last failure."""
 
 
 class _Busy(Exception):  # noqa: N818
-    """Trying again may help."""
+    """A failure that a retry may fix."""
 
     def __init__(self, reason: str, *, pause: float = 0.0, overloaded: bool = False, unreached: bool = False) -> None:
         super().__init__(reason)
@@ -126,7 +127,7 @@ class _Busy(Exception):  # noqa: N818
 
 @dataclass(slots=True)
 class Piece:
-    """Bytes [start, start + length) of an object; with `upto`, as many of them as there are."""
+    """Bytes [start, start + length) of an object; with `upto`, as many of them as exist."""
 
     origin: Origin
     key: str
@@ -137,7 +138,7 @@ class Piece:
 
 @dataclass(slots=True)
 class Body:
-    """Bytes of a piece: `data[:got]`, the size of the object if the server said it, and which version it was."""
+    """Bytes of a piece, `data[:got]`, and the size (if the server sent it) and version of its object."""
 
     data: bytearray
     got: int = 0
@@ -160,7 +161,7 @@ class _Attempt:
         self.error: BaseException | None = None
 
     def cancel(self) -> None:
-        """Have a thread that waits for the answer stop."""
+        """Stop the thread that waits for the response."""
         self.cancelled = True
         sock = getattr(self.connection, "sock", None)
         if sock is not None:
@@ -169,7 +170,7 @@ class _Attempt:
 
 
 class _Call:
-    """A piece on its way."""
+    """A piece that is being fetched."""
 
     __slots__ = ("attempts", "broken", "due", "failures", "fetch", "hedge_at", "number", "patience", "piece", "since")
 
@@ -207,7 +208,7 @@ class _Fetch:
 
 
 class Client:
-    """Fetches pieces; for all threads of one process."""
+    """Fetches pieces for all threads of a process."""
 
     def __init__(self) -> None:
         self._helpers = Helpers("energon-http")
@@ -221,15 +222,15 @@ class Client:
         weakref.finalize(self, self._connections.close)
 
     def fetch(self, pieces: Sequence[Piece], stalls: Stalls) -> list[Body]:
-        """Return what is in some pieces of objects.
+        """Fetch pieces of objects.
 
         Args:
-            pieces: They are fetched at once, as many as the servers bear.
-            stalls: Says after how much silence a connection is given up (after three times as long a piece is), and
+            pieces: They are fetched concurrently, as many as the servers can take.
+            stalls: Gives the silence after which a connection is dropped (a piece, after three times as long), and
                 counts the requests that took too long.
 
         Raises:
-            Refused, TooShort, WholeFile, GaveUp: Of the first piece that fails. Whatever an origin raises.
+            Refused, TooShort, WholeFile, GaveUp: The first piece that fails; also what an origin raises.
         """
         began, fetch = time.monotonic(), _Fetch(pieces, stalls.seconds)
         paused: list[_Call] = []
@@ -418,10 +419,10 @@ class Client:
             if not location:
                 return
             moved = urljoin(target.url, location)
-        raise GaveUp(f"asked {_HOPS} times, each time sent on, last to {moved.partition('?')[0] or 'the same place'}")
+        raise GaveUp(f"redirected {_HOPS} times in a row, last to {moved.partition('?')[0] or 'the same URL'}")
 
     def _ask(self, attempt: _Attempt, target: Target, silence: float) -> str:
-        """Send one request and read the answer; return where it redirects to, if it does."""
+        """Send one request and read the response; return the URL it redirects to, if any."""
         piece, body = attempt.call.piece, attempt.body
         first = piece.start + body.got
         headers = {
@@ -438,7 +439,7 @@ class Client:
                 return ""
             return self._other(piece, body, response)
         except (OSError, http.client.HTTPException) as error:
-            raise _Busy(f"the answer broke off: {_named(error)}") from error
+            raise _Busy(f"the response broke off: {_named(error)}") from error
         finally:
             if done and response.isclosed() and not response.will_close and not attempt.cancelled:
                 self._connections.keep(target.url, connection)
@@ -447,12 +448,12 @@ class Client:
                 connection.close()
 
     def _read(self, attempt: _Attempt, response: Answer | http.client.HTTPResponse, first: int) -> bool:
-        """Read a body; say whether all of the answer has been read."""
+        """Read a body; return whether the whole response was read."""
         piece, body = attempt.call.piece, attempt.body
         version = response.headers.get("ETag") or response.headers.get("Last-Modified") or ""
         end = piece.start + piece.length
         if body.got and (version != body.version or response.status == 200):
-            body.got = 0  # another version by now, or all of it again
+            body.got = 0  # a new version, or the whole object again
             if response.status == 206:
                 raise _Busy("the object changed while it was read")
         if response.status == 200:
@@ -464,7 +465,7 @@ class Client:
                     return True
                 body.total, body.version = length, version
                 if piece.length < length and piece.length == 1:
-                    return False  # only the size is wanted
+                    return False  # only the size was requested
                 end = length
             elif piece.start or length != piece.length:
                 raise WholeFile(-1 if length is None else length)
@@ -477,7 +478,7 @@ class Client:
                 return True
             match = _CONTENT_RANGE.fullmatch(said.strip())
             if match is None or match[1] is None or int(match[1]) != first:
-                raise Refused(206, {}, "", f"asked for bytes from {first} on, got Content-Range: {said!r}")
+                raise Refused(206, {}, "", f"requested bytes from {first} on, got Content-Range: {said!r}")
             body.total = None if match[3] == "*" else int(match[3])
             if body.total is not None and end > body.total:
                 if not piece.upto:
@@ -493,12 +494,12 @@ class Client:
         while body.got < length:
             count = response.readinto(view[body.got : min(length, body.got + _CHUNK)])
             if not count or attempt.cancelled:
-                raise _Busy(f"the answer ended after {body.got} of {length} bytes")
+                raise _Busy(f"the response ended after {body.got} of {length} bytes")
             body.got += count
         return True
 
     def _other(self, piece: Piece, body: Body, response: Answer | http.client.HTTPResponse) -> str:
-        """Return where an answer without data redirects to; raises what it means otherwise."""
+        """Return the URL that a response without data redirects to; raise an error for all others."""
         status, headers = response.status, response.headers
         if status in _BUSY:
             after = headers.get("Retry-After", "")
@@ -524,7 +525,7 @@ class Client:
     def _send(
         self, attempt: _Attempt, url: str, headers: Mapping[str, str], silence: float
     ) -> tuple[http.client.HTTPConnection, Answer | http.client.HTTPResponse]:
-        """Send a request by an idle connection, or by a new one; return it with the answer's head."""
+        """Send a request on an idle connection or a new one; return it with the head of the response."""
         parts = urlsplit(url)
         path = f"{parts.path or '/'}?{parts.query}" if parts.query else parts.path or "/"
         while True:
@@ -543,7 +544,7 @@ class Client:
                 connection.close()
                 if not is_new and not isinstance(error, TimeoutError) and not attempt.cancelled:
                     attempt.again += 1
-                    continue  # the server closed it while it was idle
+                    continue  # the server had closed the idle connection
                 unreached = parts.netloc not in self._reached
                 what = "cannot connect" if unreached else "no answer"
                 raise _Busy(f"{what}: {_named(error)}", unreached=unreached) from error
@@ -562,7 +563,7 @@ _making = threading.Lock()
 
 
 def shared_client() -> Client:
-    """Return the client of this process, which lives as long as anything refers to it."""
+    """Return the client of this process; it lives as long as it is referenced."""
     with _making:
         client = _clients.get(os.getpid())
         if client is None:

@@ -123,7 +123,8 @@ class Draws:
         if draws > _BARREN and draws > 10 * pipeline.num_samples:
             raise EmptyDatasetError(
                 f"{pipeline.paths}: {draws} samples in a row, of a split of {pipeline.num_samples}, were skipped, "
-                "excluded, banned or failed: nothing is left to train on. Check `exclude`, bans and what the hooks skip"
+                "excluded, banned or failed: nothing is left to train on. Check `exclude`, bans, and SkipSample in "
+                "hooks"
             )
 
     def _load(self, draws: int) -> None:

@@ -100,7 +100,7 @@ class LeafSource:
 
 
 class Cursor:
-    """Where one lane stands in one leaf: its current rounds, and the next ones while they are read ahead.
+    """The position of a lane in a leaf: its current rounds, and the next ones while they are read ahead.
 
     Args:
         source: The leaf.

@@ -227,8 +227,8 @@ class PlannedLane:
             or (len(stages) and rules.packer is None)
         ):
             raise ConfigurationError(
-                f"balance: lane {number} of the state stands within a sample, pack or batch of which hooks made "
-                "several, so its microbatches cannot be planned: go on with make_balance(own_share=False)"
+                f"balance: lane {number} of the state is in the middle of the outputs of a sample, pack or batch, so "
+                "its microbatches cannot be planned: continue with make_balance(own_share=False)"
             )
         self._next_pack = 0
         self._ends: list[int] = np.cumsum(self._rows[:packs, 1]).tolist()
@@ -310,12 +310,12 @@ class PlannedLane:
                 self._add(chosen, [len(pack) for pack in packs], members, waits)
                 return
         raise FatalSampleError(
-            f"the packer made no pack of {len(members)} samples, {EMPTY_SELECTIONS} times in a row: give a "
+            f"the packer made no pack from {len(members)} samples, {EMPTY_SELECTIONS} times in a row: set a "
             "larger packing_buffer_size, or check the columns of their sizes"
         )
 
     def _add(self, chosen: IntArray, lengths: list[int], members: IntArray, waits: IntArray) -> None:
-        """Add packs behind those that are left, and replace the buffer behind them."""
+        """Add packs after the remaining ones, and replace the buffer after them."""
         begin, first = self._begin, self._next_pack
         costs, ends = self._costs[first:], [end - begin for end in self._ends[first:]]
         kept = ends[-1] if ends else 0
@@ -403,13 +403,13 @@ def make_planned(pipeline: Pipeline, planned: PlannedBatch, load: PlannedLoad, r
         if samples:
             batches = pipeline.batches(samples, keys, leaves, planned.lane, planned.number, counts)
     if len(batches) > 1:
-        raise _several(pipeline, "encode_batch", f"{len(batches)} batches of one")
+        raise _several(pipeline, "encode_batch", f"{len(batches)} batches from one")
     if not batches:
         leaf, sample, *_ = planned.members[0].tolist()
         raise FatalSampleError(
-            f"of microbatch {planned.number} of lane {planned.lane} ({len(planned.members)} samples, the first is "
-            f"{pipeline.source(leaf).where(sample)}) nothing is left: its samples failed or were skipped, and ranks "
-            "that load their own share cannot draw others in their place. Ban these samples, filter them out by a "
+            f"microbatch {planned.number} of lane {planned.lane} ({len(planned.members)} samples, the first is "
+            f"{pipeline.source(leaf).where(sample)}) is empty: its samples failed or were skipped, and ranks "
+            "that load their own share cannot replace them. Ban these samples, filter them out by a "
             "column, or use make_balance(own_share=False)"
         )
     return LaneBatch(batches[0], pipeline.rows, None, counts)
@@ -431,7 +431,7 @@ def _encoded(
             if encodes or type(sample) is FailedSample:
                 outputs = pipeline.encode(leaf, sample, key, counts)
                 if len(outputs) > 1:
-                    raise _several(pipeline, "encode_sample", f"{len(outputs)} samples of one")
+                    raise _several(pipeline, "encode_sample", f"{len(outputs)} samples from one")
                 sample = outputs[0][1] if outputs else None
             elif pipeline.judge.alert:
                 pipeline.judge.succeeded(pipeline.code.drawing, (leaf,))
@@ -456,7 +456,7 @@ def _packed(
         ]
         made = pack_rows(pipeline, members, counts)
         if len(made) > 1:
-            raise _several(pipeline, "pack_selected_samples", f"{len(made)} rows of one pack")
+            raise _several(pipeline, "pack_selected_samples", f"{len(made)} rows from one pack")
         packs += made
     return packs
 
@@ -475,14 +475,14 @@ def _check_sizes(
     leaf, sample, *_ = planned.members[there[place]].tolist()
     raise FatalSampleError(
         f"{pipeline.source(leaf).where(sample)}: by its columns it has {planned_sizes[place, limit]} "
-        f"{list(packer.limits)[limit]}, but the encoded sample has {sizes[place, limit]}, and packs are planned by the "
-        "columns. Add the column again with this encoder (energon columns add --encoder), or correct the expressions "
-        "of ColumnCost (sizes, tokens)"
+        f"{list(packer.limits)[limit]}, but the encoded sample has {sizes[place, limit]}. Packs are planned by "
+        "columns: add the column again with this encoder (energon columns add --encoder), or correct the "
+        "expressions of ColumnCost (sizes, tokens)"
     )
 
 
 def _several(pipeline: Pipeline, hook: str, what: str) -> FatalSampleError:
     return FatalSampleError(
-        f"{hook} of {type(pipeline.code.encoder).__name__} made {what}, so that what comes next cannot be planned from "
-        "columns: use make_balance(own_share=False), with which ranks exchange microbatches"
+        f"{hook} of {type(pipeline.code.encoder).__name__} made {what}, so columns cannot plan the microbatches: use "
+        "make_balance(own_share=False), where ranks exchange microbatches"
     )

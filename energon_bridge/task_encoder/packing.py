@@ -241,9 +241,9 @@ class OverLong(StrEnum):
     DROP = "drop"
     """Leave it out as `SkipSample` does."""
     TRUNCATE = "truncate"
-    """Replace it by the one sample that `cut` makes of it."""
+    """Replace it by the sample that `cut` returns."""
     SPLIT = "split"
-    """Replace it by the samples that `cut` makes of it."""
+    """Replace it by the samples that `cut` returns."""
     RAISE = "raise"
     """Stop the run."""
 
@@ -281,29 +281,31 @@ class Packer(Generic[T]):
 
     def __post_init__(self) -> None:
         if not self.limits:
-            raise ConfigurationError("a Packer needs at least one limit, for example limits={'tokens': 4096}")
+            raise ConfigurationError("Packer: needs at least one limit, for example limits={'tokens': 4096}")
         for name, limit in self.limits.items():
             if not isinstance(limit, int) or not 0 < limit <= MAX_LIMIT:
-                raise ConfigurationError(f"limit {name!r} of a Packer must be an integer from 1 to 2^31 - 1: {limit!r}")
+                raise ConfigurationError(
+                    f"Packer: the limit {name!r} must be an integer from 1 to 2^31 - 1, got {limit!r}"
+                )
         if self.method not in ALGORITHMS:
-            raise ConfigurationError(f"method={self.method!r} of a Packer must be one of {', '.join(ALGORITHMS)}")
+            raise ConfigurationError(f"Packer: method must be one of {', '.join(ALGORITHMS)}, got {self.method!r}")
         if not 0 <= self.min_fill <= 1:
-            raise ConfigurationError(f"min_fill={self.min_fill} of a Packer must lie between 0 and 1")
+            raise ConfigurationError(f"Packer: min_fill must be between 0 and 1, got {self.min_fill}")
         if not 1 <= self.max_wait <= LONGEST_WAIT:
             raise ConfigurationError(
-                f"max_wait={self.max_wait} of a Packer must be 1 to {LONGEST_WAIT} selections: what waits longer is "
-                "given up"
+                f"Packer: max_wait must be 1 to {LONGEST_WAIT} selections, got {self.max_wait}: samples that wait "
+                "longer are dropped"
             )
         if self.over_long not in list(OverLong):
-            raise ConfigurationError(f"over_long={self.over_long!r} of a Packer must be one of {', '.join(OverLong)}")
+            raise ConfigurationError(f"Packer: over_long must be one of {', '.join(OverLong)}, got {self.over_long!r}")
         if self.cut is None and self.over_long in (OverLong.TRUNCATE, OverLong.SPLIT):
             raise ConfigurationError(
-                f"over_long={str(self.over_long)!r} needs `cut`, a function of a sample and the limits that returns "
-                f"{'one sample' if self.over_long == OverLong.TRUNCATE else 'several samples'} within them"
+                f"Packer: over_long={str(self.over_long)!r} needs `cut`, a function of a sample and the limits that "
+                f"returns {'one sample' if self.over_long == OverLong.TRUNCATE else 'several samples'} within them"
             )
 
     def admit(self, sample: T) -> list[T]:
-        """Return what of a sample goes into the buffer: itself where it fits into a pack, else what `over_long` says.
+        """Return what goes into the buffer: the sample if it fits into a pack, else what `over_long` says.
 
         What was dropped, truncated or split is counted for the dataset, in the state and in `loader.counters()`, where
         a hook that has one sample calls this (`encode_sample`, `preencode_sample`, `postencode_sample`).
@@ -317,7 +319,7 @@ class Packer(Generic[T]):
         name, size = exceeded
         if self.over_long == OverLong.DROP:
             count_over_long("dropped")
-            raise SkipSample(f"sample {_key(sample)} has {size} {name}, a pack at most {self.limits[name]}")
+            raise SkipSample(f"sample {_key(sample)} has {size} {name}, but a pack holds at most {self.limits[name]}")
         if self.over_long == OverLong.RAISE or self.cut is None:
             raise OverLongSampleError(self._complaint(sample, name, size))
         made = self.cut(sample, self.limits)
@@ -445,7 +447,7 @@ class Packer(Generic[T]):
 
 @cache
 def _full_enough(min_fill: float, limit: int) -> int:
-    """Return what a pack holds at least under the binding limit to be full enough (rule 1)."""
+    """Return the least size under the binding limit of a pack that is full enough (rule 1)."""
     return ceil(Fraction(min_fill) * limit)
 
 

@@ -137,7 +137,7 @@ def run(config: RunConfig, *, resume: bool = False, overwrite: bool = False) -> 
 
 
 def dry_run(config: RunConfig) -> str:
-    """Load model and data, encode one microbatch, and describe them as YAML; train nothing, leave nothing behind.
+    """Load model and data, encode one microbatch, and describe them as YAML; without training or leaving files behind.
 
     Raises:
         ConfigurationError: Data, model or both cannot be loaded; says what is wrong with each.
@@ -254,7 +254,7 @@ def build_feedback(config: RunConfig, group: Any = None) -> MixFeedback | None:
     mix = get_train_dataset(config.data.path, batch_size=1, trust_remote_code=config.data.trust_remote_code)
     if mix.mode != "weights":
         raise ConfigurationError(
-            f"feedback.reference={settings.reference}: {config.data.path} is no mix of datasets with weights (blend)"
+            f"feedback.reference={settings.reference}: {config.data.path} is not a mix with weights (blend)"
         )
     weights = {leaf.dataset.path: float(leaf.share) for leaf in mix.leaves}
     if missing := sorted(set(weights) - set(reference)):
@@ -294,7 +294,7 @@ def _build_trainer(
             report,
             *([] if feedback is None else [MixFeedbackCallback(feedback)]),
             checkpointer,
-        ],  # the checkpoint of a step holds what the others know of it
+        ],  # the checkpoint of a step has the others' states
         max_steps=config.train.max_steps,
         max_epochs=-1,
         accumulate_grad_batches=accumulate,
@@ -391,8 +391,8 @@ def prepare_run_dir(config: RunConfig, run_dir: Path, *, resume: bool, overwrite
             _remove(run_dir / name)
     elif present and not resume:
         raise ConfigurationError(
-            f"the run folder {run_dir} already holds a run ({', '.join(present)}): go on with it (--resume), replace "
-            "it (--overwrite), or choose another one (run_dir=…)"
+            f"the run folder {run_dir} already contains a run ({', '.join(present)}): continue it (--resume), replace "
+            "it (--overwrite), or choose another folder (run_dir=…)"
         )
     write_config(config, run_dir / "config.yaml")
     _write_preset(config, run_dir / "model")
@@ -502,7 +502,7 @@ def freeze(model: Any, patterns: Sequence[str]) -> None:
             parameters[name].requires_grad_(False)
     if parameters and not any(parameter.requires_grad for parameter in parameters.values()):
         raise ConfigurationError(
-            f"model.freeze={list(patterns)} leaves no parameter of {type(model).__name__} to train: take a part out"
+            f"model.freeze={list(patterns)} leaves no parameter of {type(model).__name__} to train: freeze less"
         )
 
 

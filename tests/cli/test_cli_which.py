@@ -114,7 +114,7 @@ def test_keys_are_the_same_however_many_are_asked_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--until", 3, "--step", 3), "--until 3 is not above --step 3"),
+        (("--until", 3, "--step", 3), "--until 3 must be above --step 3"),
         (("--until", 3, "--microbatch", 3), "either --step or --microbatch"),
         (("--step", 3, "--out", "x.csv"), "must end in .parquet or .json"),
     ],
@@ -318,7 +318,7 @@ def test_a_dataset_that_changed_and_a_mix_that_changed(data: Path, tmp_path: Pat
     (tmp_path / "adapted.json").write_text(json.dumps(other.save_state_rank()))
     delivered = run([other], 3)
     assert restore_keys(answer("which", tmp_path / "adapted.json", "--step", 31)) == delivered_keys(delivered[1])
-    assert "the mix has been changed on the way" in refused("which", tmp_path / "adapted.json", "--step", 29)
+    assert "the mix changed in between" in refused("which", tmp_path / "adapted.json", "--step", 29)
     (root / "a" / ".nv-meta" / "dataset.yaml").write_text(
         (root / "a" / ".nv-meta" / "dataset.yaml").read_text() + "subflavors: {x: 1}\n"
     )

@@ -146,7 +146,7 @@ DEFECTS = {
         "dataset.yaml",
         "sample_type: {__module__: megatron.energon, __class__: TextSampel}\nfield_map: {text: txt}\n",
         MetadataError,
-        r"field `sample_type\.__class__`: no sample type 'TextSampel'; known are .*TextSample",
+        r"field `sample_type\.__class__`: unknown sample type 'TextSampel'; known are .*TextSample",
     ),
     "unknown field": (
         "dataset.yaml",

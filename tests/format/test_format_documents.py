@@ -83,7 +83,7 @@ def bomb(levels: int) -> bytes:
         (b"a: [1", "cannot be parsed"),
         (b"a: 1\na: 2\n", "'a' stands twice"),
         (b"? [a, b]\n: 1\n", "a key must be a plain word"),
-        (b"a: *nowhere\n", "'nowhere' stands for nothing"),
+        (b"a: *nowhere\n", "'nowhere' is undefined"),
         (b"a: &a [*a]\n", "a part of"),
         (b"a: !!python/object/apply:os.getcwd []\n", "python/object"),
         (b"a: !!set {b, c}\n", "yaml.org,2002:set"),

@@ -122,7 +122,7 @@ def test_every_filter_works_on_every_kind(
     store = store_of(kind, folder)
     assert {name: store.get_media_metadata(name) for name in names} == {name: EXPECTED[name] for name in names}
     for name in CONTENT.keys() - names:
-        with pytest.raises(FileNotInStoreError, match=f"{folder}: the media metadata has nothing about '{name}'"):
+        with pytest.raises(FileNotInStoreError, match=f"{folder}: no media metadata of '{name}'"):
             store.get_media_metadata(name)
 
 
@@ -160,7 +160,9 @@ def test_without_pyav_videos_are_refused_by_name(tmp_path: Path, monkeypatch: py
     monkeypatch.setitem(sys.modules, "av", None)
     (tmp_path / "a.wav").write_bytes(wav())
     (tmp_path / "b.jpg").write_bytes(CONTENT["a.jpg"])
-    with pytest.raises(ConfigurationError, match=r"a\.wav: PyAV is needed .*pip install 'energon-bridge\[video\]'"):
+    with pytest.raises(
+        ConfigurationError, match=r"a\.wav: videos and sound need PyAV: .*pip install 'energon-bridge\[video\]'"
+    ):
         prepare_media(tmp_path, EXTENSION)
     assert not (tmp_path / ".nv-meta").exists()
     assert prepare_media(tmp_path, MediaFilter(strategy="GLOB", patterns="*.jpg")).num_files == 1
@@ -222,7 +224,7 @@ def test_files_that_are_no_media_are_named(tmp_path: Path, caplog: pytest.LogCap
         (tmp_path / name).write_bytes(content)
     found = prepare_media(tmp_path, EXTENSION)
     assert (found.num_files, sorted(found.failed)) == (1, ["bad.jpg", "bad.wav", "empty.png"])
-    assert f"{tmp_path}/bad.jpg: no image that Pillow knows" in caplog.text
+    assert f"{tmp_path}/bad.jpg: not an image that Pillow can read" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -316,7 +318,7 @@ def test_metadata_through_other_stores(tmp_path: Path) -> None:
 
 def test_a_folder_without_media_and_a_dataset_without_index_are_refused(tmp_path: Path) -> None:
     (tmp_path / "x.txt").write_text("x")
-    with pytest.raises(EmptyDatasetError, match="no media files by the filter HEADER"):
+    with pytest.raises(EmptyDatasetError, match="no media files match the filter HEADER"):
         prepare_media(tmp_path, HEADER)
     assert not (tmp_path / ".nv-meta").exists()
     folder = make("dataset", tmp_path / "d")
@@ -380,7 +382,7 @@ def test_tasks_find_what_one_run_finds(kind: str, tmp_path: Path, monkeypatch: p
         (["prepare-media", "{folder}", "--media-metadata-by-header", "--media-metadata-by-extension"], "exclude each"),
         (["prepare-media", "{folder}/a.jpg", "--media-metadata-by-header"], "is a file, not a folder"),
         (["prepare", "{folder}", "--tar-index-only", "--media-metadata-by-header"], "use `energon prepare-media`"),
-        (["prepare", "{folder}/x.jsonl", "--media-metadata-by-header"], "these options go with the folder"),
+        (["prepare", "{folder}/x.jsonl", "--media-metadata-by-header"], "these options are for the folder"),
     ],
 )
 def test_mistakes_on_the_command_line(arguments: list[str], message: str, tmp_path: Path) -> None:
@@ -391,7 +393,7 @@ def test_mistakes_on_the_command_line(arguments: list[str], message: str, tmp_pa
 
 def test_metadata_needs_a_key_index(tmp_path: Path) -> None:
     folder = make("dataset", tmp_path / "d")
-    with pytest.raises(ConfigurationError, match="cannot be had with --no-key-index"):
+    with pytest.raises(ConfigurationError, match="leave out --no-key-index"):
         prepare_dataset(folder, split=parse_ratio("1,0,0"), key_index=False, media=HEADER)
     assert WebdatasetFileStore(folder).get("a.txt") == b"no picture"
 

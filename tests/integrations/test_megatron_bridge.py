@@ -218,5 +218,5 @@ def test_balance_and_budgets_of_tokens_are_declared(dataset: Path) -> None:
 def test_a_folder_without_processors_is_named(dataset: Path, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     declared = config(dataset, task_encoder=MultiModalTaskEncoderConfig(hf_processor_path=str(tmp_path)))
-    with pytest.raises(ConfigurationError, match=r"hf_processor_path=.*no tokenizer and image processor"):
+    with pytest.raises(ConfigurationError, match=r"hf_processor_path=.*cannot load a tokenizer and an image processor"):
         EnergonDatasetBuilder(declared).build(DatasetBuildContext(1, 0, 0))

@@ -331,7 +331,7 @@ def test_what_lanes_cannot_keep_busy_is_said_once(data: Path, caplog: pytest.Log
     for world_size, num_workers in ((4, 2), (5, 0), (12, 3)):
         get_savable_loader(dataset, worker_config=config_of(world_size, num_workers, num_lanes=NUM_LANES))
     assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
-        "5 data-parallel ranks do not divide 24 lanes: 4 % of the microbatches are masked (the others are those of any "
-        "number of ranks); 4 ranks would waste none",
-        "only 2 of 3 workers have a lane: 24 lanes, 12 ranks",
+        "5 data-parallel ranks do not divide 24 lanes, so 4 % of the microbatches are masked (the others do not "
+        "change); 4 ranks would waste none",
+        "only 2 of 3 workers have a lane to load: 24 lanes, 12 ranks",
     ]

@@ -66,9 +66,9 @@ def test_settings_that_do_not_go_together(monkeypatch):
     monkeypatch.setattr(images, "_torchcodec", lambda: None)
     with pytest.raises(ConfigurationError, match=r"image_backend='nvjpeg' must be one of auto, torchcodec"):
         SampleDecoder(image_backend="nvjpeg")  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match="which torchcodec does not"):
+    with pytest.raises(ConfigurationError, match="which torchcodec cannot do"):
         SampleDecoder(image_backend="torchcodec", image_target=8)
-    with pytest.raises(ConfigurationError, match="image_backend have nothing to act on"):
+    with pytest.raises(ConfigurationError, match="image_backend have no effect"):
         SampleDecoder(image_backend="torchcodec", image_decode=None)
     assert SampleDecoder(image_backend="torchcodec").config()["image_backend"] == "torchcodec"
 

@@ -302,9 +302,9 @@ def test_other_processors_are_called_and_the_log_says_so_once(caplog: pytest.Log
 
 
 def test_wrong_choices_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="pixels='pil' must be one of torch, pillow, processor"):
+    with pytest.raises(ConfigurationError, match="pixels must be one of torch, pillow, processor, or None, got 'pil'"):
         pixel_path(CLIPImageProcessorPil(), "pil")  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match="pixels_dtype='int8' must be one of float32, bfloat16"):
+    with pytest.raises(ConfigurationError, match="pixels_dtype must be one of float32, bfloat16"):
         pixel_path(CLIPImageProcessorPil(), dtype="int8")  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match=r"'uint8' is not available for Darker.*overrides rescale"):
         pixel_path(Darker(), dtype="uint8")
@@ -313,7 +313,7 @@ def test_wrong_choices_are_refused() -> None:
     class Own:
         image_token, video_token, merge_size = "<image>", None, 0
 
-    with pytest.raises(ConfigurationError, match="pixels of the ChatConfig say nothing to a Own"):
+    with pytest.raises(ConfigurationError, match="pixels of the ChatConfig have no effect on a Own"):
         type(encoder)(encoder.tokenizer, Own(), ChatConfig(pixels="torch"))  # type: ignore[arg-type]
 
 
