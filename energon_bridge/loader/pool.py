@@ -310,15 +310,15 @@ class WorkerPool:
                 reported = self._judge(worker, unit, self._watchdog, since, reported)
 
     def _judge_beginning(self, worker: Worker, reported: bool) -> bool:
-        """Kill a worker that has not begun in time; say whether anything was said of it."""
+        """Kill a worker that has not started in time; return whether it was logged."""
         took, number = time.monotonic() - worker.started, worker.number
         factor = 1 if self._method == "fork" else _IMPORT_FACTOR
         allowed = _BEGIN_SECONDS * factor * 2 ** self._deaths[number]
         if took > allowed:
-            logger.warning("worker %d has not begun after %.0f seconds and is killed", number, allowed)
+            logger.warning("worker %d has not started after %.0f seconds; killing it", number, allowed)
             worker.kill()
         elif took > _BEGIN_SECONDS and not reported:
-            logger.warning("worker %d has not begun after %.0f seconds; it has %.0f in all", number, took, allowed)
+            logger.warning("worker %d has not started after %.0f seconds; it has %.0f in all", number, took, allowed)
         return took > _BEGIN_SECONDS
 
     def _judge(self, worker: Worker, unit: int, settings: WatchdogSettings, since: float, reported: int) -> int:
@@ -376,12 +376,12 @@ class WorkerPool:
             return Worker(work, self._method, new_arena(sendable=self._method != "fork"), self._look)
         except OSError as error:
             remedy = _REMEDIES.get(error.errno or 0, "Lower num_workers")
-            raise LoaderError(f"worker {number} of {self._number} cannot be started: {error}. {remedy}.") from error
+            raise LoaderError(f"worker {number} of {self._number} cannot start: {error}. {remedy}.") from error
         except (pickle.PicklingError, AttributeError, TypeError) as error:  # which of them, Python's version decides
             if self._method == "fork":
                 raise
             raise LoaderError(
-                f"worker {number} of {self._number} cannot be started by {self._method}, because pickle refuses what "
+                f"worker {number} of {self._number} cannot start by {self._method}, because pickle refuses what "
                 f"it is to do: {error}. Let the task encoder be of a class that stands at the top of a module, and "
                 'hold no lambdas, locks or open files, or use start_method="fork"'
             ) from error
@@ -404,15 +404,15 @@ class WorkerPool:
             )
         during = f" during {', '.join(running)}" if running else ""
         advice = (
-            "Out of memory? Lower num_workers, prefetch_factor or the batch size. A crash in a decoder or hook shows "
-            "itself with num_workers=0"
+            "Out of memory? Lower num_workers, prefetch_factor or the batch size. To find a crash in a decoder or "
+            "hook, run with num_workers=0"
         )
         if not worker.board.has_begun:
-            during, advice = " before it had begun", _UNBEGUN[self._method != "fork"]
+            during, advice = " before it started", _UNBEGUN[self._method != "fork"]
         if self._left <= 0 or self._deaths[number] >= _RESTARTS_WITHOUT_A_BATCH:
             raise WorkerDiedError(
-                f"{what} died{during} and is not started again: {self._deaths[number]} restarts in a row gave no "
-                f"batch, {self._left} of max_worker_restarts are left. {advice}"
+                f"{what} died{during} and is not restarted: {self._deaths[number]} restarts in a row produced no "
+                f"batch, and {self._left} of max_worker_restarts are left. {advice}"
             )
         self._left -= 1
         self.restarts += 1

@@ -378,7 +378,7 @@ def _read_image(data: bytes) -> ImageMetadata:
                     width=width, height=height, format=image.format or "UNKNOWN", mode=image.mode or "UNKNOWN"
                 )
     except Exception as error:  # codecs raise anything
-        raise DecodeError(f"no image that Pillow knows: {type(error).__name__}: {error}") from error
+        raise DecodeError(f"not an image that Pillow can read: {type(error).__name__}: {error}") from error
 
 
 _JPEG_MODES = {1: "L", 3: "RGB", 4: "CMYK"}

@@ -155,7 +155,7 @@ class Answer:
         self._left = length
 
     def readinto(self, buffer: WriteableBuffer) -> int:
-        """Fill a buffer; return how many, 0 at the end."""
+        """Fill a buffer with the bytes that have arrived; return their number, 0 at the end."""
         view = memoryview(buffer)[: self._left]
         count = len(self._rest)
         if count:
