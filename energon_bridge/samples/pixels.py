@@ -82,7 +82,7 @@ def resample(pixels: np.ndarray, size: tuple[int, int], by: Filter) -> np.ndarra
     height, width, _ = pixels.shape
     if (height, width) == size:
         return pixels
-    order = _order_of_pillow()
+    order = order_of_pillow()
     if order is None:
         image = Image.fromarray(np.ascontiguousarray(pixels))
         return np.asarray(image.resize(size[::-1], Image.Resampling[by.upper()]))
@@ -96,7 +96,7 @@ def resample_as_torch(pixels: np.ndarray, size: tuple[int, int], by: Literal["bi
     """Return pixels, uint8 of shape (…, …, 3), in a height and width, as torch's `interpolate` with antialiasing."""
     if pixels.shape[:2] == size:
         return pixels
-    if _as_torch():
+    if as_torch():
         return _resample(np.ascontiguousarray(pixels), size, by, torch_coefficients)
     return _by_torch(pixels, size, by)
 
@@ -151,7 +151,7 @@ _TRIED = (((40, 40), (10, 36)), ((303, 3), (20, 2)), ((30, 50), (40, 9)), ((9, 7
 
 
 @cache
-def _order_of_pillow() -> Callable[[tuple[int, int], tuple[int, int]], bool] | None:
+def order_of_pillow() -> Callable[[tuple[int, int], tuple[int, int]], bool] | None:
     """Return the order by which the bytes are those of the Pillow that is installed; None: no order, or no C."""
     if _compiled is None or not COMPILED:
         return None
@@ -170,7 +170,7 @@ def _order_of_pillow() -> Callable[[tuple[int, int], tuple[int, int]], bool] | N
 
 
 @cache
-def _as_torch() -> bool:
+def as_torch() -> bool:
     """Return whether the compiled part gives the bytes of the torch that is installed."""
     if _compiled is None or not COMPILED:
         return False

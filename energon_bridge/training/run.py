@@ -186,7 +186,7 @@ def _load_inputs(config: RunConfig, model_dir: Path) -> ModelBundle:
         wrong.append(f"data: {error}")
     try:
         if config.model.name_or_path is not None or not wrong:  # a preset's tokenizer is trained on the data
-            _write_preset(config, model_dir)
+            write_model_of_run(config, model_dir)
             bundle = load_bundle(config, model_dir)
     except EnergonError as error:
         wrong.append(f"model: {error}")
@@ -395,10 +395,11 @@ def prepare_run_dir(config: RunConfig, run_dir: Path, *, resume: bool, overwrite
             "it (--overwrite), or choose another folder (run_dir=…)"
         )
     write_config(config, run_dir / "config.yaml")
-    _write_preset(config, run_dir / "model")
+    write_model_of_run(config, run_dir / "model")
 
 
-def _write_preset(config: RunConfig, folder: Path) -> None:
+def write_model_of_run(config: RunConfig, folder: Path) -> None:
+    """Write the model of a run into a folder if the configuration names a preset."""
     if config.model.name_or_path is None:
         captions: Callable[[], Iterable[str]] = lambda: dataset_captions(  # noqa: E731
             config.data.path, limit=config.model.tokenizer_samples, trust_remote_code=config.data.trust_remote_code

@@ -39,6 +39,7 @@ from energon_bridge.errors import (
     SourceError,
     UnknownSplitError,
 )
+from energon_bridge.loader.run_plan import plan_run
 from energon_bridge.rows import dataset as tables
 from energon_bridge.rows.dataset import TableDataset, open_tables
 
@@ -269,7 +270,7 @@ def test_slices_of_large_files_are_row_groups(tmp_path: Path, monkeypatch: pytes
     parquet.write_table(rows, tmp_path / "x.parquet", row_group_size=group)
     dataset = trained(tmp_path / "x.parquet", batch_size=None)
     (loader,) = loaders_of(dataset, 1, 0)
-    (leaf,) = loader._position.plan.leaves
+    (leaf,) = plan_run(loader.spec, loader.config).leaves
     assert (leaf.order.slice_length, leaf.order.parallel_shard_iters) == (group, 1)
     read: list[int] = []
     opened = tables.parquet_file
