@@ -33,10 +33,10 @@ from energon_bridge.format.media import (
     kind_by_head,
     kind_by_name,
     metadata_row,
+    plain_jpeg,
     read_metadata,
 )
 from energon_bridge.prepare import MediaFilter, parse_ratio, prepare_dataset, prepare_media
-from energon_bridge.prepare.media import _plain_jpeg
 from energon_bridge.stores import WebdatasetFileStore
 
 EXTENSION, HEADER = MediaFilter(strategy="EXTENSION"), MediaFilter(strategy="HEADER")
@@ -197,14 +197,14 @@ def jpegs() -> list[bytes]:
     changes=st.lists(st.tuples(st.integers(0, 700), st.integers(0, 255)), max_size=3),
     cut=st.none() | st.integers(0, 800),
 )
-def test_headers_of_plain_jpegs_are_read_as_pillow_reads_them(
+def test_headers_ofplain_jpegs_are_read_as_pillow_reads_them(
     number: int, changes: list[tuple[int, int]], cut: int | None
 ) -> None:
     data = bytearray(jpegs()[number])
     for place, value in changes:
         if place < len(data):
             data[place] = value
-    found = _plain_jpeg(bytes(data[:cut]))
+    found = plain_jpeg(bytes(data[:cut]))
     if found is None:
         return
     with warnings.catch_warnings():
@@ -215,8 +215,8 @@ def test_headers_of_plain_jpegs_are_read_as_pillow_reads_them(
 
 def test_most_jpegs_are_plain() -> None:
     *plain, both, other, empty, cut = jpegs()
-    assert all(_plain_jpeg(one) is not None for one in plain)
-    assert [_plain_jpeg(one) for one in (both, other, empty, cut)] == [None] * 4
+    assert all(plain_jpeg(one) is not None for one in plain)
+    assert [plain_jpeg(one) for one in (both, other, empty, cut)] == [None] * 4
 
 
 def test_files_that_are_no_media_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
