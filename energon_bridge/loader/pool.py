@@ -111,7 +111,11 @@ class Worker:
         self.started = time.monotonic()
         with other:
             arguments = work, other, arena, self.board, self._stacks, os.getpid() if forked else 0
-            self._process = start_process(method, f"energon-worker-{self.number}", run_worker, arguments)
+            try:
+                self._process = start_process(method, f"energon-worker-{self.number}", run_worker, arguments)
+            except BaseException:
+                self._link.close()
+                raise
 
     def has_sent(self, milliseconds: int) -> bool:
         """Wait some time for a message, or the end of the worker; say whether there is any."""
@@ -292,7 +296,7 @@ class WorkerPool:
         Raises:
             HookTimeoutError: It takes too long, and the run is to end then.
         """
-        since, reported = time.monotonic(), 0
+        since, reported, unbegun = time.monotonic(), 0, False
         while True:
             data = worker.receive()
             if data is not None:
@@ -300,16 +304,22 @@ class WorkerPool:
             if worker.is_gone:
                 last = worker.receive(socket.MSG_DONTWAIT)  # it may have sent something on its way out
                 return last or b""
-            now = time.monotonic()
             if not worker.board.has_begun:
-                factor = 1 if self._method == "fork" else _IMPORT_FACTOR
-                allowed = _BEGIN_SECONDS * factor * 2 ** self._deaths[worker.number]
-                if now - worker.started > allowed:
-                    logger.warning("worker %d has not started after %.0f seconds; killing it", worker.number, allowed)
-                    worker.kill()
-                continue
-            if self._watchdog is not None:
+                unbegun = self._judge_beginning(worker, unbegun)
+            elif self._watchdog is not None:
                 reported = self._judge(worker, unit, self._watchdog, since, reported)
+
+    def _judge_beginning(self, worker: Worker, reported: bool) -> bool:
+        """Kill a worker that has not started in time; return whether it was logged."""
+        took, number = time.monotonic() - worker.started, worker.number
+        factor = 1 if self._method == "fork" else _IMPORT_FACTOR
+        allowed = _BEGIN_SECONDS * factor * 2 ** self._deaths[number]
+        if took > allowed:
+            logger.warning("worker %d has not started after %.0f seconds; killing it", number, allowed)
+            worker.kill()
+        elif took > _BEGIN_SECONDS and not reported:
+            logger.warning("worker %d has not started after %.0f seconds; it has %.0f in all", number, took, allowed)
+        return took > _BEGIN_SECONDS
 
     def _judge(self, worker: Worker, unit: int, settings: WatchdogSettings, since: float, reported: int) -> int:
         """Say and do what must be done about a worker that is waited for; return how often something was said."""
@@ -367,6 +377,14 @@ class WorkerPool:
         except OSError as error:
             remedy = _REMEDIES.get(error.errno or 0, "Lower num_workers")
             raise LoaderError(f"worker {number} of {self._number} cannot start: {error}. {remedy}.") from error
+        except (pickle.PicklingError, AttributeError, TypeError) as error:  # which of them, Python's version decides
+            if self._method == "fork":
+                raise
+            raise LoaderError(
+                f"worker {number} of {self._number} cannot start by {self._method}, because pickle refuses what "
+                f"it is to do: {error}. Let the task encoder be of a class that stands at the top of a module, and "
+                'hold no lambdas, locks or open files, or use start_method="fork"'
+            ) from error
 
     def _replace(self, worker: Worker) -> None:
         """Restart a worker that is gone, from the delivered position.
@@ -385,11 +403,16 @@ class WorkerPool:
                 "cannot be interrupted. The watchdog's log names the hook, the sample and the line of code"
             )
         during = f" during {', '.join(running)}" if running else ""
+        advice = (
+            "Out of memory? Lower num_workers, prefetch_factor or the batch size. To find a crash in a decoder or "
+            "hook, run with num_workers=0"
+        )
+        if not worker.board.has_begun:
+            during, advice = " before it started", _UNBEGUN[self._method != "fork"]
         if self._left <= 0 or self._deaths[number] >= _RESTARTS_WITHOUT_A_BATCH:
             raise WorkerDiedError(
                 f"{what} died{during} and is not restarted: {self._deaths[number]} restarts in a row produced no "
-                f"batch, and {self._left} of max_worker_restarts are left. Out of memory? Lower num_workers, "
-                "prefetch_factor or the batch size. To find a crash in a decoder or hook, run with num_workers=0"
+                f"batch, and {self._left} of max_worker_restarts are left. {advice}"
             )
         self._left -= 1
         self.restarts += 1
@@ -430,6 +453,15 @@ _REMEDIES = {
     errno.EAGAIN: "There are as many processes as there may be: raise the limit (`ulimit -u`), or lower num_workers",
     errno.ENOMEM: "There is not enough memory for another process: lower num_workers",
 }
+
+
+_UNBEGUN = (
+    "A fork can wait in vain for a lock that a thread of this process holds: make the loader before threads are "
+    'started, or use start_method="forkserver"',
+    "It imports the training script and unpickles the task encoder. What failed there stands above, on standard error; "
+    'the script must start its work under `if __name__ == "__main__":`, and the encoder be a class of a module',
+)
+"""What to do about workers that never begin: forks, and those that import everything."""
 
 
 def new_arena(*, sendable: bool = False) -> Arena | None:

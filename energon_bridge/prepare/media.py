@@ -43,6 +43,7 @@ from energon_bridge.format.media import (
     create_media_tables,
     metadata_row,
     note_filter,
+    plain_jpeg,
     write_media_rows,
 )
 from energon_bridge.format.nvmeta import INDEX_SQLITE, INFO_JSON, INFO_YAML, META_FOLDER, meta_path, read_info
@@ -363,6 +364,9 @@ def read_media(kind: MediaKind, content: ByteRange | bytes) -> MediaMetadata:
 
 
 def _read_image(data: bytes) -> ImageMetadata:
+    found = plain_jpeg(data)
+    if found is not None:
+        return found
     from PIL import Image  # the command line starts without it
 
     try:

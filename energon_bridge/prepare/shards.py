@@ -62,7 +62,7 @@ END_BYTES = 1024
 """Zeros at the end of an archive."""
 
 _BLOCK = 512
-_FLUSH_BYTES = 1 << 20
+_BUFFER_BYTES = 1 << 20
 _LOCK_SECONDS = 3.0
 _LARGEST_PLAIN = 8 << 30  # the largest number with eleven octal digits
 _BEFORE_SIZE = b"0000644\0" + b"0000000\0" * 2
@@ -142,12 +142,10 @@ class ShardFile:
         self.record = ShardRecord()
         self.num_bytes = 0
         self._media = media
-        self._pending: list[bytes] = []
-        self._pending_bytes = 0
         self._partial = partial_path(path)
         with _writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = open(self._partial, "wb", buffering=0)  # noqa: SIM115 - `close` closes it
+            self._file = open(self._partial, "wb", buffering=_BUFFER_BYTES)  # noqa: SIM115 - `close` closes it
 
     @property
     def num_samples(self) -> int:
@@ -186,7 +184,6 @@ class ShardFile:
         self._write(bytes(END_BYTES))
         record.size = self.num_bytes
         with _writing(self.path):
-            self._flush()
             self._file.close()
             if self.num_samples:
                 os.replace(self._partial, self.path)
@@ -197,24 +194,15 @@ class ShardFile:
 
     def abort(self) -> None:
         """Discard what was written."""
-        self._file.close()
+        with contextlib.suppress(OSError):  # the disk is full, say
+            self._file.close()
         with contextlib.suppress(OSError):
             os.unlink(self._partial)
 
     def _write(self, *pieces: bytes) -> None:
-        for piece in pieces:
-            self._pending.append(piece)
-            self.num_bytes += len(piece)
-            self._pending_bytes += len(piece)
-        if self._pending_bytes >= _FLUSH_BYTES:
-            with _writing(self.path):
-                self._flush()
-
-    def _flush(self) -> None:
-        data = memoryview(b"".join(self._pending))
-        self._pending, self._pending_bytes = [], 0
-        while data:
-            data = data[self._file.write(data) :]
+        with _writing(self.path):
+            self._file.writelines(pieces)
+        self.num_bytes += sum(map(len, pieces))
 
     def _look_into(self, name: str, data: bytes) -> None:
         try:

@@ -181,7 +181,7 @@ class Exchange:
             return result
         try:
             result = work()
-        except Exception as error:
+        except Exception as error:  # whatever it is: the other ranks wait for an answer
             self.send_error(error)
             raise
         self.send(self.pack(lambda keys: {"answer": result}))
@@ -204,7 +204,7 @@ class Exchange:
         """Report an error to the other ranks; a failure to do so is logged, not raised."""
         try:
             self.send(self.pack(lambda keys: {"error": [type(error).__name__, str(error)]}))
-        except Exception:
+        except Exception:  # a backend raises what it likes, and the error itself is what the caller must see
             logger.exception("could not send an error to the other ranks of the replica")
 
     def receive(self) -> Any:

@@ -1,7 +1,8 @@
 """Shows samples and batches to people: as a text of a few lines, and as a table with small pictures for notebooks.
 
 Captions and keys come from the web, so they are escaped and shortened, and pictures are re-encoded from decoded values.
-Both forms are bounded in size, whatever a batch holds, and neither ever raises.
+Both forms are bounded in size, whatever a batch holds, and neither ever raises: properties of users' classes may raise
+anything, so every `except` here is broad.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ def _title(record: Any) -> str:
     try:
         if valid is not None and str(getattr(valid, "device", "cpu")) == "cpu":
             real = int(valid.sum())
-    except Exception:
+    except Exception:  # a hook may have put anything there, and what is shown in a debugger or a log must not raise
         real = len(keys)
     return f"batch of {len(keys)}" + (f", {real} of them valid" if real != len(keys) else "")
 

@@ -1,4 +1,4 @@
-"""Send one GET on an open connection and parse the head of the response.
+"""Connections to servers, and one GET on an open one: the request as bytes, and the head of its answer.
 
 Responses of the usual form (200 or 206 with a length) are parsed here, because http.client parses each head as an
 e-mail message, a third of the CPU time of a request. All others are left to http.client from their first byte on.
@@ -10,17 +10,127 @@ from __future__ import annotations
 
 import http.client
 import io
+import os
 import socket
+import ssl
+import struct
+import sys
+import time
+import urllib.request
+from base64 import b64encode
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, urlsplit
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
 _HEAD = 16 << 10
+_IDLE_SECONDS = 50.0
 _USUAL = {b"200", b"206"}
 _ONCE = {"content-length", "content-range", "transfer-encoding", "etag"}
 _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
+
+
+class Connections:
+    """Connections of one process that are idle, by scheme and server, and new ones; by a proxy if there is one."""
+
+    def __init__(self) -> None:
+        self._idle: dict[tuple[str, str], list[tuple[float, http.client.HTTPConnection]]] = {}
+        self._ways: dict[tuple[str, str], tuple[str, Any]] = {}
+        self._context: ssl.SSLContext | None = None
+
+    def take(
+        self, scheme: str, place: str, silence: float
+    ) -> tuple[http.client.HTTPConnection, bool, bool, dict[str, str]]:
+        """Return a connection, whether it is new, whether it asks by full URL (a proxy does), and headers for that."""
+        try:
+            host, proxy = self._ways[scheme, place]
+        except KeyError:
+            host = urlsplit(f"//{place}").hostname or ""
+            host, proxy = self._ways[scheme, place] = host, _proxy_for(scheme, host)
+        absolute = proxy is not None and scheme == "http"
+        more = {} if proxy is None else _proxy_headers(proxy)
+        idle = self._idle.get((scheme, place), [])
+        while idle:
+            try:
+                since, connection = idle.pop()  # no lock: the threads would queue for it
+            except IndexError:
+                break
+            if time.monotonic() - since < _IDLE_SECONDS and connection.sock is not None:
+                if connection.timeout != silence:
+                    allow_silence(connection, silence)
+                return connection, False, absolute, more if absolute else {}
+            connection.close()
+        by = place if proxy is None else f"{proxy.hostname}:{proxy.port or 80}"
+        if scheme == "http":
+            return http.client.HTTPConnection(by), True, absolute, more
+        if self._context is None:
+            names = ("AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE")
+            bundle = next((os.environ[name] for name in names if os.environ.get(name)), None)
+            self._context = ssl.create_default_context(cafile=bundle)
+        secured = http.client.HTTPSConnection(by, context=self._context)
+        if proxy is not None:
+            secured.set_tunnel(host, urlsplit(f"//{place}").port or 443, headers=more)
+        return secured, True, False, {}
+
+    def keep(self, url: str, connection: http.client.HTTPConnection) -> None:
+        """Keep a connection to the server of a URL, all of whose last answer has been read."""
+        self._idle.setdefault(place_of(url), []).append((time.monotonic(), connection))
+
+    def close(self) -> None:
+        """Close those that are idle."""
+        for connections in self._idle.values():
+            for _, connection in connections:
+                connection.close()
+
+
+def place_of(url: str) -> tuple[str, str]:
+    """Return scheme and server of a URL."""
+    parts = urlsplit(url)
+    return parts.scheme, parts.netloc
+
+
+def _proxy_for(scheme: str, host: str) -> Any:
+    """Return the proxy of the environment (`https_proxy`, `no_proxy`, …) for a host, if there is one."""
+    url = urllib.request.getproxies_environment().get(scheme)
+    if not url or urllib.request.proxy_bypass(host):
+        return None
+    return urlsplit(url if "://" in url else f"http://{url}")
+
+
+def _proxy_headers(proxy: Any) -> dict[str, str]:
+    if not proxy.username:
+        return {}
+    secret = f"{unquote(proxy.username)}:{unquote(proxy.password or '')}"
+    return {"Proxy-Authorization": f"Basic {b64encode(secret.encode()).decode()}"}
+
+
+def allow_silence(connection: http.client.HTTPConnection, seconds: float) -> None:
+    """Have reads and writes of an open connection fail with TimeoutError after so many seconds without a byte.
+
+    By the kernel if possible: Python's own time-outs cost a poll(2) for each read, and forbid to read all of a body by
+    one call.
+    """
+    sock: socket.socket = connection.sock
+    connection.timeout = seconds
+    if type(sock) is not socket.socket or not sys.platform.startswith("linux"):
+        sock.settimeout(seconds)
+        return
+    sock.settimeout(None)
+    whole, part = divmod(seconds, 1)
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", int(whole), max(1, int(part * 1e6))))
+
+
+def _received(sock: socket.socket, view: memoryview, *, all_of_it: bool = False) -> int:
+    """Fill a buffer with what comes; return how many bytes, 0 at the end."""
+    try:
+        if all_of_it and type(sock) is socket.socket and sock.gettimeout() is None:
+            return sock.recv_into(view, 0, socket.MSG_WAITALL)
+        return sock.recv_into(view)
+    except BlockingIOError:
+        raise TimeoutError("timed out") from None
 
 
 class Headers(dict[str, str]):
@@ -53,7 +163,7 @@ class Answer:
             view[:count] = self._rest[:count]
             self._rest = self._rest[count:]
         elif view:
-            count = self._sock.recv_into(view)
+            count = _received(self._sock, view, all_of_it=True)
         self._left -= count
         return count
 
@@ -99,7 +209,7 @@ def get(
     buffer = bytearray(_HEAD)
     view, got, end = memoryview(buffer), 0, -1
     while end < 0 and got < _HEAD:
-        count = sock.recv_into(view[got:])
+        count = _received(sock, view[got:])
         if not count:
             if got:
                 break
@@ -157,7 +267,7 @@ class _Stream(io.RawIOBase):
         view = memoryview(buffer).cast("B")
         count = min(len(view), len(self._seen))
         if not count:
-            return self._sock.recv_into(view)
+            return _received(self._sock, view)
         view[:count] = self._seen[:count]
         self._seen = self._seen[count:]
         return count

@@ -98,13 +98,11 @@ class RemoteStore:
             with contextlib.suppress(StorageError):
                 known = dict(self.list())
                 return [known[rel] if rel in known else self._size(rel) for rel in rels]
-        try:
-            return [_total(body) for body in self._fetch([self._piece(rel, 0, 1, upto=True) for rel in rels])]
-        except Refused:
-            return [self._size(rel) for rel in rels]  # the error then names the file
-        except Exception:
-            with self._naming(""):
-                raise
+        with self._naming(""):
+            try:
+                return [_total(body) for body in self._fetch([self._piece(rel, 0, 1, upto=True) for rel in rels])]
+            except Refused:
+                return [self._size(rel) for rel in rels]  # names the one
 
     def exists(self, rel: str) -> bool:
         """Return whether `rel` is a file."""

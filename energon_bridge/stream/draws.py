@@ -282,7 +282,7 @@ class Draws:
         for span in ranges:
             cursor = self._pipeline.cursor(self.number, span.leaf)
             current = cursor.buffer is span.buffer and cursor.next_buffer is None
-            if current and 2 * span.high > len(span.buffer):
+            if current and (span.buffer.reader.slow or 2 * span.high > len(span.buffer)):
                 self._pipeline.read_ahead(cursor.following())
 
     def _read_some_ahead(self, ranges: list[DrawRange]) -> None:

@@ -22,6 +22,7 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from energon_bridge.errors import DecodeError
+from energon_bridge.format.media import plain_jpeg
 from energon_bridge.samples.base import field_names
 from energon_bridge.task_encoder.current import DELIVERING
 from energon_bridge.task_encoder.images import ImageForm, decode_image, guess_image_extension, open_heic
@@ -69,6 +70,8 @@ class DeferredImage(Deferred):
         Raises:
             DecodeError: The header cannot be read.
         """
+        if self.form.backend != "torchcodec" and (found := plain_jpeg(self.data)) is not None:
+            return found.width, found.height
         try:
             if guess_image_extension(self.data) == "heic":
                 open_heic()

@@ -6,13 +6,16 @@ import io
 import json
 import sqlite3
 import sys
+import warnings
 import wave
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
 from crude import prepared
+from hypothesis import given, settings, strategies as st
 from PIL import Image
 
 from energon_bridge import DecodeFileStore, PrimaryFileStore, SampleDecoder, SystemFileStore
@@ -30,6 +33,7 @@ from energon_bridge.format.media import (
     kind_by_head,
     kind_by_name,
     metadata_row,
+    plain_jpeg,
     read_metadata,
 )
 from energon_bridge.prepare import MediaFilter, parse_ratio, prepare_dataset, prepare_media
@@ -171,6 +175,48 @@ def test_a_header_behind_a_large_preview_is_found(tmp_path: Path) -> None:
     assert prepare_media(tmp_path, EXTENSION).num_files == 2
     store = SystemFileStore(tmp_path)
     assert [store.get_media_metadata(name).width for name in ("a.jpg", "b.tif")] == [40, 200]
+
+
+@cache
+def jpegs() -> list[bytes]:
+    """JPEGs with all that stands before the first scan."""
+    profile, exif = bytes(70_000), Image.Exif()
+    exif[0x0112], exif[0x010E] = 6, "turned"
+    noise = Image.effect_noise((33, 17), 90)
+    found = [image(20, 30), image(9, 8, mode="L"), image(7, 6, mode="CMYK"), image(40, 30, progressive=True)]
+    found += [image(8, 8, comment="hello"), image(8, 9, exif=exif), image(12, 8, icc_profile=profile, dpi=(72, 72))]
+    found += [image(50, 20, subsampling=2, optimize=True), image(6, 5, restart_marker_blocks=1), image(65_000, 1)]
+    both = io.BytesIO()
+    noise.save(both, "MPO", save_all=True, append_images=[noise])
+    return [*found, both.getvalue(), image(20, 30, "PNG"), b"", b"\xff\xd8\xff"]
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    number=st.integers(0, len(jpegs()) - 1),
+    changes=st.lists(st.tuples(st.integers(0, 700), st.integers(0, 255)), max_size=3),
+    cut=st.none() | st.integers(0, 800),
+)
+def test_headers_ofplain_jpegs_are_read_as_pillow_reads_them(
+    number: int, changes: list[tuple[int, int]], cut: int | None
+) -> None:
+    data = bytearray(jpegs()[number])
+    for place, value in changes:
+        if place < len(data):
+            data[place] = value
+    found = plain_jpeg(bytes(data[:cut]))
+    if found is None:
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with Image.open(io.BytesIO(data[:cut])) as opened:
+            assert (found.width, found.height, found.format, found.mode) == (*opened.size, opened.format, opened.mode)
+
+
+def test_most_jpegs_are_plain() -> None:
+    *plain, both, other, empty, cut = jpegs()
+    assert all(plain_jpeg(one) is not None for one in plain)
+    assert [plain_jpeg(one) for one in (both, other, empty, cut)] == [None] * 4
 
 
 def test_files_that_are_no_media_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

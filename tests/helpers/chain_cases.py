@@ -8,7 +8,7 @@ package, torch and numpy only.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -68,12 +68,20 @@ LEAVES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 """What is at the ends of trees: number of samples and how a metadataset names it."""
 PICTURE_LEAF = {"path": "./pictures"}
+FILTERS: dict[str, Callable[[int], bool]] = {
+    "number % 2 == 0": lambda number: number % 2 == 0,
+    "number % 3 != 1": lambda number: number % 3 != 1,
+    "number > 1": lambda number: number > 1,
+    "number < 9 or number % 7 == 2": lambda number: number < 9 or number % 7 == 2,
+    "not number in [0, 4, 20, 300]": lambda number: number not in (0, 4, 20, 300),
+}
+"""Expressions over the column `number` of the datasets of `SHARDS`, and what they say of a number."""
 
 
 def write_data(folder: Path) -> Path:
     """Write the datasets that chains are over."""
     for name, counts in SHARDS.items():
-        text_dataset(folder / name, train=counts)
+        add_column(str(text_dataset(folder / name, train=counts)), "number", number_of, made_of="number")
     for name, count in LINES.items():
         lines = "".join(f'{{"text": "line {number}"}}\n' for number in range(count))
         (folder / f"{name}.jsonl").write_text(lines)
@@ -88,8 +96,12 @@ def write_data(folder: Path) -> Path:
     return folder
 
 
+def number_of(sample: TextSample) -> int:
+    return int(sample.text.split()[1])
+
+
 def tens_of(sample: TextSample) -> int:
-    return int(sample.text.split()[1]) // 10
+    return number_of(sample) // 10
 
 
 @register_joiner
@@ -392,6 +404,40 @@ def with_withdrawals(legs: Sequence[Leg], rng: random.Random) -> Iterator[Leg]:
             yield leg
 
 
+def ranges_of(tree: dict[str, Any], outer: tuple[SubsetRange, ...]) -> list[range]:
+    """Return the numbers of the samples of each leaf, after subsets; an empty range for one without columns."""
+    inner = (range_of(tree["subset"]["range"]), *outer) if "subset" in tree else outer
+    for kind in CHILDREN:
+        if kind in tree:
+            return [found for child in tree[kind] for found in ranges_of(child, inner)]
+    counts = SHARDS.get(str(tree.get("path")).removeprefix("./"))
+    return [range(0) if counts is None else range(*evaluate_subset(inner, sum(counts)))]
+
+
+def drawn_filter(rng: random.Random, leaves: list[range], around: Sequence[str]) -> str | None:
+    """Draw an expression that keeps some of each leaf together with those around it; None if there is none."""
+
+    def keeps(text: str, numbers: range) -> bool:
+        return any(all(FILTERS[one](number) for one in (text, *around)) for number in numbers)
+
+    fitting = [text for text in FILTERS if all(keeps(text, numbers) for numbers in leaves)]
+    return rng.choice(fitting) if fitting and rng.random() < 0.2 else None
+
+
+def with_filters(
+    tree: dict[str, Any], rng: random.Random, outer: tuple[SubsetRange, ...] = (), around: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """Filter some nodes of a mix that have columns."""
+    drawn = drawn_filter(rng, ranges_of(tree, outer), around)
+    out = tree if drawn is None else tree | {"filter": drawn}
+    around = around if drawn is None else (drawn, *around)
+    inner = (range_of(tree["subset"]["range"]), *outer) if "subset" in tree else outer
+    for kind in CHILDREN:
+        if kind in tree:
+            out = out | {kind: [with_filters(child, rng, inner, around) for child in tree[kind]]}
+    return out
+
+
 def drawn_chain(seed: int, number: int) -> Chain:
     """Draw chain `number` of a seed."""
     rng = random.Random(f"{seed} {number}")
@@ -430,4 +476,8 @@ def drawn_chain(seed: int, number: int) -> Chain:
     changeable = num_leaves(tree) if "blend" in tree and num_leaves(tree) > 1 else 0
     legs = tuple(drawn_legs(rng, run, min(90, 240 // (rows or 1)), changeable))
     legs = tuple(with_withdrawals(legs, random.Random(f"{seed} {number} bans")))
+    filtering = random.Random(f"{seed} {number} filters")
+    whole = drawn_filter(filtering, ranges_of(tree, ()), ())
+    tree = with_filters(tree, filtering, around=(whole,) if whole else ())
+    settings |= {"filter": whole} if whole else {}
     return Chain(tree=tree, base=base, features=tuple(features), settings=settings, run=run, legs=legs)

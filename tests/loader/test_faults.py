@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch.utils.data
 from engine import Numbers, TensorEncoder, config_of, deliver, digest, loaders_of, text_dataset, train_dataset
+from forked import Program
 from keyed import KEYS, join, keyed_dataset, shards, shuffled, write_mix
 from paths import HELPERS
 from test_workers_end import is_running
@@ -423,16 +424,16 @@ def test_workers_are_gone_within_a_second_of_a_killed_trainer(data: Path, tmp_pa
         program = textwrap.dedent(TRAINER).format(
             helpers=str(HELPERS), data=str(data), folder=str(folder), thread=thread
         )
-        with subprocess.Popen([sys.executable, "-W", "ignore", "-c", program], stdout=subprocess.PIPE, text=True) as it:
-            assert it.stdout is not None
-            pids = [int(pid) for pid in it.stdout.readline().split()]
-            assert len(pids) == 2
-            time.sleep(random.Random(number).random() * 0.2)
-            it.kill()
-            killed = time.monotonic()
-            while any(map(is_running, pids)) and time.monotonic() - killed < 5:
-                time.sleep(0.01)
-            assert time.monotonic() - killed < 1
+        trainer = Program(["-c", program], tmp_path)
+        pids = [int(pid) for pid in trainer.output.readline().split()]
+        assert len(pids) == 2
+        time.sleep(random.Random(number).random() * 0.2)
+        trainer.kill()
+        killed = time.monotonic()
+        while any(map(is_running, pids)) and time.monotonic() - killed < 5:
+            time.sleep(0.01)
+        assert time.monotonic() - killed < 1
+        assert trainer.wait() == -signal.SIGKILL
 
 
 # What a worker is ----------------------------------------------------------------------------------------------------

@@ -299,7 +299,7 @@ def smaller(chain: Chain) -> Iterator[Chain]:
             rest = [one for place, one in enumerate(chain.tree[kind]) if place != number]
             yield replace(chain, tree={name: value for name, value in child.items() if name not in NUMBERS.values()})
             yield replace(chain, tree=chain.tree | {kind: rest})
-    for name in ("subset", "shuffle_over_epochs_multiplier"):
+    for name in ("subset", "filter", "shuffle_over_epochs_multiplier"):
         yield replace(chain, tree={key: value for key, value in chain.tree.items() if key != name})
     for feature in chain.features:
         yield replace(chain, features=tuple(name for name in chain.features if name != feature))
@@ -307,7 +307,7 @@ def smaller(chain: Chain) -> Iterator[Chain]:
         if not chain.packs:
             yield replace(chain, base=base)
     plain: dict[str, Any] = {"max_samples_per_sequence": None, "shuffle_buffer_size": 0, "parallel_shard_iters": None}
-    plain |= {"shuffle_over_epochs_multiplier": 1, "virtual_epoch_length": None, "batch_size": 1}
+    plain |= {"shuffle_over_epochs_multiplier": 1, "virtual_epoch_length": None, "batch_size": 1, "filter": None}
     for name, value in plain.items():
         if chain.settings.get(name, value) != value:
             yield replace(chain, settings=chain.settings | {name: value})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -54,13 +55,14 @@ def _look(path: Path) -> tuple[str, Path]:
         return kinds[suffix], path
     if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
         return "huggingface", path
-    for pattern, kind in (("*.tar", "webdataset"), ("*.parquet", "parquet")):
-        if next((one for one in path.rglob(pattern) if not one.name.startswith(".")), None) is not None:
+    names = [name for _, _, files in os.walk(path) for name in files if not name.startswith(".")]
+    for suffix, kind in ((".tar", "webdataset"), (".parquet", "parquet")):
+        if any(name.endswith(suffix) for name in names):
             return kind, path
     for name in _LISTS:
         if (path / name).exists():
             return "table", path / name
-    tables = [one for one in sorted(path.iterdir()) if one.suffix.lower() in _TABLES[1:]]
+    tables = sorted(one for one in path.iterdir() if one.suffix.lower() in _TABLES[1:])
     if tables:
         raise SourceError(
             f"{path}: convert the folder, or the list {tables[0].name} in it? Pass the file, {tables[0]}, or "

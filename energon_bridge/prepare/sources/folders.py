@@ -65,7 +65,7 @@ class FolderSource:
         """Return a file with its caption or class."""
         name = self._media[number]
         stem, suffix = os.path.splitext(name)
-        path = str(self._root / name)
+        path = f"{self._root}/{name}"
         files: dict[str, FileRef] = {"image": FileRef(path, suffix[1:].lower())}
         values: dict[str, object] = {}
         if self._classes:
@@ -78,7 +78,7 @@ class FolderSource:
                     f"{path}: no caption beside it ({Path(stem).name}.txt). Leave such files out with --on-error skip."
                 )
             column = "json" if text == ".json" else "caption"
-            files[column] = FileRef(str(self._root / (stem + text)), "json" if text == ".json" else "txt")
+            files[column] = FileRef(f"{self._root}/{stem}{text}", "json" if text == ".json" else "txt")
         key = stem.replace(".", "_")
         if key in self._twice:
             key += f"-{suffix[1:].lower()}-{number}"
@@ -106,5 +106,7 @@ def _walk(root: Path) -> list[str]:
     found = []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        found += [os.path.join(folder, name) for name in names if not name.startswith(".")]
-    return [os.path.relpath(path, root).replace(os.sep, "/") for path in found]
+        inside = os.path.relpath(folder, root).replace(os.sep, "/")
+        before = "" if inside == "." else f"{inside}/"
+        found += [before + name for name in names if not name.startswith(".")]
+    return found
