@@ -300,7 +300,7 @@ def test_what_cannot_be_named_is_refused_by_name(data: Path, tmp_path: Path) -> 
         answer("which", data / "a", *OPTIONS, *LANES, "--world-size", 4, "--step", 4)
     )
     assert "the state holds 6 of 24 lanes" in refused("which", every[0], "--step", 4)
-    assert "where no step of 5 ranks begins" in refused("which", *every, "--world-size", 5, "--step", 4)
+    assert "where no step of 5 ranks starts" in refused("which", *every, "--world-size", 5, "--step", 4)
     assert "cannot share 24 lanes" in refused("which", *every, "--world-size", 25, "--step", 4)
     assert "--rank 4 is not below" in refused("which", *every, "--step", 4, "--rank", 4)
     assert "either --step or --microbatch" in refused("which", *every)

@@ -402,7 +402,7 @@ def test_paths_of_a_cached_dataset_keep_its_name(tmp_path: Path, monkeypatch: py
     with pytest.raises(MetadataError, match="expected dss://NAME@VERSION/path"):
         epath.EPath("dss://charts")
     monkeypatch.delenv("NVDATASET_CACHE_DIR")
-    with pytest.raises(MetadataError, match=r"\$NVDATASET_CACHE_DIR names, and that variable is not set"):
+    with pytest.raises(MetadataError, match=r"\$NVDATASET_CACHE_DIR, which is not set"):
         epath.EPath("dss://charts@v0")
 
 
@@ -431,5 +431,5 @@ def test_excludes_may_follow_an_empty_list(path: Path, tmp_path: Path) -> None:
     found = [batch.__key__ for batch in loading.get_loader(val(root))]
     assert found == [["val-00000"], ["val-00002", "val-00003"], ["val-00004"]]
     split.write_text(f"{text}\nexclude: [{shard}/val-00001]\nexclude: [{shard}/val-00002]\n")
-    with pytest.raises(errors.MetadataError, match="the key 'exclude' stands twice"):
+    with pytest.raises(errors.MetadataError, match="the key 'exclude' occurs twice"):
         val(root)

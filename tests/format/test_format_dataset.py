@@ -219,7 +219,7 @@ def test_every_defect_has_its_error_with_file_and_field(dataset: Path, defect: s
 
 def test_a_shard_that_is_gone_is_named(dataset: Path):
     (dataset / "s/x_1.tar").unlink()
-    with pytest.raises(ShardMissingError, match=r"x_1\.tar: no such shard; .*split\.yaml lists it in 'train'"):
+    with pytest.raises(ShardMissingError, match=r"x_1\.tar: no such shard, but .*split\.yaml lists it in 'train'"):
         open_dataset(dataset, split_part="train")
 
 

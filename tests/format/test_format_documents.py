@@ -81,7 +81,7 @@ def bomb(levels: int) -> bytes:
         (b"", "empty"),
         (b"# only a comment\n", "empty"),
         (b"a: [1", "cannot be parsed"),
-        (b"a: 1\na: 2\n", "'a' stands twice"),
+        (b"a: 1\na: 2\n", "'a' occurs twice"),
         (b"? [a, b]\n: 1\n", "a key must be a plain word"),
         (b"a: *nowhere\n", "'nowhere' is undefined"),
         (b"a: &a [*a]\n", "a part of"),

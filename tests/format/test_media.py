@@ -291,7 +291,7 @@ def test_preparing_again_keeps_the_metadata_or_makes_it_anew(tmp_path: Path) -> 
 @pytest.mark.parametrize("kind", ["dataset", "folder"])
 def test_without_metadata_the_remedy_is_named(kind: str, tmp_path: Path) -> None:
     folder = make(kind, tmp_path / "d")
-    with pytest.raises(MediaMetadataError, match=f"{folder}: has no media metadata.*energon prepare-media {folder}"):
+    with pytest.raises(MediaMetadataError, match=f"{folder}: no media metadata.*energon prepare-media {folder}"):
         store_of(kind, folder).get_media_metadata("a.jpg")
 
 

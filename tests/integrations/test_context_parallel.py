@@ -185,7 +185,7 @@ def test_rows_are_padded_too() -> None:
                 "cu_seqlens": torch.tensor([0, 8]),
                 "attention_mask": torch.zeros(1, 1, 8, 8),
             },
-            "attention_mask of shape .* is no field of packed sequences",
+            "attention_mask of shape .* is not a field of packed sequences",
         ),
     ],
 )

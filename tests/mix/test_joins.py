@@ -237,7 +237,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], st
         lambda: join(named=True, joiner={"__module__": "megatron.energon", "__class__": "TextSample"}),
         {},
         MetadataError,
-        r"`joiner`: `from_joined` of TextSample takes its samples in order.*as a list",
+        r"`joiner`: `from_joined` of TextSample takes samples by position.*as a list",
     ),
     "an unknown type": (
         lambda: join(joiner={"__module__": "megatron.energon", "__class__": "TextSimple"}),
@@ -256,7 +256,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], st
         lambda: join(joiner=TextSample),
         {"dataset_yaml": CRUDE},
         MetadataError,
-        "/b is a crude dataset.*Use a function",
+        "/b is crude.*Use a function",
     ),
     "no key index": (
         join,

@@ -199,8 +199,8 @@ def test_commands_by_a_module_of_the_user(tmp_path: Path, monkeypatch: pytest.Mo
     assert column(root, "letters").tolist() == [6] * 5
     assert column(root, "tokens").tolist() == [0, 1, 2, 3, 4]
     for arguments, message in (
-        ([], "give one of --of, --encoder"),
-        (["--hash", "--bytes"], "give one of --of, --encoder"),
+        ([], "give exactly one of --of, --encoder"),
+        (["--hash", "--bytes"], "give exactly one of --of, --encoder"),
         (["x", "--of", "counts_of_mine"], "expected MODULE:NAME"),
         (["x", "--of", "counts_of_mine:nothing"], "cannot import it"),
     ):

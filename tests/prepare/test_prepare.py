@@ -237,7 +237,7 @@ def test_a_killed_run_can_be_repeated(tars: Path, num_workers: int):
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "half\n"
-        with pytest.raises(ConfigurationError, match=r"another `energon prepare` is at work"):
+        with pytest.raises(ConfigurationError, match=r"another `energon prepare` is running"):
             prepare_dataset(tars, split=ALL_TRAIN)
         workers = children_of(process.pid)
         assert len(workers) == (num_workers if num_workers > 1 else 0)

@@ -145,7 +145,7 @@ def test_fields_of_every_kind(tmp_path):
         ({"image": picture(0)}, "sample 1 ('000000001'): CaptioningSample requires the field `caption`"),
         ({"image": picture(0), "captoin": "x"}, "has no field `captoin`; it has image, caption. Did you mean 'capt"),
         ({"image": np.zeros((3, 4, 4)), "caption": "x"}, "is a ndarray, expected the encoded file: bytes, or a Path"),
-        ({"image": b"what is it", "caption": "x"}, "the format of the bytes is not known"),
+        ({"image": b"what is it", "caption": "x"}, "unknown format of the bytes"),
         ({"image": b"", "caption": "x"}, "field `image`: is empty"),
         ({"image": Path("/no/where.jpg"), "caption": "x"}, "cannot read /no/where.jpg: No such file"),
         ({"image": picture(0), "caption": 5}, "field `caption`: is a int, expected text"),
@@ -238,7 +238,7 @@ def test_a_writer_that_has_not_ended_is_noticed(tmp_path):
     _write_some(tmp_path, 0)
     out = ShardWriter(tmp_path, sample_type=CaptioningSample, writer="1")
     out.write(captions(1)[0])
-    with pytest.raises(ConfigurationError, match="a writer has not ended, or was killed"):
+    with pytest.raises(ConfigurationError, match="a writer is still running, or was killed"):
         finish_shards(tmp_path)
     out.__exit__(None, None, None)
     assert sum(finish_shards(tmp_path).values()) == 6

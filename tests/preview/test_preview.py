@@ -318,7 +318,7 @@ def test_what_lies_before_a_state_is_refused(captions: Path, tmp_path: Path) -> 
     early = energon(*arguments, "--step", 2)
     assert "step 2 is before the state, which is at step 3 of 1 ranks" in early.output
     between = energon(*arguments, "--world-size", 2, "--step", 5)
-    assert "where no step of 2 ranks begins" in between.output
+    assert "where no step of 2 ranks starts" in between.output
     unnamed = energon("preview", tmp_path / "state.json", "--step", 5)
     assert "`energon preview` with --config or --encoder" in unnamed.output
     assert {early.exit_code, between.exit_code, unnamed.exit_code} == {1}
@@ -492,7 +492,7 @@ def test_a_folder_of_something_else_is_left_alone(captions: Path, tmp_path: Path
     (tmp_path / "mine" / "thesis.tex").write_text("precious")
     result = energon("preview", captions, "--html", tmp_path / "mine")
     assert result.exit_code == 1
-    assert "exists and is no preview" in result.output
+    assert "exists but is not a preview" in result.output
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["thesis.tex"]
 
 

@@ -291,7 +291,7 @@ def test_a_state_without_balance_goes_on_with_it(data: Path, tmp_path: Path, unb
 
     def run(rank: int) -> Any:
         loader = open_data(data, 2, rank)
-        with pytest.raises(StepMismatchError, match="after 9 microbatches, in the middle of a global batch of 8"):
+        with pytest.raises(StepMismatchError, match="at microbatch 9, in the middle of a global batch of 8"):
             loader.restore_state(within)
         loader.restore_state(aligned)
         return take(loader, 2, 2), loader.close()

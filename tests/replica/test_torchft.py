@@ -108,7 +108,7 @@ def test_a_replica_that_stays_opens_its_loader_once_and_a_spare_none(data: Path)
 def test_states_that_are_not_those_of_the_step_are_refused(data: Path) -> None:
     dataset = train_dataset(data)
     one, other = (ReplicaDataloader(opened(dataset)) for _ in range(2))
-    with pytest.raises(WrongUseError, match="there was no step"):
+    with pytest.raises(WrongUseError, match="no step was taken"):
         one.commit([])
     one.step(0, 2)
     early = one.rank_state()

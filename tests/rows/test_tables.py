@@ -328,7 +328,7 @@ def test_rows_that_are_no_samples_are_skipped_and_counted(tmp_path: Path) -> Non
     keys = [next(batches).__key__ for _ in range(60)]
     assert "000000004" not in keys
     assert counts_of(loader.save_state_rank())["errors"] >= 1
-    with pytest.raises(FatalSampleError, match=r"x\.parquet, row group 0, row 4: `image`: bytes of no format"):
+    with pytest.raises(FatalSampleError, match=r"x\.parquet, row group 0, row 4: `image`: bytes of an unknown format"):
         validated(tmp_path / "x.parquet", error_policy=ErrorPolicy(on_error="raise"))
 
 

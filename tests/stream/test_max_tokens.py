@@ -277,7 +277,7 @@ class Halves(Lengths):
         ({"batch_size": 4}, "max_tokens_per_microbatch=128 with batch_size=4: .* pass batch_size=1 or None"),
         ({"max_tokens_per_microbatch": 0}, "max_tokens_per_microbatch must be an integer of at least 1 or None, got 0"),
         ({"max_tokens_per_microbatch": 1 << 31}, "must be at most 2147483647"),
-        ({"task_encoder": Grouped()}, "max_tokens_per_microbatch is set, and Grouped overrides batch_group_criterion"),
+        ({"task_encoder": Grouped()}, "max_tokens_per_microbatch is set, but Grouped overrides batch_group_criterion"),
     ],
 )
 def test_settings_that_do_not_fit(path: Path, settings: dict[str, Any], complaint: str) -> None:

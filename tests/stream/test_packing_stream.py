@@ -223,9 +223,9 @@ class Twice(Pairs):
 @pytest.mark.parametrize(
     ("encoder", "message"),
     [
-        (Copies, "returned a Numbers that it was not given"),
-        (Twice, "or one twice"),
-        (Nothing, "made no pack of"),
+        (Copies, "returned a Numbers that it did not get"),
+        (Twice, "or returned one twice"),
+        (Nothing, "made no pack from"),
     ],
 )
 def test_selections_that_cannot_be_are_refused(data: Path, encoder: type[Pairs], message: str) -> None:

@@ -285,7 +285,7 @@ def test_what_is_no_frames_is_refused(frames: Any) -> None:
 
 
 def test_llava_has_no_videos() -> None:
-    with pytest.raises(SampleError, match="have no videos"):
+    with pytest.raises(SampleError, match="take no videos"):
         encoder_of("llava").encode(chat("<video>", "a", videos=[frames_of(2)]))
 
 

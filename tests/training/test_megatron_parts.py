@@ -150,7 +150,7 @@ def test_half_a_checkpoint_is_passed_over(
     harm(newer)  # type: ignore[operator]
     assert complete_checkpoints(tmp_path) == [whole]
     if words is not None:
-        assert f"passing over {newer}" in caplog.text
+        assert f"skipping the incomplete checkpoint {newer}" in caplog.text
         assert words in caplog.text
 
 
@@ -165,7 +165,7 @@ def test_ranks_come_from_torchrun_or_slurm() -> None:
     assert launched_rank(slurm) == (5, 8)
     assert (slurm["MASTER_ADDR"], slurm["MASTER_PORT"]) == ("127.0.0.1", "24567")
     nodes = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_NNODES": "2"}
-    with pytest.raises(ConfigurationError, match=r"8 tasks on 2 nodes, and MASTER_ADDR is not set"):
+    with pytest.raises(ConfigurationError, match=r"8 tasks on 2 nodes, but MASTER_ADDR is not set"):
         launched_rank(nodes)
     assert launched_rank(nodes | {"MASTER_ADDR": "first"}) == (5, 8)
 

@@ -87,7 +87,7 @@ def test_an_unknown_key_names_the_file(tmp_path: Path) -> None:
         ("data.shuffle_images=1", "data.shuffle_images must be bool, got 1"),
         ("data.num_lanes=[1]", "data.num_lanes must be int or null"),
         ("data=3", "data is a section"),
-        ("seed", "not of the form section.key=value"),
+        ("seed", "must have the form section.key=value"),
         ("data.path.x=3", "is a value, not a section"),
         ("train.max_steps={", "not valid YAML"),
         ("data.micro_batch_size=0", "data.micro_batch_size must be at least 1"),

@@ -109,7 +109,7 @@ def test_a_template_can_be_a_file(bundles: dict[str, ModelBundle], tmp_path: Pat
         (
             "tiny-llava",
             {"chat_template": "lava"},
-            r"'lava' is no file .* and no name of a template: llava, chatml, qwen",
+            r"'lava' is neither a readable file .* nor the name of a template: llava, chatml, qwen",
         ),
         ("tiny-qwen2-vl", {"shuffle_images": True}, "take different numbers of tokens"),
     ],

@@ -106,7 +106,7 @@ def test_native_samples_and_other_rates(folder: Path) -> None:
     np.testing.assert_allclose(clip.numpy()[:, 50:-50], tone(16000, 16000, 16000)[:, 50:-50], atol=2e-3)
     with pytest.raises(ConfigurationError, match="leave out audio_format='native'"):
         decoder.get_audio_clips([(1.0, 2.0)], audio_sample_rate=16000)
-    with pytest.raises(ConfigurationError, match="no audio_format 'int16'"):
+    with pytest.raises(ConfigurationError, match="audio_format must be float32 or native, got 'int16'"):
         AVDecoder(b"", audio_format="int16")  # type: ignore[arg-type]
 
 

@@ -204,9 +204,9 @@ def test_memory_that_a_header_claims_is_refused(folder: Path, monkeypatch: pytes
 
 def test_what_cannot_be_had_is_refused_with_a_remedy(folder: Path, tmp_path: Path) -> None:
     decoder = AVDecoder.open(folder / "b.mp4")
-    with pytest.raises(DecodeError, match=r"b\.mp4: .*begins at frame 60, and the video ends after 60 frames"):
+    with pytest.raises(DecodeError, match=r"b\.mp4: .*begins at frame 60, but the video ends after 60 frames"):
         decoder.get_video_clips([(60, 61)], "frames")
-    with pytest.raises(DecodeError, match=r"b\.mp4: .*begins at second 2\.5, and the video ends after 2\.4 s"):
+    with pytest.raises(DecodeError, match=r"b\.mp4: .*begins at second 2\.5, but the video ends after 2\.4 s"):
         decoder.get_video_clips([(0, 1), (2.5, math.inf)])
     with pytest.raises(DecodeError, match=r"b\.mp4 has no audio stream, only video: ask has_audio_stream"):
         decoder.get_audio()
