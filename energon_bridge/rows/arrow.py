@@ -34,6 +34,7 @@ from energon_bridge.rows.base import (
 from energon_bridge.rows.lists import CONVERSATIONS, as_files, conversation_row, holds_media, propose_layout
 from energon_bridge.storage import Store, as_far, open_store
 
+_LOOKED_AT = 20
 _SPLIT = re.compile(r"(train|validation|valid|val|dev|test)(?=[-_.]|$)")
 
 SAVED = ("dataset_dict.json", "state.json")
@@ -144,6 +145,8 @@ class ArrowSource:
     def row(self, number: int) -> Row:
         """Return a row."""
         group, at, where = self._place(number)
+        if number < len(self._first):
+            return row_of(dict(self._first[number]), where, self._media, self.columns, group.labels)
         return read_row(group, at, where, self._media, self.columns)
 
     def sample(self, number: int, layout: Layout) -> ArrowSample:
@@ -162,18 +165,23 @@ class ArrowSource:
 
     def propose(self) -> Layout:
         """Say what the rows seem to be."""
-        return propose_layout(first_rows(self, 20))
+        return propose_layout(first_rows(self, _LOOKED_AT))
 
     @cached_property
     def columns(self) -> tuple[str, ...]:
         """Return the columns that hold media, by the first rows."""
         seen: dict[str, list[bool]] = {}
-        for number in range(min(20, len(self))):
-            group, at, _ = self._place(number)
-            for name, value in table_of(group).slice(at, 1).to_pylist()[0].items():
+        for values in self._first:
+            for name, value in values.items():
                 if value:
                     seen.setdefault(name, []).append(holds_media(value))
         return tuple(name for name, found in seen.items() if sum(found) * 2 > len(found))
+
+    @cached_property
+    def _first(self) -> list[dict[str, Any]]:
+        """Return the values of the first rows, which are looked at again and again."""
+        places = [self._place(number) for number in range(min(_LOOKED_AT, len(self)))]
+        return [table_of(group).slice(at, 1).to_pylist()[0] for group, at, _ in places]
 
     def _place(self, number: int) -> tuple[Group, int, str]:
         place = bisect_right(self._starts, number) - 1
@@ -502,6 +510,8 @@ def _arrow_groups(store: Store, path: str, stamp: Stamp) -> list[Group]:
             columns, labels = tuple(schema.names), _labels(schema.metadata)
         elif kind == _BATCH:
             span = start, 8 + length + content
+            if sum(span) > size:
+                raise SourceError(f"{path}: ends in the middle of a record batch. Was the upload cut off?")
             groups.append(
                 Group(
                     path=path,

@@ -467,15 +467,20 @@ class _Kept:
         if self._has_warned or self._times_again < _AGAIN_TIMES or self._rows_again < _AGAIN_ROWS * self._rows:
             return
         self._has_warned = True
+        remedy = "Copy the files to a local disk"
+        if group.store is None:
+            remedy = (
+                "Save the rows as an arrow dataset (datasets' save_to_disk), make shards of them (energon convert "
+                f"{os.path.dirname(group.path)} OUT)"
+            )
         _logger.warning(
             "%s: for each row that is used, %d are decoded again, because a process keeps %d MiB of row groups and one "
-            "of these has %.0f. Save the rows as an arrow dataset (datasets' save_to_disk), make shards of them "
-            "(energon convert %s OUT), or write the files with smaller row groups (row_group_size=100).",
+            "of these has %.0f. %s, or write the files with smaller row groups (row_group_size=100).",
             group.path,
             self._rows_again // self._rows,
             _KEPT_BYTES >> 20,
             size / 2**20,
-            os.path.dirname(group.path),
+            remedy,
         )
 
     def forget(self) -> None:

@@ -407,7 +407,6 @@ def test_folders_that_the_datasets_library_wrote(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "error", "text"),
     [
-        ("s3://bucket/x.parquet", DatasetError, "x.parquet"),
         ("{folder}/gone.parquet", DatasetError, r"gone\.parquet"),
         ({"join": True}, MetadataError, "is a table, whose rows have no keys to join by"),
         ({"filter": "yaer > 3"}, ConfigurationError, "yaer.*year"),
