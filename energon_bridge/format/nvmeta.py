@@ -260,9 +260,12 @@ def read_info(store: Store) -> DatasetInfo:
 
 def not_prepared(root: str) -> NotPreparedError:
     """Return the error for a folder without `.nv-meta`: it may hold tars to prepare, or files to convert first."""
+    far = ""
+    if root.startswith(("http://", "https://")):
+        far = " A web server cannot list its files, so parquet files there are given by their own URLs."
     return NotPreparedError(
-        f"{root}: not prepared ({meta_path(INFO_JSON)} is missing). Run `energon prepare {root}` if it holds tars, or "
-        f"`energon convert {root} OUT` if it holds pictures, JSON, CSV or parquet files."
+        f"{root}: not prepared, there is no {meta_path(INFO_JSON)}. Run `energon prepare {root}` if it holds tars, or "
+        f"`energon convert {root} OUT` if it holds pictures, JSON, CSV or parquet files.{far}"
     )
 
 

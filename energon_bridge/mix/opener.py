@@ -344,7 +344,7 @@ class DatasetOpener:
             if ref.is_jsonl:
                 dataset = open_jsonl(ref.path, files=self._files)
             elif is_table(ref.path):
-                dataset = open_tables(ref.path, split_part=ref.split_part, dataset_config=place[2])
+                dataset = self._tables(place)
             else:
                 dataset = self._prepared_or_tables(place)
             self._opened[place] = dataset
@@ -356,9 +356,12 @@ class DatasetOpener:
         except NotPreparedError:
             if not has_tables(place[0]):
                 raise
-            return open_tables(place[0], split_part=place[1], dataset_config=place[2])
+            return self._tables(place)
         check_counts(dataset)
         return dataset
+
+    def _tables(self, place: Place) -> PreparedDataset:
+        return open_tables(place[0], split_part=place[1], dataset_config=place[2], open_files=self._files)
 
     def open_ahead(self, refs: Sequence[LeafRef]) -> None:
         """Open datasets at URLs, many at once, since each needs several requests.

@@ -16,16 +16,24 @@ from __future__ import annotations
 import functools
 import json
 import os
+import posixpath
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from energon_bridge.errors import ConfigurationError, FieldMapError, SourceError
+from energon_bridge.errors import (
+    ConfigurationError,
+    DatasetNotFoundError,
+    FieldMapError,
+    ShardMissingError,
+    SourceError,
+)
 from energon_bridge.format.field_map import FieldMap, describe_fields, parse_access
 from energon_bridge.format.media import kind_by_name
 from energon_bridge.samples import CrudeSample, sample_type_by_name
+from energon_bridge.storage import Store
 
 SPLIT_NAMES = {"train": "train", "val": "val", "valid": "val", "validation": "val", "dev": "val", "test": "test"}
 SPLIT_ORDER = ("train", "val", "test")
@@ -94,7 +102,42 @@ class Blob:
         return self.data.hex()
 
 
-Content = FileRef | Blob
+_MISSING = (ShardMissingError, DatasetNotFoundError)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """A file of a store that becomes a part as it is."""
+
+    store: Store
+    rel: str
+    extension: str
+
+    def read(self) -> bytes:
+        """Return its bytes; raises SourceError."""
+        try:
+            return self.store.read(self.rel)
+        except _MISSING as error:
+            raise SourceError(f"{self.store.url(self.rel)} is not there: {error}") from error
+
+    def size(self) -> int:
+        """Return its size; raises SourceError."""
+        try:
+            return self.store.size(self.rel)
+        except _MISSING as error:
+            raise SourceError(f"{self.store.url(self.rel)} is not there: {error}") from error
+
+    def mark(self) -> str:
+        """Return what changes if the file does."""
+        try:
+            return f"{self.store.url(self.rel)} {self.size()}"
+        except SourceError:
+            return f"{self.store.url(self.rel)} missing"
+
+
+Content = FileRef | Blob | StoredFile
+MediaRoot = Path | Store
+"""Where the files lie that rows name by relative paths."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -335,10 +378,15 @@ def check_layout(layout: Layout) -> None:
         raise FieldMapError(f"{cls.__name__} also requires the fields {', '.join(missing)}: add {flags}.")
 
 
-def media_file(text: str, root: Path) -> FileRef:
+def media_file(text: str, root: MediaRoot) -> FileRef | StoredFile:
     """Return the file of a path below `root`; raises SourceError for a URL and for a path that leads out."""
     if "://" in text:
         raise SourceError(f"{text[:100]!r} is a URL. Download the files first (img2dataset does), then give --media.")
+    if not isinstance(root, Path):
+        rel = posixpath.normpath(text)
+        if rel.startswith(("/", "..")):
+            raise SourceError(f"the path {text!r} leads out of {root.root}.")
+        return StoredFile(root, rel, Path(rel).suffix[1:].lower() or "bin")
     path = os.path.normpath(os.path.join(root, text))
     if not path.startswith(f"{os.path.normpath(root)}{os.sep}") and str(root) != os.sep:
         raise SourceError(f"the path {text!r} leads out of {root}. Give the folder that contains all files: --media.")

@@ -24,7 +24,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar
 
 import numpy as np
@@ -38,6 +38,7 @@ from energon_bridge.errors import (
     MetadataError,
     ShardMissingError,
     SourceError,
+    StorageError,
     UnknownArgumentError,
     UnknownSplitError,
     did_you_mean,
@@ -48,23 +49,28 @@ from energon_bridge.format.field_map import FieldMap
 from energon_bridge.format.nvmeta import DEFAULT_DATASET_CONFIG, INFO_JSON, INFO_YAML, meta_path
 from energon_bridge.rng import IntArray
 from energon_bridge.rows.arrow import (
+    SAVED,
     ArrowSource,
     Group,
+    far_groups,
     groups_of,
     is_saved,
-    parquet_file,
     parquet_files,
+    parts_of,
     pyarrow_modules,
+    read_group,
+    read_row_groups,
     read_table,
     row_of,
     saved_files,
-    stamp_of,
+    saved_names,
+    sizes_of,
     table_of,
 )
-from energon_bridge.rows.base import Layout, check_layout, lay_out
+from energon_bridge.rows.base import Layout, MediaRoot, check_layout, lay_out
 from energon_bridge.rows.lists import CONVERSATIONS
 from energon_bridge.samples import sample_type_by_name
-from energon_bridge.storage import Store, open_store
+from energon_bridge.storage import OpenFiles, Store, open_store
 
 _SUFFIXES = (".parquet", ".arrow")
 _VERSION = 1
@@ -109,25 +115,42 @@ def is_table(path: str | os.PathLike[str]) -> bool:
 
 
 def has_tables(path: str | os.PathLike[str]) -> bool:
-    """Return whether a local path is a parquet or arrow file, a folder of parquet files, or a saved dataset."""
-    here = Path(os.fspath(path))
-    if "://" in str(path):
-        return False
+    """Return whether a path or URL is such a file, or a folder of parquet files or of a saved dataset.
+
+    A web server cannot list its files: there, parquet files are found by their own names only.
+    """
+    if _is_far(path):
+        if is_table(path):
+            return True
+        store = open_store(path)
+        try:
+            return any(store.exists(name) for name in SAVED) or bool(store.list(".parquet"))
+        except (StorageError, DatasetNotFoundError):
+            return False
+    here = Path(_local(path))
     if here.is_file():
         return is_table(path)
     return here.is_dir() and (is_saved(here) or next(here.rglob("*.parquet"), None) is not None)
 
 
 def is_unprepared_table(path: str | os.PathLike[str]) -> bool:
-    """Return whether a local path has tables and is not a prepared dataset."""
-    meta = Path(os.fspath(path)) / ".nv-meta"
-    return has_tables(path) and not any((meta / name).exists() for name in (INFO_JSON, INFO_YAML))
+    """Return whether a path or URL has tables and is not also a prepared dataset."""
+    store = open_store(path)
+    if not is_table(path) and any(store.exists(meta_path(name)) for name in (INFO_JSON, INFO_YAML)):
+        return False
+    return has_tables(path)
 
 
 def open_tables(
-    path: str | os.PathLike[str], *, split_part: str, dataset_config: str = DEFAULT_DATASET_CONFIG
+    path: str | os.PathLike[str],
+    *,
+    split_part: str,
+    dataset_config: str = DEFAULT_DATASET_CONFIG,
+    open_files: OpenFiles | None = None,
 ) -> TableDataset:
     """Open a parquet or arrow file, or a folder of them; without its own splits, any part means all rows.
+
+    `path` may be a URL. `open_files` has the time limit of its reads.
 
     Raises:
         DatasetNotFoundError: There is none.
@@ -135,47 +158,36 @@ def open_tables(
         SourceError: A file is damaged, or its rows cannot become samples.
         MetadataError, FieldMapError: The dataset.yaml is wrong.
     """
-    text = os.fspath(path)
-    if "://" in text:
-        raise DatasetNotFoundError(
-            f"{text}: parquet and arrow files can only be read from local disks. Copy the file, or convert it to "
-            "shards with `energon convert`."
-        )
-    here = Path(os.path.abspath(os.path.expanduser(text)))
-    if not here.exists():
-        raise DatasetNotFoundError(f"{here}: no such file or folder. Check the path.")
-    files = _files(here)
+    here, store, files = _files(path, open_files)
     known = list(dict.fromkeys(part for part, _ in files))
-    chosen = [file for part, file in files if part in ("", split_part)]
-    if not chosen:
+    names = [name for part, name in files if part in ("", split_part)]
+    if not names:
         raise UnknownSplitError(f"{here}: no split part {split_part!r}. Known split parts: {', '.join(known)}.")
-    root = here.parent if here.is_file() else here
-    groups = [groups_of(file) for file in chosen]
-    source = ArrowSource(root, [("", of_file) for of_file in groups], None, "table")
+    groups, sizes = _groups_at(store, names)
+    source = ArrowSource(
+        store.root, [("", of_file) for of_file in groups], store if _is_far(store.root) else None, "table"
+    )
     counts = [sum(group.num_rows for group in of_file) for of_file in groups]
     if not sum(counts):
         raise EmptyDatasetError(f"{here}: the files of the split part {split_part!r} have no rows.")
-    store = open_store(str(root))
     layout, subflavors = _said(store, dataset_config)
     layout = layout or source.propose()
     check_layout(layout)
-    names = [str(file.relative_to(root)) for file in chosen]
-    columns = _columns_of(chosen)
+    columns = _columns_of(groups)
     for access in layout.fields.values():
         column = access.partition("[")[0]
-        if column not in {*columns, *_labelled(groups[0])}:
-            found = f"has no column {column!r}, which the layout maps to a field.{did_you_mean(column, columns)}"
+        if column not in {*columns, *_labelled(next(filter(None, groups)))}:
+            found = f"has no column {column!r}, which a field is to come from.{did_you_mean(column, columns)}"
             raise FieldMapError(f"{here}: {found} It has {', '.join(columns)}.")
     wanted = {access.partition("[")[0] for access in layout.fields.values()}
     if any(name in columns for name in CONVERSATIONS) or not wanted <= {*columns}:
-        wanted = set()  # labels come with names, and conversations name their media
-    sizes = [file.stat().st_size for file in chosen]
+        wanted = set()  # labels have names of their own, and conversations name their media
     said = [layout.sample_type, sorted(layout.fields.items()), sorted(layout.bare), list(source.columns)]
     content = json.dumps([_VERSION, "table", names, counts, sizes, said], separators=(",", ":"))
     sample_type = sample_type_by_name(layout.sample_type)
     table_of.cache_clear()  # release the rows that were looked at
     return TableDataset(
-        path=str(here),
+        path=here,
         store=store,
         split_part=split_part if "" not in known else "",
         shard_names=tuple(names),
@@ -199,14 +211,51 @@ def open_tables(
 
 def table_parts(path: str | os.PathLike[str]) -> list[str]:
     """Return the split parts of a parquet or arrow file or a folder of them; one empty name without splits."""
-    here = Path(os.path.abspath(os.path.expanduser(os.fspath(path))))
-    return list(dict.fromkeys(part for part, _ in _files(here)))
+    return list(dict.fromkeys(part for part, _ in _files(path)[2]))
 
 
-def _files(here: Path) -> list[tuple[str, Path]]:
-    if here.suffix == ".arrow":
-        return [("", here)]
-    return saved_files(here) if is_saved(here) else parquet_files(here)
+def _is_far(path: str | os.PathLike[str]) -> bool:
+    return "://" in os.fspath(path) and not os.fspath(path).startswith("file://")
+
+
+def _local(path: str | os.PathLike[str]) -> str:
+    return os.path.abspath(os.path.expanduser(os.fspath(path).removeprefix("file://")))
+
+
+def _files(
+    path: str | os.PathLike[str], open_files: OpenFiles | None = None
+) -> tuple[str, Store, list[tuple[str, str]]]:
+    """Return the full path or URL, the store of its folder, and split part and name of each file."""
+    if _is_far(path):
+        here = os.fspath(path).rstrip("/")
+        folder, _, name = here.rpartition("/")
+        if is_table(here) and open_store(folder, files=open_files).exists(name):
+            return here, open_store(folder, files=open_files), [("", name)]
+        store = open_store(here, files=open_files)
+        if any(store.exists(saved) for saved in SAVED):
+            return here, store, saved_names(store)
+        if is_table(here):
+            store.check_root()  # says that neither is there
+        found = parts_of([PurePosixPath(name) for name, _ in store.list(".parquet")])
+        return here, store, [(part, str(name)) for part, name in found]
+    local = Path(_local(path))
+    if not local.exists():
+        raise DatasetNotFoundError(f"{local}: no such file or folder. Check the path.")
+    root = local.parent if local.is_file() else local
+    if local.suffix == ".arrow":
+        files = [("", local)]
+    else:
+        files = saved_files(local) if is_saved(local) else parquet_files(local)
+    return str(local), open_store(root, files=open_files), [(part, str(file.relative_to(root))) for part, file in files]
+
+
+def _groups_at(store: Store, names: Sequence[str]) -> tuple[list[list[Group]], list[int]]:
+    """Return groups and bytes of files; raises SourceError."""
+    if _is_far(store.root):
+        sizes = sizes_of(store, names)
+        return far_groups(store, names, [(size, 0) for size in sizes]), sizes
+    paths = [Path(store.root) / name for name in names]
+    return [groups_of(path) for path in paths], [path.stat().st_size for path in paths]
 
 
 def _said(store: Store, name: str) -> tuple[Layout | None, dict[str, Any]]:
@@ -230,23 +279,15 @@ def _said(store: Store, name: str) -> tuple[Layout | None, dict[str, Any]]:
     return Layout(sample_type=kind.__name__, fields=fields), config.subflavors
 
 
-def _columns_of(files: Sequence[Path]) -> tuple[str, ...]:
-    """Return the columns of files; raises SourceError if they differ."""
-    found: tuple[str, ...] = ()
-    for file in files:
-        schema = (
-            parquet_file(str(file), stamp_of(file)).schema_arrow if _is_parquet(file) else read_table(str(file)).schema
-        )
-        if found and tuple(schema.names) != found:
-            raise SourceError(
-                f"{file}: has the columns {', '.join(schema.names)}, but {files[0]} has {', '.join(found)}."
-            )
-        found = tuple(schema.names)
-    return found
-
-
-def _is_parquet(file: Path) -> bool:
-    return file.suffix == ".parquet"
+def _columns_of(files: Sequence[Sequence[Group]]) -> tuple[str, ...]:
+    """Return the columns of files by their groups, which all must have the same."""
+    filled = [groups for groups in files if groups]
+    first = filled[0][0]
+    for group, *_ in filled:
+        if group.columns != first.columns:
+            names = (", ".join(columns) for columns in (group.columns, first.columns))
+            raise SourceError(f"{group.path}: has the columns {next(names)}, and {first.path} {next(names)}.")
+    return first.columns
 
 
 def _labelled(groups: Sequence[Group]) -> set[str]:
@@ -262,13 +303,14 @@ def read_values(dataset: TableDataset, column: str) -> np.ndarray:
     """
     arrow = pyarrow_modules()
     chunks: list[Any] = []
-    for name in dataset.shard_names:
-        path = Path(dataset.store.root) / name
-        if _is_parquet(path):
-            table = parquet_file(str(path), stamp_of(path)).read(columns=[column], use_threads=False)
+    for groups in _groups_at(dataset.store, dataset.shard_names)[0]:
+        if not groups:
+            continue
+        if groups[0].path.endswith(".parquet"):
+            chunks += read_row_groups(groups, (column,)).column(column).chunks
         else:
-            table = read_table(str(path))
-        chunks += table.column(column).chunks
+            for group in groups:
+                chunks += table_of(group).column(column).chunks
     values = arrow.chunked_array(chunks)
     types, kind = arrow.types, values.type
     text = types.is_string(kind) or types.is_large_string(kind)
@@ -307,7 +349,7 @@ class TableRows:
     def __init__(self, dataset: TableDataset) -> None:
         self._dataset = dataset
         self._ends = np.cumsum(dataset.shard_counts)
-        self._media = Path(dataset.store.root)
+        self._media: MediaRoot = dataset.store if _is_far(dataset.store.root) else Path(dataset.store.root)
         self._groups: dict[int, tuple[list[Group], list[int]]] = {}
         self._lock = threading.Lock()
 
@@ -349,12 +391,16 @@ class TableRows:
         with self._lock:
             found = self._groups.get(shard)
             if found is None:
-                path = self._media / self._dataset.shard_names[shard]
-                if not path.exists():
-                    raise ShardMissingError(f"{path}: the file is gone. Put it back.")
-                groups = _groups_at(path)
-                if groups and groups[0].stamp[0] != self._dataset.shard_sizes[shard]:
-                    raise CorruptShardError(f"{path}: the file changed after it was opened. Open the dataset again.")
+                name = self._dataset.shard_names[shard]
+                path = self._dataset.store.url(name)
+                if not self._dataset.store.exists(name):
+                    raise ShardMissingError(f"{path}: the file is gone.")
+                try:
+                    (groups,), (size,) = _groups_at(self._dataset.store, [name])
+                except SourceError as error:
+                    raise CorruptShardError(str(error)) from error
+                if size != self._dataset.shard_sizes[shard]:
+                    raise CorruptShardError(f"{path}: has other bytes than when it was opened. Open it again.")
                 counts = [group.num_rows for group in groups]
                 if sum(counts) != self._dataset.shard_counts[shard]:
                     raise CorruptShardError(f"{path}: its rows changed after it was opened. Open the dataset again.")
@@ -370,13 +416,6 @@ def samples_of_tables(dataset: TableDataset, shard: int) -> Iterator[TableRow | 
     numbers = np.arange(first, first + int(dataset.shard_counts[shard]))
     for start in range(0, numbers.size, _AT_ONCE):
         yield from rows.read(numbers[start : start + _AT_ONCE])
-
-
-def _groups_at(path: Path) -> list[Group]:
-    try:
-        return groups_of(path)
-    except SourceError as error:
-        raise CorruptShardError(str(error)) from error
 
 
 Batches = list[tuple[int, list[tuple[str, Any]]]]
@@ -407,8 +446,7 @@ class _Kept:
             if found is not None:
                 self._groups.move_to_end(place)
                 return found[0]
-        file = parquet_file(group.path, group.stamp)
-        table = file.read_row_group(group.group, columns=list(columns) or None, use_threads=False)
+        table = read_group(group, columns)
         batches = _batches(table)
         with self._lock:
             self._count(group, hash(place), table.nbytes)
@@ -429,15 +467,20 @@ class _Kept:
         if self._has_warned or self._times_again < _AGAIN_TIMES or self._rows_again < _AGAIN_ROWS * self._rows:
             return
         self._has_warned = True
+        remedy = "Copy the files to a local disk"
+        if group.store is None:
+            remedy = (
+                "Save the rows as an arrow dataset (datasets' save_to_disk), make shards of them (energon convert "
+                f"{os.path.dirname(group.path)} OUT)"
+            )
         _logger.warning(
-            "%s: %d rows are decoded again for each row used, because a process keeps %d MiB of row groups, but one "
-            "of these has %.0f. Save the rows as an arrow dataset (datasets' save_to_disk), convert them to shards "
-            "(energon convert %s OUT), or write the files with smaller row groups (row_group_size=100).",
+            "%s: for each row that is used, %d are decoded again, because a process keeps %d MiB of row groups and one "
+            "of these has %.0f. %s, or write the files with smaller row groups (row_group_size=100).",
             group.path,
             self._rows_again // self._rows,
             _KEPT_BYTES >> 20,
             size / 2**20,
-            os.path.dirname(group.path),
+            remedy,
         )
 
     def forget(self) -> None:
@@ -454,6 +497,8 @@ def _read(group: Group, columns: tuple[str, ...], rows: int) -> Batches:
     arrow = pyarrow_modules()
     try:
         return _KEPT.get(group, columns, rows) if group.group >= 0 else _mapped(group, columns)
+    except StorageError:
+        raise
     except (OSError, arrow.ArrowException) as error:
         raise CorruptShardError(f"{group.path}: cannot be read: {error}") from error
 

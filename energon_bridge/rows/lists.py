@@ -24,6 +24,7 @@ from energon_bridge.rows.base import (
     Blob,
     Content,
     Layout,
+    MediaRoot,
     Row,
     RowSample,
     first_rows,
@@ -112,8 +113,8 @@ def holds_media(value: Any) -> bool:
     return isinstance(value, bytes) or (is_media_path(value) and "://" not in value)
 
 
-def as_files(value: Any, media: Path, column: str) -> Content | tuple[Content, ...]:
-    """Return the files that a value refers to: a path, bytes, `{"bytes": …, "path": …}`, a data URI, or a list."""
+def as_files(value: Any, media: MediaRoot, column: str) -> Content | tuple[Content, ...]:
+    """Return the files that a value stands for: a path, bytes, `{"bytes": …, "path": …}`, a data URI, or a list."""
     if isinstance(value, list | tuple):
         found = [as_files(item, media, column) for item in value]
         return tuple(item for item in found if not isinstance(item, tuple))
@@ -139,8 +140,8 @@ def as_files(value: Any, media: Path, column: str) -> Content | tuple[Content, .
     return media_file(value, media)
 
 
-def conversation_row(entry: Mapping[str, Any], where: str, media: Path) -> Row:
-    """Take the media out of a conversation: from its own keys, and from messages in OpenAI's format."""
+def conversation_row(entry: Mapping[str, Any], where: str, media: MediaRoot) -> Row:
+    """Take the media out of a conversation: its own keys, and those inside of messages in the manner of OpenAI."""
     values: dict[str, Any] = {}
     files: dict[str, tuple[Content, ...]] = {}
     named: list[str] = []
