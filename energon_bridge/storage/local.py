@@ -222,9 +222,11 @@ class LocalStore:
             return [self.read_range(rel, offset, length) for offset, length in zip(offsets, lengths, strict=True)]
         file = self._open(rel)
         descriptor, pread, blocks = file.descriptor, os.pread, []
+        at_once = _LARGE if self._way == "direct" else _PROBED - 1
         for offset, length in zip(offsets, lengths, strict=True):
             try:
-                block = pread(descriptor, length, offset) if length < _PROBED else b""
+                here = length <= at_once or (length <= _LARGE and is_in_memory(descriptor, offset + length - 1))
+                block = pread(descriptor, length, offset) if here else b""
             except (OSError, ValueError, OverflowError):
                 block = b""
             if len(block) != length:  # `read_range` reads the rest or raises the error

@@ -112,10 +112,14 @@ def way_to(path: str) -> Way:
     return "direct" if not kind or kind in _IN_MEMORY or not hasattr(os, "RWF_NOWAIT") else "probe"
 
 
+_PROBE = (bytearray(1),)
+"""Where the byte goes that is looked at; nobody reads it."""
+
+
 def is_in_memory(descriptor: int, offset: int) -> bool:
     """Return whether a byte of a file is in the page cache; True also if the kernel cannot tell."""
     try:
-        os.preadv(descriptor, (bytearray(1),), offset, os.RWF_NOWAIT)
+        os.preadv(descriptor, _PROBE, offset, os.RWF_NOWAIT)
     except BlockingIOError:
         return False
     except (OSError, OverflowError):  # a file system that cannot tell, or an offset outside of files
