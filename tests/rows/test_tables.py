@@ -39,6 +39,7 @@ from energon_bridge.errors import (
     SourceError,
     UnknownSplitError,
 )
+from energon_bridge.loader.run_plan import plan_run
 from energon_bridge.rows import arrow as files, dataset as tables
 from energon_bridge.rows.dataset import TableDataset, open_tables
 
