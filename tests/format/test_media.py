@@ -298,9 +298,9 @@ def test_without_metadata_the_remedy_is_named(kind: str, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        (("sound", "{}"), "has the type 'sound'"),
-        (("image", "{"), "cannot be read"),
-        (("image", "[]"), "cannot be read"),
+        (("sound", "{}"), "unknown type 'sound'"),
+        (("image", "{"), "cannot read it"),
+        (("image", "[]"), "cannot read it"),
     ],
 )
 def test_rows_that_make_no_sense_are_refused(row: tuple[str, str], message: str) -> None:
