@@ -307,6 +307,11 @@ def _report(out: Path, done: Converted, options: ConvertOptions) -> None:
         click.echo(f"Skipped {count_of(len(done.skipped), 'sample')}:")
         for message in done.skipped[:5]:
             click.echo(f"  {message}")
+    if done.num_unread:
+        click.echo(
+            f"Found out nothing about {count_of(done.num_unread, 'media file')}, damaged ones or, without PyAV, videos "
+            f"and sound: energon lint {out} names them."
+        )
     total = count_of(sum(done.shard_counts.values()), "sample")
     click.echo(f"Done: {total} in {count_of(len(done.shard_counts), 'shard')} in {out}.")
     layout = options.layout
