@@ -125,10 +125,15 @@ def test_silence_ends_with_an_error_and_not_with_fewer_bytes(sent: bytes) -> Non
         connection: Any = SimpleNamespace(sock=here)
         allow_silence(connection, 0.2)
         body, got = memoryview(bytearray(len(BODY))), 0
-        with pytest.raises(TimeoutError):
+
+        def read() -> None:
+            nonlocal got
             answer = get(connection, "http", "host", "/x", {})
             while got < len(BODY):
                 got += answer.readinto(body[got:])
+
+        with pytest.raises(TimeoutError):
+            read()
         assert connection.timeout == 0.2
         there.sendall(BODY[-1:])
         assert got == 0 or here.recv(10) == BODY[-1:]
