@@ -27,11 +27,10 @@ from energon_bridge.loader.description import Description
 from energon_bridge.loader.document import State, read_all, sign
 from energon_bridge.loader.fits import check_windows
 from energon_bridge.loader.run_plan import RunPlan
-from energon_bridge.loader.streams import Start, WorkerFacts, reported, watched_pipeline
+from energon_bridge.loader.streams import Start, WorkerFacts, watched_pipeline
 from energon_bridge.mix.leaves import numbers_of_samples
 from energon_bridge.plan.balance import Integers, assign_microbatches, cut_window, imbalance
 from energon_bridge.rng import fold, key_of
-from energon_bridge.samples.slabs import Lender
 from energon_bridge.stream.pipeline import Pipeline
 from energon_bridge.stream.planned import PlannedBatch, PlannedLane, PlannedLoad, PlanRules, SampleTable, make_planned
 from energon_bridge.stream.state import LaneBatch, LaneState, ShareEnd
@@ -335,34 +334,24 @@ class SharedStreams:
     def __init__(
         self, pipeline: Pipeline, rules: PlanRules, batches: GlobalBatches, unit: float, config: WorkerConfig
     ) -> None:
-        self._pipeline, self._rules, self._batches, self._unit = pipeline, rules, batches, unit
+        self.pipeline, self._rules, self._batches, self._unit = pipeline, rules, batches, unit
         self._rank, self._ranks, self._workers = config.dp_rank, config.dp_size, max(1, config.num_workers)
         self._planned: dict[int, tuple[PlannedBatch, ShareEnd | None]] = {}
         self._loads: dict[int, PlannedLoad] = {}
-
-    @property
-    def threaded(self) -> bool:
-        return self._pipeline.threaded
 
     def prepare(self, unit: int, count: int) -> None:
         self._load(unit).start()
 
     def produce(self, unit: int) -> LaneBatch:
-        item = reported(self._pipeline, unit, lambda: self._make(unit))
+        item = self._make(unit)
         if unit + self._workers in self._planned:  # otherwise it would be planned while a batch is waited for
             self._load(unit + self._workers).read_ahead()
         return item
 
-    def write_into(self, memory: Lender) -> None:
-        self._pipeline.write_into(memory)
-
-    def close(self) -> None:
-        self._pipeline.close()
-
     def _make(self, unit: int) -> LaneBatch:
         load = self._load(unit)
         planned, end = self._planned[unit]
-        item = make_planned(self._pipeline, planned, load, self._rules)
+        item = make_planned(self.pipeline, planned, load, self._rules)
         item.end = end
         for known in [known for known in self._planned if known <= unit]:
             self._planned.pop(known)
@@ -374,7 +363,7 @@ class SharedStreams:
         if load is None:
             while unit not in self._planned:
                 self._plan(unit % self._workers)
-            load = self._loads[unit] = PlannedLoad(self._pipeline, self._planned[unit][0].members)
+            load = self._loads[unit] = PlannedLoad(self.pipeline, self._planned[unit][0].members)
         return load
 
     def _plan(self, worker: int) -> None:

@@ -19,8 +19,6 @@ from energon_bridge.format.jsonl import JsonlDataset
 from energon_bridge.loader.description import Description
 from energon_bridge.loader.run_plan import RunPlan, deal_of_pass, draws_of_pass
 from energon_bridge.plan.blend import Blend
-from energon_bridge.samples.slabs import Lender
-from energon_bridge.stream.dealt import Dealt
 from energon_bridge.stream.draws import SAMPLE
 from energon_bridge.stream.finite import (
     WHOLE_PACK,
@@ -31,7 +29,6 @@ from energon_bridge.stream.finite import (
     ListedRow,
     ListedRows,
     Listing,
-    PassRows,
     groups_of,
     packs_of,
 )
@@ -147,24 +144,28 @@ def open_pipeline(
 
 
 class Stream(Protocol):
-    """Makes the microbatches of units."""
+    """Makes the microbatches of units.
 
-    @property
-    def threaded(self) -> bool:
-        """Whether `prepare` starts loads on threads."""
+    Attributes:
+        pipeline: Loads samples, and is closed with the stream.
+    """
+
+    pipeline: Pipeline
+
+    def prepare(self, unit: int, count: int) -> None:
+        """Start loading the next `count` microbatches of a unit, on threads."""
         ...
 
-    def prepare(self, unit: int, count: int) -> None: ...
-    def produce(self, unit: int) -> LaneBatch: ...
-    def write_into(self, memory: Lender) -> None: ...
-    def close(self) -> None: ...
+    def produce(self, unit: int) -> LaneBatch:
+        """Return the next microbatch of a unit."""
+        ...
 
 
 class LaneStreams:
     """The lanes of one process, each opened on first use."""
 
     def __init__(self, pipeline: Pipeline, blend: Blend | None, states: Mapping[int, LaneState]) -> None:
-        self._pipeline = pipeline
+        self.pipeline = pipeline
         self._blend = blend
         self._states = states
         self._lanes: dict[int, Lane] = {}
@@ -172,61 +173,28 @@ class LaneStreams:
     def _lane(self, number: int) -> Lane:
         lane = self._lanes.get(number)
         if lane is None:
-            state = self._states.get(number) or LaneState.fresh(len(self._pipeline.leaves))
-            lane = self._lanes[number] = Lane(number, self._pipeline, self._blend, state)
+            state = self._states.get(number) or LaneState.fresh(len(self.pipeline.leaves))
+            lane = self._lanes[number] = Lane(number, self.pipeline, self._blend, state)
         return lane
-
-    @property
-    def threaded(self) -> bool:
-        return self._pipeline.threaded
 
     def prepare(self, unit: int, count: int) -> None:
         self._lane(unit).prepare(count)
 
     def produce(self, unit: int) -> LaneBatch:
-        return reported(self._pipeline, unit, self._lane(unit).produce)
-
-    def write_into(self, memory: Lender) -> None:
-        self._pipeline.write_into(memory)
-
-    def close(self) -> None:
-        self._pipeline.close()
+        return self._lane(unit).produce()
 
 
-class FiniteStreams:
-    """The microbatches of one pass of a finite stream in one process."""
-
-    def __init__(self, pipeline: Pipeline, rows: PassRows, *, drop_last: bool, dealt: Dealt | None = None) -> None:
-        self._pipeline = pipeline
-        self._stream = FiniteStream(pipeline, rows, drop_last=drop_last, dealt=dealt)
-
-    @property
-    def threaded(self) -> bool:
-        return self._pipeline.threaded
-
-    def prepare(self, unit: int, count: int) -> None:
-        self._stream.prepare(unit)
-
-    def produce(self, unit: int) -> LaneBatch:
-        return reported(self._pipeline, unit, lambda: self._stream.produce(unit))
-
-    def write_into(self, memory: Lender) -> None:
-        self._pipeline.write_into(memory)
-
-    def close(self) -> None:
-        self._pipeline.close()
-
-
-def reported(pipeline: Pipeline, unit: int, make: Callable[[], LaneBatch]) -> LaneBatch:
+def reported(stream: Stream, unit: int) -> LaneBatch:
     """Return the next microbatch of a unit with the failures on its way, watched by the watchdog."""
-    watchdog, start = pipeline.watchdog, time.perf_counter()
+    pipeline, start = stream.pipeline, time.perf_counter()
+    watchdog = pipeline.watchdog
     try:
         if watchdog is None:
-            item = make()
+            item = stream.produce(unit)
         else:
             watchdog.arm(unit)
             try:
-                item = make()
+                item = stream.produce(unit)
             finally:
                 watchdog.disarm()
     except HookTimeoutError as error:
@@ -267,7 +235,7 @@ def open_stream(
     dealt = deal_of_pass(data, plan, config)
     draws = dealt or draws_of_pass(data, plan, start.epoch)
     rows = DrawnRows(pipeline, draws) if start.listing is None else ListedRows(pipeline, start.listing)
-    return FiniteStreams(pipeline, rows, drop_last=data.batch_drop_last, dealt=dealt)
+    return FiniteStream(pipeline, rows, drop_last=data.batch_drop_last, dealt=dealt)
 
 
 def watched_pipeline(

@@ -37,7 +37,7 @@ from energon_bridge.errors import LoaderError
 from energon_bridge.loader.description import Description
 from energon_bridge.loader.position import Position
 from energon_bridge.loader.processes import Board, StackFile
-from energon_bridge.loader.streams import Stream, WorkerFacts
+from energon_bridge.loader.streams import Stream, WorkerFacts, reported
 from energon_bridge.loader.transport import Arena, BatchMessage, Outbox
 from energon_bridge.rng import key_of
 from energon_bridge.stream.state import LaneBatch
@@ -67,18 +67,18 @@ def produced(stream: Stream, units: Iterator[int], ahead: int) -> Generator[Lane
             stream.prepare(unit, count)
 
     try:
-        if not stream.threaded:
+        if not stream.pipeline.threaded:
             for unit in units:
-                yield stream.produce(unit)
+                yield reported(stream, unit)
             return
         look_ahead(1)
         while upcoming:
             unit = upcoming.popleft()
-            item = stream.produce(unit)
+            item = reported(stream, unit)
             look_ahead(max(1, ahead))
             yield item
     finally:
-        stream.close()
+        stream.pipeline.close()
 
 
 def outgoing(item: LaneBatch, outbox: Outbox) -> BatchMessage:
@@ -152,7 +152,7 @@ class Work:
         units = (unit for unit, worker in due if worker == self.number)
         stream = position.stream(self.watchdog, facts)
         if arena is not None:
-            stream.write_into(arena)
+            stream.pipeline.write_into(arena)
         return produced(stream, units, self.config.prefetch_factor)
 
 

@@ -330,7 +330,7 @@ class FiniteStream:
         drop_last: bool,
         dealt: Dealt | None = None,
     ) -> None:
-        self._pipeline = pipeline
+        self.pipeline = pipeline
         self._rows = rows
         self._dealt = dealt
         ends = rows.ends
@@ -345,11 +345,11 @@ class FiniteStream:
         ends = self._rows.ends
         if ends is not None:
             return ends[number - 1] if number else 0, ends[number]
-        start = number * self._pipeline.rows
-        return start, min(start + self._pipeline.rows, self._rows.count)
+        start = number * self.pipeline.rows
+        return start, min(start + self.pipeline.rows, self._rows.count)
 
-    def prepare(self, number: int) -> None:
-        """Start loading a microbatch."""
+    def prepare(self, number: int, count: int) -> None:
+        """Start loading a microbatch; there is one of each number."""
         self._rows.prepare(*self._span(number))
 
     def produce(self, number: int) -> LaneBatch:
@@ -361,25 +361,25 @@ class FiniteStream:
             EmptyDatasetError: Every sample of the dataset was skipped.
         """
         counts = Counts()
-        as_energon = bool(self._pipeline.settings.energon_ranks)
+        as_energon = bool(self.pipeline.settings.energon_ranks)
         real = as_energon or number < self._microbatches
         for attempt in range(1 if as_energon else self._microbatches):
             counted = counts if real and not attempt else Counts()
             # Two numbers that fall on one microbatch differ in their mask only.
             unit = number if as_energon else (number + attempt) % self._microbatches
-            with self._pipeline.user_code():
-                self._pipeline.begin(-1, unit)
+            with self.pipeline.user_code():
+                self.pipeline.begin(-1, unit)
                 rows = self._rows.take(*self._span(unit), counted)
                 batches = self._batched(rows, unit, counted) if rows else []
             if len(batches) > 1:
                 raise FatalSampleError(
-                    f"{rows[0].key(self._pipeline)}: batch or encode_batch yields {len(batches)} batches from one; "
+                    f"{rows[0].key(self.pipeline)}: batch or encode_batch yields {len(batches)} batches from one; "
                     "return one, so that all ranks make the same number of steps"
                 )
             if batches:
-                if self._pipeline.settings.batch_size is None and self._rows.ends is None and len(rows) > 1:
+                if self.pipeline.settings.batch_size is None and self._rows.ends is None and len(rows) > 1:
                     raise FatalSampleError(
-                        f"{rows[0].key(self._pipeline)}: encode_sample yields {len(rows)} samples, but a "
+                        f"{rows[0].key(self.pipeline)}: encode_sample yields {len(rows)} samples, but a "
                         "pass without batches delivers one per step: set batch_size"
                     )
                 break
@@ -387,7 +387,7 @@ class FiniteStream:
             if as_energon:
                 return LaneBatch(NoBatch(), 0, None, counts)
             all_rows = f"every one of the {self._rows.count} {self._rows.what} of the split"
-            raise EmptyDatasetError(f"{self._pipeline.paths}: {all_rows} was skipped")
+            raise EmptyDatasetError(f"{self.pipeline.paths}: {all_rows} was skipped")
         exists = real and not attempt
         if not exists:
             attach(batches[0], "__valid__", torch.zeros(len(rows), dtype=torch.bool))
@@ -396,9 +396,9 @@ class FiniteStream:
 
     def _batched(self, rows: list[BatchRow], number: int, counts: Counts) -> list[Any]:
         samples = [row.content for row in rows]
-        keys = [row.key(self._pipeline) for row in rows]
+        keys = [row.key(self.pipeline) for row in rows]
         leaves = [ref.leaf for row in rows for ref in row.members]
-        return self._pipeline.batches(samples, keys, leaves, -1, number, counts)
+        return self.pipeline.batches(samples, keys, leaves, -1, number, counts)
 
 
 def mask_loss(batch: Any) -> None:
