@@ -85,7 +85,7 @@ class Evil:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ([Evil()], "names posix.mkdir, which is not run"),
+        ([Evil()], "contains posix.mkdir, which is not run"),
         (["text"], "expected the bytes of an image, found str"),
         (b"bytes", "expected 1 nested lists of the bytes of images, found bytes"),
     ],
