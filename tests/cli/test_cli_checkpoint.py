@@ -109,7 +109,7 @@ def test_files_of_ranks(states: list[Any], tmp_path: Path) -> None:
     assert len(part["missing_lanes"]) == 12
     output = energon("checkpoint", "show", files[2], files[1]).output
     assert "lanes:    12 of 24; missing: " in output
-    assert "ranks:     1, 2 of 4; missing: 0, 3" in output
+    assert "ranks:    1, 2 of 4; missing: 0, 3" in output
     assert sum(row["samples"] for row in part["leaves"]) == 2 * 2 * 11
 
 
