@@ -132,7 +132,8 @@ def command(
         source = download(source) if is_hub(source) else source
         opened = open_source(source, kind=kind, media=media, numbered=keys == "number", num_workers=workers)
     asking = (_is_terminal() and not task and not finish) if ask is None else ask
-    click.echo(f"{source}: {opened.kind}, {count_of(len(opened), 'sample')}.")
+    shown = opened.where if "://" in opened.where else source  # `Path` leaves one slash
+    click.echo(f"{shown}: {opened.kind}, {count_of(len(opened), 'sample')}.")
     check_first_files(opened)
     layout = _layout(opened, sample_type, fields, asking=asking)
     check_layout(layout)
